@@ -1,0 +1,1 @@
+"""Train Transformers over a grid of data, tensor and pipeline parallel ranks."""

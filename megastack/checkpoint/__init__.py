@@ -1,0 +1,1 @@
+"""State that moves between layouts: items, save, load, reader."""

@@ -1,0 +1,1 @@
+"""The configuration: typed schema, legality rules, composition with Hydra."""

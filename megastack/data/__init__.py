@@ -1,0 +1,1 @@
+"""Text to token batches: sources, tokenizers, the sample order, the loader."""

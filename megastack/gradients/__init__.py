@@ -1,0 +1,1 @@
+"""Flat gradient buckets, their reductions, the global norm."""

@@ -1,0 +1,1 @@
+"""The parallel layers that users subclass."""

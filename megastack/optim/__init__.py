@@ -1,0 +1,1 @@
+"""Optimizers on flat buckets and learning-rate schedules."""

@@ -1,0 +1,1 @@
+"""Planning layouts without processes: memory, cost, search."""

@@ -1,0 +1,1 @@
+"""Parity tools for users and for megastack's own tests."""
