@@ -1,0 +1,131 @@
+"""Collectives as functions: a tensor and a group in, a new tensor out.
+
+Three rules hold for all of them. The input is never changed (:func:`start_all_reduce_`, for buffers that the caller
+owns, says so with its underscore). A group of one rank returns its input and counts nothing. Every call is counted in
+the group's ledger. The ``start_…`` forms return a :class:`Pending` at once, so that work can run while bytes move.
+
+None of these is differentiable; the conjugate pairs are in :mod:`megastack.comm.autograd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastack.comm.group import AxisGroup
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Pending:
+    """A collective under way; :meth:`wait` returns its result, any number of times."""
+
+    def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
+        self._work = work
+        self._finish = finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Block until the operation is complete and return its result."""
+        if self._result is None:
+            if self._work is not None:
+                self._work.wait()
+            self._result = self._finish()
+            self._work = None
+        return self._result
+
+
+def done(result: Tensor) -> Pending:
+    """A pending operation that is complete already."""
+    return Pending(None, lambda: result)
+
+
+def _record(group: AxisGroup, op: str, payload: Tensor) -> None:
+    group.ledger.record(group.axis, op, group.size, payload.numel() * payload.element_size())
+
+
+def start_all_reduce_(buffer: Tensor, group: AxisGroup, op: str = "sum") -> Pending:
+    """Reduce ``buffer`` over the group in place; the caller owns it and leaves it alone until :meth:`Pending.wait`."""
+    if group.size == 1:
+        return done(buffer)
+    _record(group, "all_reduce", buffer)
+    work = dist.all_reduce(buffer, op=_OPS[op], group=group.group, async_op=True)
+    return Pending(work, lambda: buffer)
+
+
+def start_all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Pending:
+    """Begin :func:`all_reduce`."""
+    if group.size == 1:
+        return done(x)
+    return start_all_reduce_(x.clone(memory_format=torch.contiguous_format), group, op)
+
+
+def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
+    """The sum (``max``, ``min``) of every rank's ``x``, same shape, on every rank."""
+    return start_all_reduce(x, group, op).wait()
+
+
+def start_all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
+    """Begin :func:`all_gather`."""
+    if group.size == 1:
+        return done(x)
+    x = x.contiguous()
+    pieces = x.new_empty((group.size, *x.shape))
+    _record(group, "all_gather", pieces)
+    work = _all_gather_into(pieces.view(-1), x.view(-1), group=group.group, async_op=True)
+    return Pending(work, lambda: _join(pieces, dim))
+
+
+def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
+    """Every rank's ``x``, concatenated along ``dim`` in group order; shapes must agree."""
+    return start_all_gather(x, group, dim).wait()
+
+
+def start_reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
+    """Begin :func:`reduce_scatter`."""
+    if group.size == 1:
+        return done(x)
+    assert x.shape[dim] % group.size == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size}"
+    pieces = _cut(x, group.size, dim)
+    _record(group, "reduce_scatter", pieces)
+    result = x.new_empty(pieces.shape[1:])
+    work = _reduce_scatter_into(result.view(-1), pieces.view(-1), group=group.group, async_op=True)
+    return Pending(work, lambda: result)
+
+
+def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
+    """This rank's piece along ``dim`` of the sum of every rank's ``x``."""
+    return start_reduce_scatter(x, group, dim).wait()
+
+
+def broadcast(x: Tensor, group: AxisGroup, source: int = 0) -> Tensor:
+    """The ``x`` of the group's member ``source``, on every rank; shapes must agree."""
+    if group.size == 1:
+        return x
+    result = x.clone(memory_format=torch.contiguous_format)
+    if group.rank == source:
+        _record(group, "broadcast", result)
+    dist.broadcast(result, src=group.ranks[source], group=group.group)
+    return result
+
+
+def _cut(x: Tensor, size: int, dim: int) -> Tensor:
+    """``x`` as (size, …): its ``size`` equal pieces along ``dim``, contiguous."""
+    dim = dim % x.dim()
+    if dim == 0:
+        return x.contiguous().view(size, x.shape[0] // size, *x.shape[1:])
+    return torch.stack(x.chunk(size, dim))
+
+
+def _join(pieces: Tensor, dim: int) -> Tensor:
+    """The inverse of :func:`_cut`."""
+    dim = dim % (pieces.dim() - 1)
+    return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim)
+
+
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,35 @@
+"""The ranks that communicate along one axis (or several fused ones), as one small value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megastack.comm.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """One rank's view of its peers along an axis.
+
+    Attributes:
+        rank: this rank's place among its peers, 0-based.
+        size: the number of peers, this rank included.
+        ranks: their global ranks, in order.
+        group: torch's process group; ``None`` when ``size`` is 1, where nothing is ever communicated.
+        axis: the ledger's label (``dp`` stands for fused ``dp·cp`` as well).
+        ledger: where operations on this group are counted.
+    """
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    axis: str
+    ledger: Ledger
+
+    @staticmethod
+    def single(axis: str, ledger: Ledger, rank: int = 0) -> AxisGroup:
+        """A group of this rank alone."""
+        return AxisGroup(0, 1, (rank,), None, axis, ledger)
