@@ -108,9 +108,10 @@ class Mesh:
         elif len(axes) == self.device_mesh.ndim:
             group = dist.group.WORLD
         else:
-            group = self.device_mesh[tuple(names)]._flatten("_".join(names)).get_group()
-        ranks = tuple(dist.get_process_group_ranks(group))
-        return AxisGroup(ranks.index(self.rank), len(ranks), ranks, group, label, self.ledger)
+            ranks = next(group for group in self.shape.groups(*axes) if self.rank in group)
+            group = dist.new_group(ranks, use_local_synchronization=True)
+        members = tuple(dist.get_process_group_ranks(group))
+        return AxisGroup(members.index(self.rank), len(members), members, group, label, self.ledger)
 
     def __repr__(self) -> str:
         return f"Mesh({self.shape}, rank {self.rank} | {describe_coordinates(self.coordinates)}, {self.device})"
