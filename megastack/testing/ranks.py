@@ -1,0 +1,248 @@
+"""Run a function on several ranks of this machine: forked processes, gloo, results as a list.
+
+A module-level function runs in a standing pool of forked ranks, which serves many meshes one after another and is forked
+anew after it lost or had to give up a rank. Anything else (a closure, a function of ``__main__``) gets a fresh fork, which
+inherits it. Ranks run on one thread: a parent that used several threads may not fork ranks that do so as well. The parent
+must hold no process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megastack.errors import MegastackError
+
+POOL_SIZE = 8
+_GRACE_S = 2.0
+_fork = multiprocessing.get_context("fork")
+
+
+class RankFailure(MegastackError):
+    """A rank raised, died, or did not return in time.
+
+    Attributes:
+        rank: the first rank known to have failed.
+        error: the exception that the rank raised, ``None`` if it died or was late.
+    """
+
+    def __init__(self, message: str, rank: int, error: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.error = error
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a rank is asked to do; ``call`` is a (module, name) pair, ``None`` for the function its fork inherited."""
+
+    call: tuple[str, str] | None
+    args: tuple[Any, ...]
+    rank: int
+    world_size: int
+    store: str
+    path: tuple[str, ...]
+    timeout: float
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    time: float = 0.0
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Call ``fn(*args)`` on ``world_size`` gloo ranks and return what each rank returned, by rank.
+
+    Inside, ``Mesh.from_environment(MeshShape(...))`` finds the process group. Arguments and results travel by pickle.
+
+    Args:
+        fn: what each rank runs; module-level functions share a standing pool of processes.
+        world_size: the number of ranks.
+        timeout: seconds after which ranks are killed.
+
+    Raises:
+        RankFailure: with the first failing rank and its own traceback.
+    """
+    assert not dist.is_initialized(), "a parent that holds a process group cannot fork ranks"
+    call = _importable(fn)
+    folder = tempfile.mkdtemp(prefix="megastack-ranks-")
+    pool = _holder.get(world_size) if call else _Pool(world_size, fn)
+    tasks = [
+        _Task(call, args, rank, world_size, f"{folder}/store", tuple(sys.path), timeout) for rank in range(world_size)
+    ]
+    try:
+        return pool.run(tasks, timeout)
+    finally:
+        if not call:
+            pool.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _importable(fn: Callable[..., Any]) -> tuple[str, str] | None:
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "<locals>")
+    if not module or module == "__main__" or not name.isidentifier():
+        return None
+    return (module, name) if getattr(sys.modules.get(module), name, None) is fn else None
+
+
+class _Pool:
+    """Forked ranks, each behind a pipe."""
+
+    def __init__(self, size: int, fn: Callable[..., Any] | None = None) -> None:
+        self.size = size
+        self.broken = False
+        self._pipes: list[multiprocessing.connection.Connection] = []
+        self._processes: list[Any] = []
+        for _ in range(size):
+            mine, theirs = _fork.Pipe()
+            process = _fork.Process(target=_serve, args=(theirs, [*self._pipes, mine], fn), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def run(self, tasks: Sequence[_Task], timeout: float) -> list[Any]:
+        try:
+            for pipe, task in zip(self._pipes, tasks, strict=False):
+                pipe.send_bytes(pickle.dumps(task))
+        except OSError:
+            self.close()
+            raise RankFailure("a rank was gone before it was asked to run", task.rank) from None
+        outcomes = self._collect(len(tasks), time.monotonic() + timeout)
+        failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.trace}
+        missing = [rank for rank in range(len(tasks)) if rank not in outcomes]
+        if failed or missing:
+            self.close()
+            raise _failure(failed, missing, timeout)
+        return [outcomes[rank].value for rank in range(len(tasks))]
+
+    def _collect(self, count: int, deadline: float) -> dict[int, _Outcome]:
+        """Outcomes by rank until all are in, the deadline is over, or one failed and the others had their grace."""
+        waiting, outcomes = {self._pipes[rank]: rank for rank in range(count)}, {}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in multiprocessing.connection.wait(list(waiting), left):
+                rank = waiting.pop(ready)  # type: ignore[arg-type]
+                outcomes[rank] = self._receive(rank)
+                if outcomes[rank].trace:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return outcomes
+
+    def _receive(self, rank: int) -> _Outcome:
+        try:
+            outcome: _Outcome = pickle.loads(self._pipes[rank].recv_bytes())
+            return outcome
+        except (EOFError, OSError):
+            self._processes[rank].join(1)
+            code = self._processes[rank].exitcode
+            return _Outcome(trace=f"the process ended with exit code {code}", time=time.time())
+
+    def close(self) -> None:
+        """Kill every rank."""
+        self.broken = True
+        for process in self._processes:
+            process.kill()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
+            pipe.close()
+
+
+class _PoolHolder:
+    """The standing pool of this process; a child of a fork does not inherit it."""
+
+    def __init__(self) -> None:
+        self.pool: _Pool | None = None
+        self.owner = 0
+
+    def get(self, size: int) -> _Pool:
+        fits = self.pool is not None and not self.pool.broken and self.pool.size >= size and self.owner == os.getpid()
+        if not fits:
+            self.close()
+            self.pool, self.owner = _Pool(max(size, POOL_SIZE)), os.getpid()
+        assert self.pool is not None
+        return self.pool
+
+    def close(self) -> None:
+        if self.pool is not None and self.owner == os.getpid() and not self.pool.broken:
+            self.pool.close()
+        self.pool = None
+
+
+_holder = _PoolHolder()
+atexit.register(_holder.close)
+
+
+def _failure(failed: dict[int, _Outcome], missing: list[int], timeout: float) -> RankFailure:
+    if not failed:
+        return RankFailure(f"ranks {missing}: no result within {timeout:g} s; all ranks were killed", missing[0])
+    rank = min(failed, key=lambda r: failed[r].time)
+    others = f" (ranks {sorted(set(failed) - {rank})} failed after it)" if len(failed) > 1 else ""
+    others += f" (ranks {missing} did not return)" if missing else ""
+    return RankFailure(f"rank {rank} failed{others}\n{failed[rank].trace}", rank, failed[rank].error)
+
+
+def _serve(
+    pipe: multiprocessing.connection.Connection, others: list[Any], inherited: Callable[..., Any] | None
+) -> None:
+    """The life of a rank: run tasks until the pipe closes."""
+    for other in others:
+        other.close()
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        pipe.send_bytes(_pickled(_perform(task, inherited)))
+
+
+def _perform(task: _Task, inherited: Callable[..., Any] | None) -> _Outcome:
+    try:
+        sys.path[:] = list(task.path)
+        fn = getattr(importlib.import_module(task.call[0]), task.call[1]) if task.call else inherited
+        assert fn is not None
+        with _process_group(task):
+            return _Outcome(value=fn(*task.args))
+    except BaseException as error:
+        return _Outcome(error=error, trace=traceback.format_exc(), time=time.time())
+
+
+def _pickled(outcome: _Outcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception as error:
+        trace = outcome.trace or f"the result cannot be pickled: {error}"
+        return pickle.dumps(_Outcome(trace=trace, time=outcome.time))
+
+
+@contextlib.contextmanager
+def _process_group(task: _Task) -> Iterator[None]:
+    """The default process group of one task; a single rank has none."""
+    try:
+        if task.world_size > 1:
+            store = dist.FileStore(task.store, task.world_size)
+            limit = timedelta(seconds=task.timeout)
+            dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit)
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,75 @@
+"""run_ranks: results by rank, the first failure with its own traceback, no hang, a pool that recovers."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis, MeshShape
+from megastack.testing.ranks import RankFailure, run_ranks
+
+
+def coordinates(dp: int, tp: int) -> tuple[int, int, int]:
+    mesh = Mesh.from_environment(MeshShape(dp=dp, tp=tp))
+    total = torch.tensor(float(mesh.rank))
+    if mesh.world.size > 1:
+        dist.all_reduce(total)
+    return mesh.coordinates[Axis.DP], mesh.coordinates[Axis.TP], int(total)
+
+
+def raises_on(rank: int) -> None:
+    mesh = Mesh.from_environment(MeshShape(dp=3))
+    if mesh.rank == rank:
+        raise ValueError("the bad one")
+    dist.barrier()
+
+
+def killed_on(rank: int) -> None:
+    mesh = Mesh.from_environment(MeshShape(dp=3))
+    if mesh.rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def sleeps_on(rank: int) -> None:
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    if mesh.rank == rank:
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 4)])
+def test_every_rank_returns_what_it_saw(shape: tuple[int, int]) -> None:
+    dp, tp = shape
+    world = dp * tp
+    expected = [(r // tp, r % tp, world * (world - 1) // 2) for r in range(world)]
+    assert run_ranks(coordinates, world, dp, tp) == expected
+
+
+def test_a_closure_runs_in_a_fresh_fork() -> None:
+    offset = 40
+    assert run_ranks(lambda: dist.get_rank() + offset, 2) == [40, 41]
+
+
+def test_the_first_failing_rank_is_named_with_its_traceback_and_the_pool_recovers() -> None:
+    with pytest.raises(RankFailure, match="(?s)rank 1 failed.*the bad one") as caught:
+        run_ranks(raises_on, 3, 1)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.error, ValueError)
+    assert run_ranks(coordinates, 2, 1, 2)[1] == (0, 1, 1)
+
+
+def test_a_killed_rank_is_named() -> None:
+    with pytest.raises(RankFailure, match="exit code -9") as caught:
+        run_ranks(killed_on, 3, 2)
+    assert caught.value.rank == 2
+
+
+def test_a_late_rank_is_killed_at_the_time_out() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"ranks \[0\]: no result within 1 s"):
+        run_ranks(sleeps_on, 2, 0, timeout=1)
+    assert time.monotonic() - start < 20
