@@ -1,0 +1,134 @@
+"""Collectives that gradients flow through: three conjugate pairs.
+
+Under tensor parallelism a tensor is either *replicated* (every rank of the group holds the same values, and the same
+gradient), *partial* (the value is the sum over the ranks) or *split* along a dim. Each function moves a tensor from one
+state to another; its backward is the function that moves the gradient the opposite way:
+
+==================================  ================================  ======================
+forward                             backward                          sends, per rank
+==================================  ================================  ======================
+:func:`copy_to`: identity           :func:`reduce_from`: all-reduce   0 / 2 (n-1)/n · S
+:func:`reduce_from`: all-reduce     :func:`copy_to`: identity         2 (n-1)/n · S / 0
+:func:`gather_from`: all-gather     :func:`scatter_to`                (n-1)/n · S both ways
+:func:`scatter_to`: reduce-scatter  :func:`gather_from`               (n-1)/n · S both ways
+:func:`slice_to`: own slice         :func:`gather_replicated`         0 / (n-1)/n · S
+:func:`gather_replicated`: gather   :func:`slice_to`                  (n-1)/n · S / 0
+==================================  ================================  ======================
+
+``S`` is the whole (gathered) tensor. Whether to gather with :func:`gather_from` or :func:`gather_replicated` depends on
+what follows. After the first, ranks do different work on the whole tensor (a column-parallel product), so its gradient
+is partial; after the second, all do the same work, and each needs only its own slice of a gradient that is whole.
+
+The idea of conjugate operators is Megatron-LM's (Shoeybi et al. 2019; Korthikanti et al. 2022 for the split sequence).
+A group of one rank returns its input and adds no node to the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megastack.comm.collectives import all_gather, all_reduce, reduce_scatter
+from megastack.comm.group import AxisGroup
+
+
+def copy_to(x: Tensor, group: AxisGroup) -> Tensor:
+    """``x`` as it is, replicated, for different work on each rank; the gradient is summed over the group."""
+    return x if group.size == 1 else _CopyTo.apply(x, group)
+
+
+def reduce_from(x: Tensor, group: AxisGroup) -> Tensor:
+    """The sum of the partial ``x`` over the group, replicated; the gradient passes as it is."""
+    return x if group.size == 1 else _ReduceFrom.apply(x, group)
+
+
+def gather_from(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+    """The pieces of ``x`` joined along ``dim``, for different work on each rank; the gradient is reduce-scattered."""
+    return x if group.size == 1 else _GatherFrom.apply(x, group, dim)
+
+
+def scatter_to(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+    """This rank's piece along ``dim`` of the sum of the partial ``x``; the gradient is gathered."""
+    return x if group.size == 1 else _ScatterTo.apply(x, group, dim)
+
+
+def slice_to(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+    """This rank's piece along ``dim`` of the replicated ``x``; the gradient is gathered."""
+    return x if group.size == 1 else _SliceTo.apply(x, group, dim)
+
+
+def gather_replicated(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+    """The pieces of ``x`` joined along ``dim``, for the same work on each rank; the gradient is sliced."""
+    return x if group.size == 1 else _GatherReplicated.apply(x, group, dim)
+
+
+# The backward of each function calls its conjugate, so second derivatives work as well.
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_from(grad, ctx.group), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return copy_to(grad, ctx.group), None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return scatter_to(grad, ctx.group, ctx.dim), None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_from(grad, ctx.group, ctx.dim), None, None
+
+
+class _SliceTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        assert x.shape[dim] % group.size == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size}"
+        return x.chunk(group.size, dim)[group.rank].clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_replicated(grad, ctx.group, ctx.dim), None, None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return slice_to(grad, ctx.group, ctx.dim), None, None

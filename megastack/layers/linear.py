@@ -1,0 +1,161 @@
+"""Linear layers split over the tensor-parallel axis: by output features (column) and by input features (row).
+
+A pair of them, column first, forms attention or an MLP with a single reduction. These modules own parameters and
+declare their placements; the products and what they communicate are in :mod:`megastack.layers.linear_ops`.
+
+A column-parallel weight may have several output dims, of which one is split, in whole slices: a query weight
+``(H, K, D)`` on H, a gate-and-up weight ``(2, F, D)`` on F. The output has the same dims, so no reshape ever has to know
+the layout. With ``copies`` the split dim is cut into t / copies pieces, each held by ``copies`` adjacent ranks (kv groups
+fewer than t).
+
+Shapes: B microbatch, S sequence, t tensor-parallel degree.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megastack.layers.linear_ops import column_product, row_product
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis
+from megastack.placement.module import ParallelModule
+from megastack.placement.placement import Initialiser, Normal, Placement, Shard, Zeros
+
+
+class ColumnParallelLinear(ParallelModule):
+    """``x @ weight.T + bias`` with the output features split over tp.
+
+    Forward sends nothing, or with ``sequence_parallel`` all-gathers the sequence. Backward all-reduces the input
+    gradient, or with ``sequence_parallel`` reduce-scatters it and gathers the input once more, under its own products.
+    Use :func:`column_parallel` where several layers read one input.
+
+    Args:
+        in_features: the last dim of the input.
+        out_features: the output features, or the shape of several output dims.
+        mesh: the ranks to split over.
+        bias: add a bias, split like the output, zero at the start, without weight decay.
+        sequence_parallel: the input is split along the sequence over tp.
+        shard_dim: which output dim is split.
+        copies: how many adjacent ranks hold the same slice.
+        init: the weight's initial values.
+
+    Raises:
+        PlacementError: tp does not divide the split dim.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        mesh: Mesh,
+        *,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        shard_dim: int = 0,
+        copies: int = 1,
+        init: Initialiser = Normal(0.02),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__(mesh)
+        self.in_features = in_features
+        self.out_shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        self.has_bias = bias
+        self.sequence_parallel = sequence_parallel
+        self.shard = Shard(shard_dim, copies)
+        self.init = init
+        self.register_parameter("bias", None)
+        self.create_parameters()
+
+    def placements(self) -> dict[str, Placement]:
+        """The weight ``(*out, in)`` and the bias ``(*out)``, both split at ``shard_dim``."""
+        shards = {Axis.TP: self.shard}
+        declared = {"weight": Placement((*self.out_shape, self.in_features), shards, init=self.init)}
+        if self.has_bias:
+            declared["bias"] = Placement(self.out_shape, shards, init=Zeros(), decay=False)
+        return declared
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """``(B, S, in)``, or ``(B, S/t, in)`` with ``sequence_parallel``, to ``(B, S, *local out)``."""
+        return column_parallel(x_BSD, self)[0]
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_shape}, bias={self.has_bias}, sp={self.sequence_parallel}"
+
+
+def column_parallel(x_BSD: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
+    """The outputs of several column-parallel layers that read the same input, with the communication of one.
+
+    The layers' parameters are used, not their ``forward``; they agree about mesh and ``sequence_parallel``.
+    """
+    first = layers[0]
+    assert all(layer.sequence_parallel == first.sequence_parallel for layer in layers), (
+        "layers disagree about the input"
+    )
+    outputs = column_product(
+        x_BSD,
+        [layer.weight.flatten(0, -2) for layer in layers],
+        [None if layer.bias is None else layer.bias.flatten() for layer in layers],
+        first.mesh[Axis.TP],
+        sequence_parallel=first.sequence_parallel,
+    )
+    return tuple(out.unflatten(-1, layer.weight.shape[:-1]) for out, layer in zip(outputs, layers, strict=True))
+
+
+class RowParallelLinear(ParallelModule):
+    """``x @ weight.T + bias`` with the input features split over tp, as a column-parallel layer leaves them.
+
+    Forward all-reduces the output, or with ``sequence_parallel`` reduce-scatters it along the sequence. Backward sends
+    nothing, or with ``sequence_parallel`` all-gathers the output gradient. The bias is the same on every rank and added
+    after the reduction; with ``sequence_parallel`` each rank sees only its rows, so its gradient is partial over tp.
+
+    Args:
+        in_features: the input features over all ranks.
+        out_features: the output features.
+        mesh: the ranks to split over.
+        bias: add a bias, zero at the start, without weight decay.
+        sequence_parallel: split the output along the sequence over tp.
+        init: the weight's initial values.
+
+    Raises:
+        PlacementError: tp does not divide ``in_features``.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: Mesh,
+        *,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        init: Initialiser = Normal(0.02),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__(mesh)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = bias
+        self.sequence_parallel = sequence_parallel
+        self.init = init
+        self.register_parameter("bias", None)
+        self.create_parameters()
+
+    def placements(self) -> dict[str, Placement]:
+        """The weight ``(out, in)``, split along its columns, and the replicated bias."""
+        declared = {"weight": Placement((self.out_features, self.in_features), {Axis.TP: Shard(1)}, init=self.init)}
+        if self.has_bias:
+            partial = frozenset({Axis.TP} if self.sequence_parallel else ())
+            declared["bias"] = Placement((self.out_features,), partial=partial, init=Zeros(), decay=False)
+        return declared
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        """``(B, S, in/t)`` to ``(B, S, out)``, or to ``(B, S/t, out)`` with ``sequence_parallel``."""
+        group = self.mesh[Axis.TP]
+        return row_product(x_BSF, self.weight, self.bias, group, sequence_parallel=self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, bias={self.has_bias}, sp={self.sequence_parallel}"

@@ -1,0 +1,151 @@
+"""The two products of tensor parallelism as functions of plain tensors and a group.
+
+:func:`column_product` splits the output features of its weights over the group, :func:`row_product` the input features
+of its weight, so that one after the other needs a single reduction (Megatron-LM, Shoeybi et al. 2019). Under sequence
+parallelism (Korthikanti et al. 2022) what lies between two such pairs is split along the sequence: a column product
+gathers it and a row product scatters it. Weights are matrices here; shapes, placements and parameters are the business
+of :mod:`megastack.layers.linear`.
+
+Shapes: inputs and outputs are ``(…, S, features)``; B microbatch, S sequence, D hidden, t the size of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megastack.comm.autograd import reduce_from, scatter_to
+from megastack.comm.collectives import all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
+from megastack.comm.group import AxisGroup
+from megastack.errors import PlacementError
+
+SEQUENCE_DIM = -2
+
+
+def column_product(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: AxisGroup,
+    *,
+    sequence_parallel: bool = False,
+) -> tuple[Tensor, ...]:
+    """``x @ weight.T + bias`` for several weights that read the same input, each split along its rows over the group.
+
+    Communicates once for all weights together. Forward: nothing, or with ``sequence_parallel`` an all-gather of the
+    input. Backward: an all-reduce of the input gradient, or with ``sequence_parallel`` a reduce-scatter of it and one
+    more all-gather of the input, of which only this rank's piece is kept. The weight gradients are computed meanwhile.
+
+    Args:
+        x: ``(…, S, in)``, replicated over the group, or ``(…, S/t, in)`` with ``sequence_parallel``.
+        weights: matrices ``(out/t, in)``; frozen ones cost no product in backward.
+        biases: as many vectors ``(out/t,)`` or ``None``.
+
+    Returns:
+        One ``(…, S, out/t)`` per weight.
+    """
+    if group.size == 1:
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return _ColumnProduct.apply(x, group, sequence_parallel, *weights, *biases)
+
+
+def row_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: AxisGroup, *, sequence_parallel: bool = False
+) -> Tensor:
+    """``x @ weight.T + bias`` with the input features split over the group; the bias is added after the reduction.
+
+    Forward: an all-reduce of the output, or with ``sequence_parallel`` a reduce-scatter of it. Backward: nothing, or
+    with ``sequence_parallel`` an all-gather of the output gradient.
+
+    Args:
+        x: ``(…, S, in/t)``.
+        weight: ``(out, in/t)``.
+        bias: ``(out,)``, the same on every rank, or ``None``.
+
+    Returns:
+        ``(…, S, out)``, replicated over the group, or ``(…, S/t, out)`` with ``sequence_parallel``.
+
+    Raises:
+        PlacementError: S is not a multiple of t under sequence parallelism.
+    """
+    if group.size == 1:
+        return F.linear(x, weight, bias)
+    partial = F.linear(x, weight)
+    if sequence_parallel:
+        check_sequence(x.shape[SEQUENCE_DIM], group)
+        out = scatter_to(partial, group, SEQUENCE_DIM)
+    else:
+        out = reduce_from(partial, group)
+    return out if bias is None else out + bias
+
+
+def check_sequence(length: int, group: AxisGroup) -> None:
+    """Refuse a sequence that cannot be split evenly over the group."""
+    if length % group.size:
+        raise PlacementError(
+            f"sequence length {length}: must be a multiple of {group.axis}={group.size} under sequence parallelism; "
+            f"use {length - length % group.size or group.size}, pad it, or turn sequence parallelism off"
+        )
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """The column product with its collectives under its own matrix products.
+
+    Under sequence parallelism backward starts the second gather of the input first, under the product that makes the
+    input gradient; the reduction of that gradient then runs under the weight products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: AxisGroup, sequence_parallel: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = _halves(tensors)
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.save_for_backward(x if any(_needs(ctx)[1]) else None, *weights)
+        whole = all_gather(x, group, SEQUENCE_DIM) if sequence_parallel else x
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        group, gathers = ctx.group, ctx.sequence_parallel
+        needs_input, needs_weights, needs_biases = _needs(ctx)
+        gather = start_all_gather(x, group, SEQUENCE_DIM) if gathers and x is not None else None
+        rows = [grad.flatten(0, -2) for grad in grads]
+        reduction = None
+        if needs_input:
+            grad_x = _input_gradient(rows, weights).view(*grads[0].shape[:-1], weights[0].shape[1])
+            reduction = (
+                start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce(grad_x, group)
+            )
+        whole = x if gather is None else gather.wait()
+        grad_weights = [
+            row.T @ whole.flatten(0, -2) if needed else None for row, needed in zip(rows, needs_weights, strict=True)
+        ]
+        grad_biases = [row.sum(0) if needed else None for row, needed in zip(rows, needs_biases, strict=True)]
+        return (None if reduction is None else reduction.wait(), None, None, *grad_weights, *grad_biases)
+
+
+def _needs(ctx: Any) -> tuple[bool, Sequence[bool], Sequence[bool]]:
+    """Which gradients are wanted: of the input, of each weight, of each bias."""
+    weights, biases = _halves(ctx.needs_input_grad[3:])
+    return ctx.needs_input_grad[0], weights, biases
+
+
+def _input_gradient(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """This rank's part of the input gradient: the sum of the products over the weights."""
+    total = rows[0] @ weights[0]
+    for row, weight in zip(rows[1:], weights[1:], strict=True):
+        total.addmm_(row, weight)
+    return total
+
+
+def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    middle = len(values) // 2
+    return values[:middle], values[middle:]
