@@ -1,0 +1,138 @@
+"""Index boxes: which part of a parameter a rank holds, as plain integers.
+
+A :class:`Box` is a rectangular part of a tensor, given by its first index and its size in each dim. A tensor-parallel
+shard is a box, and a flat range of a row-major tensor (a slice of a flat optimizer state) is a few boxes, so the
+checkpoint needs no other notion of a part. Nothing here touches a tensor or a process group.
+
+The elements of a dim are cut into equal contiguous parts. Where a parameter is padded, the cut is made on the padded
+size and the box is the logical part of it, which may be smaller or empty on the last ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from megastack.errors import PlacementError
+from megastack.mesh.shape import Axis, MeshShape
+from megastack.placement.placement import Placement, Shard
+
+_LEGAL_DEGREES_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: the index of its first element and its size, in each dim."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in the box."""
+        return prod(self.size)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The slices that select the box from the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True))
+
+
+def local_shape(placement: Placement, mesh_shape: MeshShape) -> tuple[int, ...]:
+    """The shape that every rank allocates for the parameter, padding included.
+
+    Raises:
+        PlacementError: when a cut dim is not divisible; the message names the degrees that would work.
+    """
+    if faults := divisibility_faults(placement, mesh_shape):
+        raise PlacementError("; ".join(faults))
+    sizes = list(placement.allocated_shape)
+    for axis, shard in placement.shards.items():
+        sizes[shard.dim] //= _parts(shard, mesh_shape.size(axis))
+    return tuple(sizes)
+
+
+def local_box(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[Axis, int]) -> Box:
+    """The logical elements that the rank at ``coordinates`` holds, as a box of the global shape.
+
+    The box is the leading corner of the local tensor; what exceeds it there is padding.
+    """
+    sizes = local_shape(placement, mesh_shape)
+    offset = [0] * len(sizes)
+    for axis, shard in placement.shards.items():
+        offset[shard.dim] = coordinates[axis] // shard.copies * sizes[shard.dim]
+    start = tuple(min(first, whole) for first, whole in zip(offset, placement.shape, strict=True))
+    stop = tuple(min(a + b, whole) for a, b, whole in zip(offset, sizes, placement.shape, strict=True))
+    return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+def counts_here(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[Axis, int]) -> bool:
+    """Whether this rank's copy is the one that counts in norms and checkpoints, among the ranks of its tensor axis.
+
+    A replicated parameter counts on coordinate 0, a cut one with copies on copy 0. The other axes are the caller's.
+    """
+    if mesh_shape.tp == 1:
+        return True
+    shard = placement.shards.get(Axis.TP)
+    copies = mesh_shape.tp if shard is None else shard.copies
+    return coordinates[Axis.TP] % copies == 0
+
+
+def divisibility_faults(placement: Placement, mesh_shape: MeshShape) -> list[str]:
+    """One message for each axis whose degree does not divide the dim that it cuts."""
+    faults = []
+    for axis, shard in placement.shards.items():
+        degree, size = mesh_shape.size(axis), placement.allocated_shape[shard.dim]
+        if degree % shard.copies or size % _parts(shard, degree):
+            faults.append(
+                f"{axis}={degree}: must cut dim {shard.dim} of {placement.allocated_shape} into equal parts"
+                f"{f' with {shard.copies} copies of each' if shard.copies > 1 else ''}; "
+                f"use {axis} of {_legal_degrees(size, shard.copies)}"
+            )
+    return faults
+
+
+def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """The flat range ``[start, stop)`` of a row-major tensor as boxes, in flat order, each contiguous in memory.
+
+    At most ``2n - 1`` boxes for ``n`` dims: a tail of the first row, the full rows between, a head of the last row,
+    the two partial rows cut likewise in the dims below.
+
+    Raises:
+        PlacementError: when the range is not within the tensor.
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise PlacementError(f"range [{start}, {stop}): must lie within the {prod(shape)} elements of shape {shape}")
+    return tuple(Box(offset, size) for offset, size in _range_parts(tuple(shape), start, stop))
+
+
+def _range_parts(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offset and size of each box of a range; recursive over dims."""
+    if start == stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row, below = prod(shape[1:]), shape[1:]
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if head:
+        end = tail if first == last else row
+        yield from (((first, *offset), (1, *size)) for offset, size in _range_parts(below, head, end))
+        first += 1
+    if first < last:
+        yield (first, *(0,) * len(below)), (last - first, *below)
+    if tail and first <= last:
+        yield from (((last, *offset), (1, *size)) for offset, size in _range_parts(below, 0, tail))
+
+
+def _parts(shard: Shard, degree: int) -> int:
+    """The number of different parts that the ranks of the axis hold."""
+    return max(1, degree // shard.copies)
+
+
+def _legal_degrees(size: int, copies: int) -> str:
+    legal = [str(parts * copies) for parts in range(1, size + 1) if size % parts == 0]
+    shown = legal[:_LEGAL_DEGREES_SHOWN]
+    return " or ".join(filter(None, [", ".join(shown[:-1]), shown[-1]])) if shown else "1"

@@ -1,0 +1,158 @@
+"""What a parameter is, as a value: its global shape, how mesh axes cut it, where its gradient is partial, how it starts.
+
+A :class:`Placement` is the one source of truth for a parameter. Initial values, gradient reductions, which copy counts
+in the gradient norm, checkpoint boxes and memory estimates all follow from it and from nothing else. It holds no tensor
+and needs no process group, so it can be printed, compared and used for planning. The arithmetic on it (which part of
+the parameter a rank holds) lives in ``megastack.placement.boxes``.
+
+The data-parallel and context axes are never written down: every parameter is whole over them and every gradient is
+partial over them. The pipeline axis decides which rank has a module at all.
+
+Example: the query projection of 32 heads of 128 over a hidden size of 4096, its heads cut over the tensor axis::
+
+    Placement(shape=(32, 128, 4096), shards={Axis.TP: Shard(0)}, init=Normal(0.02))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite, prod
+from typing import TypeAlias
+
+from megastack.errors import PlacementError
+from megastack.mesh.shape import Axis
+
+SHARD_AXES = (Axis.TP, Axis.EP)
+"""The axes that may cut a parameter or make its gradient partial; over the others that is implicit."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal initial values of mean zero and standard deviation ``std``, a function of the global index."""
+
+    std: float
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.std) or self.std < 0:
+            raise PlacementError(f"Normal std={self.std}: must be finite and not negative; use 0.02, or Zeros()")
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Initial values of zero."""
+
+
+@dataclass(frozen=True)
+class Ones:
+    """Initial values of one."""
+
+
+Initialiser: TypeAlias = Normal | Zeros | Ones
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A cut of one tensor dim into equal contiguous parts over a mesh axis.
+
+    Args:
+        dim: the tensor dim that is cut, counted from 0.
+        copies: how many adjacent ranks of the axis hold the same part. Their gradients are summed, and copy 0 is the
+            one that counts in norms and checkpoints.
+    """
+
+    dim: int
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dim < 0:
+            raise PlacementError(f"Shard dim={self.dim}: dims count from 0; use a dim that is not negative")
+        if self.copies < 1:
+            raise PlacementError(f"Shard copies={self.copies}: must be at least 1; use 1 for no copies")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the elements of one parameter live on the mesh, and how they start.
+
+    Args:
+        shape: the logical global shape, which counts, initial values and checkpoints see.
+        shards: how each axis cuts the tensor; an axis that is absent holds it whole.
+        partial: the axes over which the ranks' gradients of this parameter must still be summed, as for a replicated
+            parameter that is applied to a tensor split over the axis.
+        init: the initial values.
+        decay: whether weight decay applies unless the optimizer options say otherwise.
+        padded_shape: the shape that the ranks allocate together where it exceeds ``shape`` (vocabulary rows). Padded
+            elements come last in their dim, are zero, and are in no norm, count or checkpoint.
+
+    Raises:
+        PlacementError: when the parts do not fit each other; the message lists every fault.
+    """
+
+    shape: tuple[int, ...]
+    shards: Mapping[Axis, Shard] = field(default_factory=dict, hash=False)
+    partial: frozenset[Axis] = frozenset()
+    init: Initialiser = Normal(0.02)
+    decay: bool = True
+    padded_shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        set_field(self, "shape", tuple(self.shape))
+        set_field(self, "shards", dict(self.shards))
+        set_field(self, "partial", frozenset(self.partial))
+        if self.padded_shape is not None:
+            set_field(self, "padded_shape", tuple(self.padded_shape))
+        if faults := [*_shape_faults(self), *_shard_faults(self), *_partial_faults(self)]:
+            raise PlacementError("; ".join(faults))
+
+    @property
+    def allocated_shape(self) -> tuple[int, ...]:
+        """The global shape with padding, which the ranks allocate together."""
+        return self.shape if self.padded_shape is None else self.padded_shape
+
+    @property
+    def numel(self) -> int:
+        """The number of logical elements."""
+        return prod(self.shape)
+
+
+def _shape_faults(placement: Placement) -> list[str]:
+    padded = placement.allocated_shape
+    if any(size < 0 for size in placement.shape):
+        return [f"shape={placement.shape}: sizes must not be negative"]
+    if len(padded) != len(placement.shape) or any(a < b for a, b in zip(padded, placement.shape, strict=True)):
+        return [f"padded_shape={padded}: must have the dims of shape={placement.shape}, none of them smaller"]
+    return []
+
+
+def _shard_faults(placement: Placement) -> list[str]:
+    legal = ", ".join(SHARD_AXES)
+    faults = [
+        f"shards axis {axis}: only {legal} cut a parameter; over the other axes it is whole"
+        for axis in placement.shards
+        if axis not in SHARD_AXES
+    ]
+    dims = len(placement.shape)
+    faults += [
+        f"shards[{axis}]={shard}: shape={placement.shape} has {dims} dims; use dim 0 to {dims - 1}"
+        for axis, shard in placement.shards.items()
+        if shard.dim >= dims
+    ]
+    cut = [shard.dim for shard in placement.shards.values()]
+    if len(set(cut)) < len(cut):
+        faults.append(f"shards={dict(placement.shards)}: two axes cut the same dim; give each axis its own dim")
+    return faults
+
+
+def _partial_faults(placement: Placement) -> list[str]:
+    faults = [
+        f"partial axis {axis}: every gradient is summed over dp and cp already; declare only {', '.join(SHARD_AXES)}"
+        for axis in sorted(placement.partial)
+        if axis not in SHARD_AXES
+    ]
+    faults += [
+        f"partial axis {axis}: the axis also cuts the parameter, so each rank has other elements; drop one of the two"
+        for axis in sorted(placement.partial & placement.shards.keys())
+    ]
+    return faults

@@ -1,0 +1,264 @@
+"""Counter-based random numbers: every number is a function of its name, so no layout and no order can change it.
+
+A generator that advances gives each rank other numbers as soon as the work is cut in another way. Here a number is the
+hash of a key (made of the seed and of what the number is for) and of a counter (a global index), so any rank computes
+just the part that it holds, twice if it likes (recomputation, resume), with no state to save or to keep in step.
+
+- :func:`counter_normal`: initial values, keyed by seed and parameter name, counted by the global element index.
+- :func:`dropout_mask`: keyed by seed, step, site and sample, counted by position and feature.
+- :class:`Permutation`: a shuffle with random access, for the data order.
+
+The hash is the finaliser of splitmix64 (Steele et al., 2014) on int64 tensors, whose products and sums wrap. On a CPU the
+work goes by chunks that stay in the cache. On meta and fake tensors only the result's shape and dtype are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from math import isqrt, pi, prod
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megastack.errors import ConfigError
+
+_CPU_CHUNK = 1 << 16
+_DEVICE_CHUNK = 1 << 24
+_LOW_32 = (1 << 32) - 1
+_ARGSORT_LIMIT = 1 << 16
+_FEISTEL_ROUNDS = 12
+
+Indices = TypeVar("Indices", Tensor, "np.ndarray")
+
+
+class IndexBox(Protocol):
+    """A rectangular part of a tensor, as ``megastack.placement.boxes.Box`` is one."""
+
+    @property
+    def offset(self) -> tuple[int, ...]: ...
+    @property
+    def size(self) -> tuple[int, ...]: ...
+
+
+def stream_key(*parts: int | str) -> int:
+    """A 64-bit key for a stream of numbers, from what the stream is for; other parts give an unrelated stream."""
+    plain = tuple(str(part) if isinstance(part, str) else int(part) for part in parts)
+    return int.from_bytes(blake2b(repr(plain).encode(), digest_size=8).digest(), "little")
+
+
+def counter_bits(key: int | Tensor, index: Tensor) -> Tensor:
+    """64 random bits for each index, as int64: the hash of ``key`` and ``index``, which broadcast if both are tensors."""
+    start = _signed(key) if isinstance(key, int) else key
+    return _mix_(index * _GAMMA + start)
+
+
+def counter_normal(
+    seed: int,
+    name: str,
+    shape: Sequence[int],
+    box: IndexBox,
+    *,
+    std: float,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The part ``box`` of a tensor of normal numbers of mean zero, the same numbers whatever the part.
+
+    Element i (row-major, of the whole ``shape``) depends on ``seed``, ``name`` and i alone. It is computed in fp64,
+    rounded to fp32 and then cast to ``dtype``, so runs in any precision start alike.
+    """
+    out = torch.empty(tuple(box.size), dtype=dtype, device=device)
+    if not _has_values(out) or not out.numel():
+        return out
+    key = stream_key("normal", seed, name)
+    outer, run_length = _runs(shape, box)
+    out_rows = out.view(-1, run_length)
+    for rows, columns in _chunks(len(out_rows), run_length, _chunk_size(out.device)):
+        starts = _run_starts(shape, box, outer, torch.arange(rows.start, rows.stop, device=out.device))
+        index = starts[:, None] + torch.arange(columns.start, columns.stop, device=out.device)
+        out_rows[rows, columns] = _normals(counter_bits(key, index), std)
+    return out
+
+
+def dropout_mask(
+    seed: int,
+    step: int,
+    samples_B: Tensor,
+    site: str,
+    *,
+    start: int,
+    length: int,
+    features: int,
+    p: float,
+    feature_start: int = 0,
+    total_features: int | None = None,
+) -> Tensor:
+    """Which elements dropout keeps, as bool ``(B, length, features)``: True with probability ``1 - p``.
+
+    An element's value depends on the seed, the step, its sample's global number, the site, its position and its
+    feature, so every slice of the sequence, the features or the batch sees its part of one mask.
+
+    Args:
+        seed: the run's seed.
+        step: the optimizer step.
+        samples_B: the global number of each sample, int64; the mask is on its device.
+        site: the global name of the place in the model.
+        start: the first position.
+        length: the number of positions.
+        features: the number of features here.
+        p: the probability of dropping, in [0, 1).
+        feature_start: the first feature here.
+        total_features: the number of features of the whole tensor; by default those here and before.
+
+    Raises:
+        ConfigError: when ``p`` is not a probability below one.
+    """
+    if not 0 <= p < 1:
+        raise ConfigError(f"dropout={p}: must be at least 0 and below 1")
+    total = total_features if total_features is not None else feature_start + features
+    keep = torch.empty((len(samples_B), length, features), dtype=torch.bool, device=samples_B.device)
+    if not _has_values(keep) or not keep.numel():
+        return keep
+    key_B11 = counter_bits(stream_key("dropout", seed, step, site), samples_B)[:, None, None]
+    threshold = round(p * 2**64) - 2**63
+    for rows, columns in _chunks(length, features, max(1, _chunk_size(keep.device) // len(samples_B))):
+        position = torch.arange(start + rows.start, start + rows.stop, device=keep.device)
+        feature = torch.arange(feature_start + columns.start, feature_start + columns.stop, device=keep.device)
+        keep[:, rows, columns] = counter_bits(key_B11, position[:, None] * total + feature) >= threshold
+    return keep
+
+
+class Permutation:
+    """A random order of ``0 … n-1`` with random access: ``Permutation(n, key)[i]`` is the i-th entry.
+
+    Up to 65,536 entries it is the argsort of their hashes. Above, it is a Feistel network over a grid of about
+    ``sqrt(n)`` rows and columns, walked again where it leaves the range (Black and Rogaway, 2002): a bijection of n
+    entries that stores nothing.
+
+    Args:
+        n: the number of entries, at least 1.
+        key: which order, e.g. ``stream_key(seed, "order", epoch)``.
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        if n < 1:
+            raise ConfigError(f"n={n}: a permutation needs at least 1 entry")
+        self.n = n
+        self._table = None if n > _ARGSORT_LIMIT else torch.argsort(counter_bits(key, torch.arange(n)))
+        self._round_keys = () if n <= _ARGSORT_LIMIT else _round_keys(key)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.many(torch.tensor([index]))[0])
+
+    def many(self, indices: Indices) -> Indices:
+        """The entries at many places, in the container that was given.
+
+        Raises:
+            IndexError: when a place is outside ``0 … n-1``.
+        """
+        if isinstance(indices, np.ndarray):
+            return self.many(torch.from_numpy(indices.astype(np.int64))).numpy()
+        if indices.numel() and not (0 <= int(indices.min()) and int(indices.max()) < self.n):
+            raise IndexError(f"index {indices.tolist()}: must lie in 0 … {self.n - 1}")
+        return self._table[indices] if self._table is not None else _feistel_walk(indices, self.n, self._round_keys)
+
+
+def _signed(bits: int) -> int:
+    """The int64 with the same 64 bits."""
+    return (bits & (1 << 64) - 1) - ((bits >> 63 & 1) << 64)
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_FACTORS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
+
+
+def _mix_(bits: Tensor) -> Tensor:
+    """The finaliser of splitmix64, in place."""
+    for shift, factor in _FACTORS:
+        _xor_shift_(bits, shift).mul_(factor)
+    return _xor_shift_(bits, 31)
+
+
+def _xor_shift_(bits: Tensor, shift: int) -> Tensor:
+    """``bits ^= bits >>> shift``; int64 shifts drag the sign along, which the mask removes."""
+    return bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << 64 - shift) - 1))
+
+
+def _normals(bits: Tensor, std: float) -> Tensor:
+    """Box-Muller in fp64, the radius from the high half of the bits and the angle from the low half; fp32."""
+    radius = (bits >> 32).bitwise_and_(_LOW_32).double().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+    angle = bits.bitwise_and_(_LOW_32).double().mul_(2.0 * pi / 2**32)
+    return radius.mul_(angle.cos_()).mul_(std).float()
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def _chunk_size(device: torch.device) -> int:
+    """Elements worked on at once: what stays in a CPU's cache, or what fills an accelerator."""
+    return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+
+
+def _chunks(rows: int, columns: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """A table cut into blocks of at most ``size`` elements: whole rows where they fit, else pieces of one row."""
+    height, width = max(1, size // columns), min(columns, size)
+    for row in range(0, rows, height):
+        for column in range(0, columns, width):
+            yield slice(row, min(row + height, rows)), slice(column, min(column + width, columns))
+
+
+def _runs(shape: Sequence[int], box: IndexBox) -> tuple[int, int]:
+    """How many outer dims the box has before its elements are contiguous in the tensor, and the length of such a run."""
+    outer = max(len(shape) - 1, 0)
+    while outer > 0 and box.size[outer] == shape[outer]:
+        outer -= 1
+    return outer, prod(box.size[outer:])
+
+
+def _run_starts(shape: Sequence[int], box: IndexBox, outer: int, runs: Tensor) -> Tensor:
+    """The global row-major index of the first element of each of the given runs of a box."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    starts = torch.full_like(runs, sum(at * stride for at, stride in zip(box.offset, strides, strict=True)))
+    rest = runs
+    for dim in reversed(range(outer)):
+        starts += rest % box.size[dim] * strides[dim]
+        rest = rest // box.size[dim]
+    return starts
+
+
+def _round_keys(key: int) -> tuple[int, ...]:
+    return tuple(stream_key("feistel", key, turn) for turn in range(_FEISTEL_ROUNDS))
+
+
+def _feistel_walk(indices: Tensor, n: int, round_keys: Sequence[int]) -> Tensor:
+    """The bijection of ``0 … n-1`` that follows a Feistel network over a slightly larger grid back into the range."""
+    columns = isqrt(n - 1) + 1
+    rows = -(-n // columns)
+    out = _feistel(indices, rows, columns, round_keys)
+    while len(outside := (out >= n).nonzero()[:, 0]):
+        out[outside] = _feistel(out[outside], rows, columns, round_keys)
+    return out
+
+
+def _feistel(indices: Tensor, rows: int, columns: int, round_keys: Sequence[int]) -> Tensor:
+    """A bijection of ``rows * columns`` numbers: row and column shift each other in turn by a hash of themselves."""
+    row, column = indices // columns, indices % columns
+    for turn, key in enumerate(round_keys):
+        if turn % 2:
+            row = (row + _below(key, column, rows)) % rows
+        else:
+            column = (column + _below(key, row, columns)) % columns
+    return row * columns + column
+
+
+def _below(key: int, index: Tensor, limit: int) -> Tensor:
+    """A hash of each index below ``limit``."""
+    return (counter_bits(key, index) >> 1).bitwise_and_((1 << 63) - 1) % limit
