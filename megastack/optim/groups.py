@@ -1,0 +1,133 @@
+"""Which settings each parameter is trained with: decay classes, groups by pattern, frozen parameters.
+
+A pattern is a regular expression searched in the global parameter name (``blocks.17.attention_norm.weight``), so
+``norm`` matches every norm, ``^blocks\\.3\\.`` one block, ``mlp\\.(up|down)`` two weights of each. Everything here
+works on names and is the same on every rank: pass the names of the whole model to have a pattern that matches nothing
+refused, although a pipeline stage alone may well hold no match.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from megastack.errors import ConfigError
+
+_NEAR_NAMES = 5
+
+
+@dataclass(frozen=True, order=True)
+class OptimGroup:
+    """The settings that the parameters of one bucket share.
+
+    Attributes:
+        lr_scale: multiplies the learning rate of the step.
+        weight_decay: the decay of these parameters, already 0 where none applies.
+    """
+
+    lr_scale: float = 1.0
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """Other settings for the parameters whose name ``pattern`` matches; ``weight_decay=None`` keeps the default."""
+
+    pattern: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+def assign_groups(
+    decays: Mapping[str, bool],
+    *,
+    weight_decay: float,
+    no_decay: Sequence[str] = (),
+    rules: Sequence[GroupRule] = (),
+    names: Collection[str] | None = None,
+) -> dict[str, OptimGroup]:
+    """The group of every parameter in ``decays``.
+
+    A parameter decays where its placement says so and its name matches no ``no_decay`` pattern; a rule changes how
+    strongly, never whether. The first rule that matches wins. A ``no_decay`` pattern may match nothing (a model without
+    biases), a rule may not.
+
+    Args:
+        decays: global name -> ``Placement.decay``, of this rank's parameters.
+        weight_decay: the decay where no rule says otherwise.
+        no_decay: patterns of parameters that never decay.
+        rules: other settings by pattern.
+        names: all names of the model, against which the rules are checked; those of ``decays`` by default.
+
+    Raises:
+        ConfigError: a rule matches no name (with near names), or a pattern is no regular expression.
+    """
+    check_patterns("optim.groups", [rule.pattern for rule in rules], decays if names is None else names)
+    exempt = [_compile("optim.no_decay", pattern) for pattern in no_decay]
+    groups = {}
+    for name, decay in decays.items():
+        rule = next((rule for rule in rules if re.search(rule.pattern, name)), GroupRule(""))
+        strength = weight_decay if rule.weight_decay is None else rule.weight_decay
+        decaying = decay and not any(pattern.search(name) for pattern in exempt)
+        groups[name] = OptimGroup(rule.lr_scale, strength if decaying else 0.0)
+    return groups
+
+
+def freeze(
+    modules: Iterable[nn.Module], patterns: Sequence[str], *, names: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """Stop training the parameters that a pattern matches (``requires_grad`` off); returns their global names.
+
+    Call it before the buckets are made: a frozen parameter is in no bucket, norm or optimizer.
+
+    Args:
+        modules: this rank's stages.
+        patterns: regular expressions searched in global names.
+        names: all names of the model, against which the patterns are checked; those of ``modules`` by default.
+
+    Raises:
+        ConfigError: a pattern matches no name, or is no regular expression.
+    """
+    parameters = [pair for module in modules for pair in module.named_parameters()]
+    check_patterns("optim.freeze", patterns, {name for name, _ in parameters} if names is None else names)
+    frozen = {name: parameter for name, parameter in parameters if any(re.search(p, name) for p in patterns)}
+    for name, parameter in parameters:
+        if name in frozen:
+            parameter.requires_grad_(False)
+    return tuple(frozen)
+
+
+def check_patterns(key: str, patterns: Sequence[str], names: Collection[str]) -> None:
+    """Refuse patterns of the configuration key ``key`` that match none of ``names``.
+
+    Raises:
+        ConfigError: one line for each such pattern, with the names nearest to it.
+    """
+    faults = [
+        f"{key}={pattern}: matches no parameter; near names are {', '.join(_near(pattern, names)) or 'none'}"
+        for pattern in patterns
+        if not any(map(_compile(key, pattern).search, names))
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _compile(key: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{key}={pattern}: must be a regular expression ({error}); use e.g. ^blocks\\.3\\.") from None
+
+
+def _near(pattern: str, names: Collection[str]) -> list[str]:
+    """Names that look most like the pattern, whole or by their best part."""
+    plain = re.sub(r"[\\^$*+?()\[\]|]", "", pattern).strip(".")
+
+    def likeness(name: str) -> float:
+        return max(difflib.SequenceMatcher(None, plain, part).ratio() for part in (name, *name.split(".")))
+
+    return sorted(names, key=lambda name: (-likeness(name), name))[:_NEAR_NAMES]

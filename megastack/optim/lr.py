@@ -1,0 +1,122 @@
+"""The learning rate as a pure function of the step: no state, so nothing to save and nothing to restart wrongly.
+
+Step ``t`` is 0-based: ``t = 0`` is the first update. Warm-up over ``w`` steps is linear, ``(t + 1) / w`` of the peak,
+so no update has a rate of zero. After it, with ``T`` the total and ``x = (t - w) / (T - w)`` clamped to [0, 1], the
+share of the peak is
+
+========  =====================================================================
+constant  1
+cosine    ``floor + (1 - floor) · (1 + cos(pi x)) / 2``
+linear    ``1 - (1 - floor) · x``
+wsd       1, then linear to ``floor`` over the last ``decay_steps`` of the ``T``
+========  =====================================================================
+
+A run that goes on beyond ``T`` stays at the last value. A run that is resumed with another ``T`` follows the new curve
+from its step on. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megastack.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """A learning-rate schedule; :meth:`at` is its value at a 0-based step.
+
+    Args:
+        schedule: ``constant``, ``cosine``, ``linear`` or ``wsd`` (warm-up, stable, decay).
+        lr: the peak.
+        warmup_steps: steps of the linear warm-up.
+        total_steps: the step at which the decay ends.
+        decay_steps: length of wsd's decay, ``None`` for a fifth of the total (at least one step); for wsd alone.
+        floor: the final rate as a share of the peak, for schedules that decay.
+
+    Raises:
+        ConfigError: naming every value that cannot be.
+    """
+
+    schedule: str
+    lr: float
+    warmup_steps: int = 0
+    total_steps: int = 1
+    decay_steps: int | None = None
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if faults := _faults(self):
+            raise ConfigError("\n".join(faults))
+
+    def at(self, step: int) -> float:
+        """The rate of the update with 0-based number ``step``."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        return self.lr * _SHAPES[self.schedule](self, step)
+
+    @property
+    def decay_length(self) -> int:
+        """The steps of wsd's decay."""
+        return max(1, self.total_steps // 5) if self.decay_steps is None else self.decay_steps
+
+
+def _progress(step: int, start: int, stop: int) -> float:
+    """How far ``step`` is on the way from ``start`` to ``stop``, within [0, 1]."""
+    return min(1.0, max(0.0, (step - start) / (stop - start))) if stop > start else 1.0
+
+
+def _constant(rate: LearningRate, step: int) -> float:
+    return 1.0
+
+
+def _cosine(rate: LearningRate, step: int) -> float:
+    x = _progress(step, rate.warmup_steps, rate.total_steps)
+    return rate.floor + (1 - rate.floor) * (1 + math.cos(math.pi * x)) / 2
+
+
+def _linear(rate: LearningRate, step: int) -> float:
+    return 1 - (1 - rate.floor) * _progress(step, rate.warmup_steps, rate.total_steps)
+
+
+def _wsd(rate: LearningRate, step: int) -> float:
+    return 1 - (1 - rate.floor) * _progress(step, rate.total_steps - rate.decay_length, rate.total_steps)
+
+
+_SHAPES: Mapping[str, Callable[[LearningRate, int], float]] = MappingProxyType(
+    {"constant": _constant, "cosine": _cosine, "linear": _linear, "wsd": _wsd}
+)
+
+
+def _faults(rate: LearningRate) -> list[str]:
+    faults = []
+    if rate.schedule not in _SHAPES:
+        faults.append(f"lr.schedule={rate.schedule}: no such schedule; use {', '.join(_SHAPES)}")
+    if not rate.lr >= 0:
+        faults.append(f"optim.lr={rate.lr}: must not be negative; use e.g. 3e-4")
+    if rate.warmup_steps < 0:
+        faults.append(f"lr.warmup_steps={rate.warmup_steps}: must not be negative; use 0 for none")
+    if rate.total_steps < 1:
+        faults.append(f"lr.total_steps={rate.total_steps}: must be at least 1; use run.steps")
+    if not 0 <= rate.floor <= 1:
+        faults.append(f"lr.floor={rate.floor}: is a share of the peak; use 0 to 1")
+    return faults + _decay_faults(rate)
+
+
+def _decay_faults(rate: LearningRate) -> list[str]:
+    if rate.decay_steps is None:
+        return []
+    if rate.schedule != "wsd":
+        return [f"lr.decay_steps={rate.decay_steps}: lr.schedule={rate.schedule} has none; use null, or wsd"]
+    if rate.decay_steps < 1:
+        return [f"lr.decay_steps={rate.decay_steps}: must be at least 1; use null for a fifth of lr.total_steps"]
+    room = rate.total_steps - rate.warmup_steps
+    if rate.decay_steps > room:
+        return [
+            f"lr.decay_steps={rate.decay_steps}: must fit between lr.warmup_steps={rate.warmup_steps} and "
+            f"lr.total_steps={rate.total_steps}; use at most {max(room, 0)}"
+        ]
+    return []
