@@ -4,9 +4,9 @@ A pair of them, column first, forms attention or an MLP with a single reduction.
 declare their placements; the products and what they communicate are in :mod:`megastack.layers.linear_ops`.
 
 A column-parallel weight may have several output dims, of which one is split, in whole slices: a query weight
-``(H, K, D)`` on H, a gate-and-up weight ``(2, F, D)`` on F. The output has the same dims, so no reshape ever has to know
-the layout. With ``copies`` the split dim is cut into t / copies pieces, each held by ``copies`` adjacent ranks (kv groups
-fewer than t).
+``(H, K, D)`` on H, a gate-and-up weight ``(2, F, D)`` on F. The output has the same dims, so no reshape ever has to
+know the layout. With ``copies`` the split dim is cut into t / copies pieces, each held by ``copies`` adjacent ranks (kv
+groups fewer than t).
 
 Shapes: B microbatch, S sequence, t tensor-parallel degree.
 """
