@@ -1,0 +1,44 @@
+"""What a person sees of a run: short lines from one rank, without colours where nobody would see them.
+
+Rich decides about colours (``NO_COLOR`` and whether the output is a terminal); lines are never wrapped or re-flowed, so
+that they can be searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.text import Text
+
+
+class Console:
+    """Writes to the screen on one rank and nowhere on the others."""
+
+    def __init__(self, *, enabled: bool = True, stderr: bool = False) -> None:
+        self._rich = RichConsole(quiet=not enabled, highlight=False, soft_wrap=True, stderr=stderr)
+
+    def line(self, text: str, style: str = "") -> None:
+        """One line (or several) as it is."""
+        self._rich.print(Text(text, style=style))
+
+    def train(self, row: Mapping[str, Any], steps: int) -> None:
+        """The line of a training step."""
+        self._rich.print(
+            Text.assemble(
+                (f"step {row['step']:>{len(str(steps))}}/{steps}", "bold"),
+                f"  loss {number(row['loss'], '.4f')}  grad {number(row['grad_norm'], '.3f')}",
+                f"  lr {row['lr']:.2e}  {row['tokens_per_s']:>9,.0f} tok/s  {row['step_time_s'] * 1e3:>6.0f} ms",
+            )
+        )
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        """The line of a validation."""
+        text = f"  validation  loss {number(row['loss'], '.4f')}  over {row['samples']:,} samples, {row['tokens']:,} tokens"
+        self._rich.print(Text(text, style="cyan"))
+
+
+def number(value: float | None, format_spec: str) -> str:
+    """A number for a column; a value that was not finite shows as a dash."""
+    return "–" if value is None else format(value, format_spec)

@@ -1,0 +1,83 @@
+"""The run folder: its layout, and how one is taken.
+
+``config.yaml``, ``.hydra/``, ``metrics.jsonl``, TensorBoard events, ``checkpoints/``, ``logs/``, ``dump/`` and
+``status.json`` live in it. A folder is created exclusively: of runs that start in the same second each gets its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def status(self) -> Path:
+        """The truth about how the run stands or ended."""
+        return self.path / "status.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folders ``step_00000010`` and the file ``latest``."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint of one step."""
+        return self.checkpoints / f"step_{step:08d}"
+
+    def log(self, rank: int) -> Path:
+        """The log of one rank."""
+        return self.path / "logs" / f"rank_{rank:05d}.log"
+
+    def failure(self, rank: int) -> Path:
+        """What one rank wrote about its own failure."""
+        return self.path / "failures" / f"rank_{rank:05d}.json"
+
+    def dump(self, step: int) -> Path:
+        """Gradients and weights of one step."""
+        return self.path / "dump" / f"step_{step}.safetensors"
+
+
+def claim(directory: str | Path | None, root: str | Path, now: float | None = None) -> RunFolder:
+    """Create the folder of a new run.
+
+    Args:
+        directory: ``run.dir``; ``None`` makes ``root/<date>/<time>``.
+        root: ``run.root``.
+        now: unix seconds, for the name.
+
+    Returns:
+        The folder, which did not exist before; a taken name gets ``-2``, ``-3``, …
+    """
+    if directory is None:
+        moment = time.localtime(now)
+        directory = Path(root) / time.strftime("%Y-%m-%d", moment) / time.strftime("%H-%M-%S", moment)
+    base = Path(directory)
+    base.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if number == 1 and path.is_dir() and not any(path.iterdir()):
+                return RunFolder(path)
+            continue
+        return RunFolder(path)
+    raise AssertionError("unreachable")

@@ -1,0 +1,37 @@
+"""Logs: a file for each rank with everything, the console with warnings, each line with its rank and coordinates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from megastack.mesh.shape import Axis, describe_coordinates
+
+LOGGER = "megastack"
+
+
+def set_up_logging(path: Path, rank: int, coordinates: Mapping[Axis, int]) -> logging.Logger:
+    """Send this process's log to its own file, and its warnings to the console as well.
+
+    Args:
+        path: the rank's log file; its folder is made.
+        rank: the global rank.
+        coordinates: its place on the mesh, for the prefix ``[rank 5 | pp1 dp0 tp1]``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f"[rank {rank} | {describe_coordinates(coordinates)}]"
+    logger = logging.getLogger(LOGGER)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {prefix} %(message)s"))
+    screen = logging.StreamHandler()
+    screen.setLevel(logging.WARNING)
+    screen.setFormatter(logging.Formatter(f"{prefix} %(levelname)s %(message)s"))
+    logger.addHandler(file)
+    logger.addHandler(screen)
+    return logger

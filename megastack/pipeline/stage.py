@@ -1,0 +1,108 @@
+"""One stage of a pipeline on its rank: forward and backward of a microbatch, and what must be kept between them.
+
+A stage's module takes a *carry*, the named tensors that cross the boundary before it (``{}`` on the first stage), and the
+microbatch; it returns the carry for the next stage or, on the last one, a :class:`~megastack.batch.StageLoss`. Of the
+output only its gradient edges are kept, so that its memory is free as soon as it was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megastack.batch import Microbatch, StageLoss
+
+Carry = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What is known of one tensor at a boundary: enough to receive it, and its gradient."""
+
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: str = ""
+    needs_grad: bool = False
+
+    @staticmethod
+    def of(name: str, x: Tensor | None) -> Slot:
+        """The description of a tensor that is about to cross; ``None`` crosses as a slot without a shape."""
+        if x is None:
+            return Slot(name, None)
+        return Slot(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+@dataclass
+class _Held:
+    """What a stage keeps of a microbatch from its forward to its backward."""
+
+    inputs: dict[str, Tensor]
+    edges: dict[str, GradientEdge]
+
+
+class Stage:
+    """A stage and its microbatches in flight.
+
+    Args:
+        module: ``module(carry, microbatch)`` as told in this file's docstring.
+        index: the stage's global number.
+    """
+
+    def __init__(self, module: nn.Module, index: int) -> None:
+        self.module = module
+        self.index = index
+        self._held: dict[int, _Held] = {}
+        self.peak = 0
+
+    @property
+    def live(self) -> int:
+        """The number of microbatches whose activations are held."""
+        return len(self._held)
+
+    def forward(self, carry: Carry, microbatch: Microbatch, number: int) -> dict[str, Tensor | None] | StageLoss:
+        """Run the module and keep what the backward of microbatch ``number`` needs (nothing when grad is disabled)."""
+        output: dict[str, Tensor | None] | StageLoss = self.module(carry, microbatch)
+        if torch.is_grad_enabled():
+            inputs = {name: x for name, x in carry.items() if x is not None and x.requires_grad}
+            self._held[number] = _Held(inputs, _edges(output))
+            self.peak = max(self.peak, len(self._held))
+        return output
+
+    def backward(self, number: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run the backward of a microbatch and let its activations go.
+
+        Args:
+            number: the microbatch.
+            gradients: of the output, by name; on the last stage of ``objective``, the inverse denominator.
+
+        Returns:
+            The gradients of the carry, by name, for each tensor that needs one.
+        """
+        held = self._held.pop(number)
+        if held.edges:
+            edges = list(held.edges.values())
+            torch.autograd.backward(edges, [gradients[name] for name in held.edges])
+        return {name: x.grad if x.grad is not None else torch.zeros_like(x) for name, x in held.inputs.items()}
+
+    def drop(self) -> None:
+        """Forget all microbatches in flight, after a step that was given up."""
+        self._held.clear()
+
+
+def _edges(output: dict[str, Tensor | None] | StageLoss) -> dict[str, GradientEdge]:
+    named = {"objective": output.objective} if isinstance(output, StageLoss) else output
+    return {name: get_gradient_edge(x) for name, x in named.items() if x is not None and x.requires_grad}
+
+
+def leaf(x: Tensor | None, needs_grad: bool) -> Tensor | None:
+    """A tensor as the next stage's autograd sees it: cut from the previous stage's graph."""
+    return None if x is None else x.detach().requires_grad_(needs_grad)

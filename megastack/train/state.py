@@ -1,0 +1,59 @@
+"""Where a run stands, and how it ended: two small values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """The trainer's own state; with the weights and moments, all that a resumed run needs.
+
+    Learning rate, data order and dropout are functions of ``step``, so there is nothing else to restore.
+
+    Attributes:
+        step: completed optimizer steps.
+        consumed_tokens: valid targets seen so far, each once.
+        consumed_samples: sequences seen so far.
+        skipped: steps whose update was left out because of a non-finite gradient.
+    """
+
+    step: int = 0
+    consumed_tokens: int = 0
+    consumed_samples: int = 0
+    skipped: int = 0
+
+    def as_json(self) -> dict[str, int]:
+        """The state as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Progress:
+        """The inverse of :meth:`as_json`; other keys of a trainer record are ignored."""
+        return cls(**{name: int(record[name]) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        status: ``completed``, ``preempted``, ``diverged`` or ``failed``.
+        step: completed optimizer steps.
+        loss: the last training loss, mean nats per valid token; ``None`` when no step was made.
+        folder: the run folder.
+        reason: why, unless it completed.
+    """
+
+    status: str
+    step: int
+    loss: float | None
+    folder: Path
+    reason: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 completed, 75 preempted and resumable, 1 failed or diverged."""
+        return {"completed": 0, "preempted": 75}.get(self.status, 1)

@@ -1,0 +1,64 @@
+"""One optimizer step, the same lines on one rank and on a thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megastack.data.loader import Loader
+from megastack.gradients.buckets import GradientBuckets
+from megastack.gradients.norm import clip_gradients_
+from megastack.mesh.mesh import Mesh
+from megastack.optim.build import Optimizer
+from megastack.optim.lr import LearningRate
+from megastack.pipeline.runtime import Pipeline
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step gives back; tensors stay unread until the step is over.
+
+    Attributes:
+        loss: mean nats per valid token of the global batch before the update, a scalar alike on all ranks.
+        grad_norm: norm of the whole gradient before clipping, likewise.
+        lr: the learning rate that was applied.
+        tokens: valid targets of the step, each once.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    tokens: int
+
+
+@dataclass
+class TrainStep:
+    """Everything that takes part in a step; built once, called once a step.
+
+    ``on_gradients`` is called between the reduction of the gradients and their clipping.
+    """
+
+    mesh: Mesh
+    loader: Loader
+    pipeline: Pipeline
+    buckets: GradientBuckets
+    optimizer: Optimizer
+    learning_rate: LearningRate
+    clip_norm: float | None
+
+    def __call__(self, step: int, on_gradients: Callable[[], None] | None = None) -> StepOutcome:
+        """Do the 0-based ``step``. Parameters stay as they are, on every rank, if the gradient is not finite."""
+        tokens = self.loader.global_valid_tokens(step)
+        microbatches = [microbatch.to(self.mesh.device) for microbatch in self.loader.step(step)]
+        self.buckets.zero_()
+        loss = self.pipeline.run(microbatches, tokens)
+        self.buckets.finish()
+        if on_gradients is not None:
+            on_gradients()
+        norm = clip_gradients_(self.buckets, self.clip_norm, self.mesh)
+        rate = self.learning_rate.at(step)
+        self.optimizer.step(rate, found_inf=(~torch.isfinite(norm)).float())
+        return StepOutcome(loss, norm, rate, tokens)
