@@ -1,0 +1,141 @@
+"""Where documents come from: the built-in corpus, `.txt` files and `.jsonl` files, always in the same order.
+
+A document is UTF-8 bytes that were proved to be UTF-8. Running text (the built-in corpus and `.txt` files) is cut into
+documents of at most 4 KB at paragraph ends, nothing lost, so that even one long file has something to split into
+training and validation. A line of a `.jsonl` file is one document as it stands, however long: use it for documents
+whose ends are known. Nothing here knows about tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from megastack.errors import DataError
+
+DOCUMENT_BYTES = 4096
+"""The most bytes of running text that make one document."""
+
+_CUTS = (b"\n\n", b"\n\r\n", b"\n", b" ")
+
+
+def read_documents(source: str, paths: Sequence[str | Path] = ()) -> Iterator[bytes]:
+    """The documents of `source` (`builtin`, `text` or `jsonl`), in the order of `paths` and of the files.
+
+    Documents without a byte are left out. Raises :class:`DataError` for a source that does not exist, for no paths or
+    paths that are not read, and for a file that is missing, unreadable, empty, not UTF-8 or not JSON, by file and line.
+    """
+    if source == "builtin":
+        _refuse_paths(paths)
+        return _builtin()
+    if source not in _READERS:
+        raise DataError(f"data.source={source}: no such source; use builtin, {' or '.join(sorted(_READERS))}")
+    if not paths:
+        raise DataError(f"data.paths=[]: data.source={source} reads files; use data.paths=[FILE,…]")
+    return _files(_READERS[source], [Path(path) for path in paths])
+
+
+def cut(text: bytes, limit: int = DOCUMENT_BYTES) -> Iterator[bytes]:
+    """`text` in pieces of at most `limit` bytes: at the last paragraph end, else line end, else space, else character.
+
+    The pieces joined are the text.
+    """
+    start = 0
+    while start < len(text):
+        end = len(text) if len(text) - start <= limit else _cut_point(text, start, start + limit)
+        yield text[start:end]
+        start = end
+
+
+def _cut_point(text: bytes, start: int, stop: int) -> int:
+    for mark in _CUTS:
+        found = text.rfind(mark, start, stop)
+        if found > start:
+            return found + len(mark)
+    end = stop
+    while end > start and text[end] & 0xC0 == 0x80:  # a continuation byte: the character began further left
+        end -= 1
+    return end if end > start else stop
+
+
+def _refuse_paths(paths: Sequence[str | Path]) -> None:
+    if paths:
+        listed = ",".join(map(str, paths))
+        raise DataError(f"data.paths=[{listed}]: data.source=builtin reads no files; use data.source=text or jsonl")
+
+
+def _builtin() -> Iterator[bytes]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DataError(
+            "data.source=builtin: this Python comes without pydoc_data, which holds the text; use data.source=text"
+        ) from error
+    for name in sorted(topics):
+        yield from cut(topics[name].encode())
+
+
+def _files(reader: Callable[[Path], Iterable[bytes]], paths: Sequence[Path]) -> Iterator[bytes]:
+    for path in paths:
+        found = False
+        for document in reader(path):
+            found = True
+            yield document
+        if not found:
+            raise DataError(f"data.paths: {path} is empty; use a file with text")
+
+
+def _text(path: Path) -> Iterator[bytes]:
+    raw = _read(path)
+    _check_utf8(raw, path)
+    return cut(raw.removeprefix(b"\xef\xbb\xbf"))
+
+
+def _jsonl(path: Path) -> Iterator[bytes]:
+    for number, line in enumerate(_read(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if line.strip() and (document := _json_text(line, f"{path}:{number}")):
+            yield document
+
+
+def _json_text(line: bytes, where: str) -> bytes:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(f"data.paths: {where}: {_utf8_fault(error)}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f'data.paths: {where} is not JSON ({error}); use one object a line: {{"text": "…"}}') from error
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise DataError(f'data.paths: {where} has no string field "text"; use one object a line: {{"text": "…"}}')
+    try:
+        return record["text"].encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"data.paths: {where}: half a surrogate pair, which is no character; use whole pairs"
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    if path.is_dir():
+        raise DataError(f"data.paths: {path} is a folder; name the files in it")
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"data.paths: {path} does not exist (looked in {Path.cwd()}); use an existing file") from error
+    except OSError as error:
+        raise DataError(f"data.paths: {path} cannot be read: {error.strerror}; use a readable file") from error
+
+
+def _check_utf8(raw: bytes, path: Path) -> None:
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(f"data.paths: {path}:{line}: {_utf8_fault(error)}") from error
+
+
+def _utf8_fault(error: UnicodeDecodeError) -> str:
+    return f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}); use UTF-8 text"
+
+
+_READERS: dict[str, Callable[[Path], Iterator[bytes]]] = {"text": _text, "jsonl": _jsonl}
