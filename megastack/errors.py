@@ -6,7 +6,9 @@ value, the rule that was broken, and what would work. Invariants inside megastac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 
@@ -14,17 +16,62 @@ class MegastackError(Exception):
     """Base of all errors that megastack raises on purpose."""
 
 
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule, printed as ``key=value: rule; use …``.
+
+    Args:
+        key: the configuration key, or the argument's name where no configuration is involved.
+        value: its value.
+        rule: what has to hold, in words.
+        legal: values that would do, or advice in words; empty where there is none to give.
+    """
+
+    key: str
+    value: Any
+    rule: str
+    legal: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        advice = f"; use {one_of(self.legal)}" if self.legal else ""
+        return f"{self.key}={spell(self.value)}: {self.rule}{advice}"
+
+
+def spell(value: Any) -> str:
+    """A value as one would write it on the command line: ``null``, ``true``, ``[1, 2]``."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(spell(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {spell(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def one_of(values: Iterable[Any]) -> str:
+    """A choice in words: ``1, 2, 4 or 8``."""
+    words = [spell(value) for value in values]
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
 class ConfigError(MegastackError, ValueError):
     """A configuration that megastack refuses; carries every violation found, not only the first.
 
     Args:
         message: the report, one violation a line.
-        violations: the violations as values (``megastack.config.rules.Violation``), empty for a plain message.
+        violations: the violations as values, empty for a plain message.
     """
 
-    def __init__(self, message: str, violations: Sequence[Any] = ()) -> None:
+    def __init__(self, message: str, violations: Sequence[Violation] = ()) -> None:
         super().__init__(message)
         self.violations = tuple(violations)
+
+    @classmethod
+    def of(cls, violations: Sequence[Violation]) -> ConfigError:
+        """The report of several violations, a line each."""
+        return cls("\n".join(str(violation) for violation in violations), violations)
 
 
 class MeshError(MegastackError, ValueError):

@@ -1,14 +1,22 @@
-"""How a configuration field is written: its default, its meaning and its range beside its type.
+"""How a configuration field is written and read back: default, meaning and range beside its type.
 
-A field made here carries everything the reference page, ``megastack show KEY`` and the range checks need. Not for
-``dataclasses.field`` in general: classes that are no configuration use that directly.
+A field made by :func:`option` or :func:`required` carries everything the reference page, ``megastack show KEY`` and the
+range checks need; :func:`keys` lists all of a class's fields, nested ones by dotted key. Not for dataclasses in general.
 """
 
 from __future__ import annotations
 
-from dataclasses import field
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Any
+
+REQUIRED = "???"
+"""How a value that has to be given is written, in YAML and in the reference."""
 
 
 def option(default: Any, doc: str, **bounds: float) -> Any:
@@ -21,7 +29,7 @@ def option(default: Any, doc: str, **bounds: float) -> Any:
             of a list, not to null. Checked by ``rules.py``.
     """
     metadata = {"doc": doc, "bounds": bounds}
-    if isinstance(default, type) and not issubclass(default, StrEnum):
+    if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -31,3 +39,75 @@ def option(default: Any, doc: str, **bounds: float) -> Any:
 def required(doc: str, **bounds: float) -> Any:
     """A field without a default: some YAML file or override has to name it."""
     return field(metadata={"doc": doc, "bounds": bounds})
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration.
+
+    Args:
+        name: the dotted key, e.g. ``parallel.zero.stage``.
+        type: its resolved type hint.
+        default: its default, ``???`` where there is none; for a section, the section's class.
+        doc: its meaning.
+        bounds: its range, see :func:`option`.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    doc: str
+    bounds: Mapping[str, float]
+
+    @property
+    def is_section(self) -> bool:
+        """Whether this is a group of keys and no value."""
+        return dataclasses.is_dataclass(self.type)
+
+
+@cache
+def hints(cls: type) -> Mapping[str, Any]:
+    """The resolved type hints of a dataclass."""
+    return typing.get_type_hints(cls)
+
+
+def keys(cls: type, prefix: str = "") -> Iterator[Key]:
+    """Every key of a configuration class in order, each section before its members."""
+    for member in dataclasses.fields(cls):
+        kind = hints(cls)[member.name]
+        name = prefix + member.name
+        yield Key(name, kind, _default(member, kind), member.metadata["doc"], member.metadata["bounds"])
+        if dataclasses.is_dataclass(kind):
+            yield from keys(typing.cast(type, kind), name + ".")
+
+
+def _default(member: dataclasses.Field[Any], kind: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return kind
+    if member.default is not dataclasses.MISSING:
+        return member.default
+    return member.default_factory() if member.default_factory is not dataclasses.MISSING else REQUIRED
+
+
+def without_null(kind: Any) -> tuple[Any, bool]:
+    """A type hint without its ``| None``, and whether it had one."""
+    if isinstance(kind, types.UnionType):
+        [only] = [member for member in typing.get_args(kind) if member is not types.NoneType]
+        return only, True
+    return kind, kind is Any
+
+
+def describe_type(kind: Any) -> str:
+    """A type as the reference page writes it: ``int``, ``list of int or null``, ``a, b or c``."""
+    bare, nullable = without_null(kind)
+    if bare is Any:
+        return "mapping or null"
+    if typing.get_origin(bare) is list:
+        text = f"list of {describe_type(typing.get_args(bare)[0])}"
+    elif dataclasses.is_dataclass(bare):
+        text = "{" + ", ".join(hints(typing.cast(type, bare))) + "}"
+    elif issubclass(bare, StrEnum):
+        text = ", ".join(bare)
+    else:
+        text = str(bare.__name__)
+    return f"{text} or null" if nullable else text

@@ -54,8 +54,8 @@ class RunOptions:
 class LaunchOptions:
     """Starting, watching and ending the ranks."""
 
-    timeout_s: float = option(600, "Seconds after which a rank that waits for another gives up.", above=0)
-    grace_s: float = option(30, "Seconds between asking the ranks to end and killing them.", above=0)
+    timeout_s: float = option(600.0, "Seconds after which a rank that waits for another gives up.", above=0)
+    grace_s: float = option(30.0, "Seconds between asking the ranks to end and killing them.", above=0)
     threads_per_rank: int | None = option(
         None, "CPU threads of each rank; null divides the machine's among its ranks.", least=1
     )
