@@ -8,8 +8,8 @@ just the part that it holds, twice if it likes (recomputation, resume), with no 
 - :func:`dropout_mask`: keyed by seed, step, site and sample, counted by position and feature.
 - :class:`Permutation`: a shuffle with random access, for the data order.
 
-The hash is the finaliser of splitmix64 (Steele et al., 2014) on int64 tensors, whose products and sums wrap. On a CPU the
-work goes by chunks that stay in the cache. On meta and fake tensors only the result's shape and dtype are made.
+The hash is the finaliser of splitmix64 (Steele et al., 2014) on int64 tensors, whose products and sums wrap. On a CPU
+the work goes by chunks that stay in the cache. On meta and fake tensors only the result's shape and dtype are made.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def stream_key(*parts: int | str) -> int:
 
 
 def counter_bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """64 random bits for each index, as int64: the hash of ``key`` and ``index``, which broadcast if both are tensors."""
+    """64 random bits for each index, as int64: a hash of ``key`` and ``index``, which broadcast if both are tensors."""
     start = _signed(key) if isinstance(key, int) else key
     return _mix_(index * _GAMMA + start)
 
@@ -95,7 +95,6 @@ def dropout_mask(
     features: int,
     p: float,
     feature_start: int = 0,
-    total_features: int | None = None,
 ) -> Tensor:
     """Which elements dropout keeps, as bool ``(B, length, features)``: True with probability ``1 - p``.
 
@@ -112,23 +111,21 @@ def dropout_mask(
         features: the number of features here.
         p: the probability of dropping, in [0, 1).
         feature_start: the first feature here.
-        total_features: the number of features of the whole tensor; by default those here and before.
 
     Raises:
         ConfigError: when ``p`` is not a probability below one.
     """
     if not 0 <= p < 1:
         raise ConfigError(f"dropout={p}: must be at least 0 and below 1")
-    total = total_features if total_features is not None else feature_start + features
     keep = torch.empty((len(samples_B), length, features), dtype=torch.bool, device=samples_B.device)
     if not _has_values(keep) or not keep.numel():
         return keep
     key_B11 = counter_bits(stream_key("dropout", seed, step, site), samples_B)[:, None, None]
     threshold = round(p * 2**64) - 2**63
     for rows, columns in _chunks(length, features, max(1, _chunk_size(keep.device) // len(samples_B))):
-        position = torch.arange(start + rows.start, start + rows.stop, device=keep.device)
-        feature = torch.arange(feature_start + columns.start, feature_start + columns.stop, device=keep.device)
-        keep[:, rows, columns] = counter_bits(key_B11, position[:, None] * total + feature) >= threshold
+        position_L1 = torch.arange(start + rows.start, start + rows.stop, device=keep.device)[:, None]
+        feature_F = torch.arange(feature_start + columns.start, feature_start + columns.stop, device=keep.device)
+        keep[:, rows, columns] = counter_bits(counter_bits(key_B11, position_L1), feature_F) >= threshold
     return keep
 
 
@@ -165,8 +162,9 @@ class Permutation:
         """
         if isinstance(indices, np.ndarray):
             return self.many(torch.from_numpy(indices.astype(np.int64))).numpy()
-        if indices.numel() and not (0 <= int(indices.min()) and int(indices.max()) < self.n):
-            raise IndexError(f"index {indices.tolist()}: must lie in 0 … {self.n - 1}")
+        outside = indices[(indices < 0) | (indices >= self.n)]
+        if len(outside):
+            raise IndexError(f"index {int(outside[0])}: must lie in 0 … {self.n - 1}")
         return self._table[indices] if self._table is not None else _feistel_walk(indices, self.n, self._round_keys)
 
 
@@ -216,7 +214,7 @@ def _chunks(rows: int, columns: int, size: int) -> Iterator[tuple[slice, slice]]
 
 
 def _runs(shape: Sequence[int], box: IndexBox) -> tuple[int, int]:
-    """How many outer dims the box has before its elements are contiguous in the tensor, and the length of such a run."""
+    """The number of outer dims of a box over which its elements lie apart in the tensor, and the length of its runs."""
     outer = max(len(shape) - 1, 0)
     while outer > 0 and box.size[outer] == shape[outer]:
         outer -= 1

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megastack.errors import PlacementError
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.placement.boxes import local_box
+from megastack.placement.boxes import local_box, local_shape
 from megastack.placement.placement import Normal, Ones, Placement
 from megastack.random import counter_normal
 
@@ -36,7 +37,16 @@ def fill_(
         coordinates: this rank's coordinates.
         seed: the run's seed.
         name: the parameter's global name.
+
+    Raises:
+        PlacementError: when the tensor does not have the local shape, as with another mesh than it was built for.
     """
+    expected = local_shape(placement, mesh_shape)
+    if tuple(tensor.shape) != expected:
+        raise PlacementError(
+            f"{name}: its local shape is {tuple(tensor.shape)}, but on {mesh_shape} it is {expected}; "
+            "build the module on this mesh"
+        )
     if tensor.is_meta:
         return
     box = local_box(placement, mesh_shape, coordinates)

@@ -62,8 +62,8 @@ class ParallelModule(nn.Module):
             if "." in name:
                 continue
             tensor = torch.empty(local_shape(placement, self.mesh.shape))
-            self.register_parameter(name, nn.Parameter(tensor))
             fill_(tensor, placement, self.mesh.shape, self.mesh.coordinates, seed=0, name=name)
+            self.register_parameter(name, nn.Parameter(tensor))
 
 
 def placements_of(module: nn.Module) -> dict[str, Placement]:

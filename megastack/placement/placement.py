@@ -1,4 +1,4 @@
-"""What a parameter is, as a value: its global shape, how mesh axes cut it, where its gradient is partial, how it starts.
+"""What a parameter is, as a value: its global shape, how axes cut it, where its gradient is partial, how it starts.
 
 A :class:`Placement` is the one source of truth for a parameter. Initial values, gradient reductions, which copy counts
 in the gradient norm, checkpoint boxes and memory estimates all follow from it and from nothing else. It holds no tensor
