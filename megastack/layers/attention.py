@@ -1,0 +1,165 @@
+"""Causal self-attention with its heads split over the tensor-parallel axis.
+
+Queries ``(H, K)`` are split on heads, keys and values ``(G, 2, K)`` on groups; heads are contiguous, so each rank's
+query heads read the groups it holds. With fewer groups than ranks, adjacent ranks hold copies of one group. Both
+projections read one input, with the communication of one. The scores never leave the rank that makes them.
+
+One multi-head, grouped-query (Ainslie et al. 2023) or multi-query layer, with rotary positions, norms on queries and
+keys (Dehghani et al. 2023), biases, and attention within documents. The fast path is torch's fused attention; dropout
+of attention weights takes a slower one that forms the (S, S) weights, since the fused kernel's random numbers depend
+on the layout.
+
+Shapes: B microbatch, S sequence, D hidden, H heads, G kv groups, K head dim, t tensor-parallel degree.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megastack.errors import ConfigError, PlacementError
+from megastack.layers.context import Context
+from megastack.layers.dropout import attention_dropout
+from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from megastack.layers.norm import RMSNorm
+from megastack.layers.rope import Rope, rotate
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis
+from megastack.placement.module import ParallelModule
+from megastack.placement.placement import Initialiser, Normal
+
+
+class ParallelAttention(ParallelModule):
+    """Multi-head causal attention; sends what one column-parallel and one row-parallel layer send.
+
+    Subclasses may override :meth:`attend`, which sees this rank's heads only, or build on ``q``, ``kv`` and ``out``.
+
+    Args:
+        hidden: D.
+        heads: H, a multiple of t.
+        mesh: the ranks to split over.
+        kv_groups: G; it divides H, and t divides G or G divides t. None is one group per head.
+        head_dim: K; None is D / H.
+        rope: rotary frequencies; None rotates nothing.
+        qk_norm: normalise queries and keys before the rotation.
+        bias: biases in all projections.
+        sequence_parallel: input and output are split along the sequence over tp.
+        qkv_bias: biases in the query, key and value projections only.
+        attention_dropout: drop probability of attention weights (the slower path).
+        norm_eps: added to the variance in the query and key norms.
+        init: initial values of the query, key and value projections.
+        out_init: initial values of the output projection; None is ``init``.
+
+    Raises:
+        ConfigError: heads, groups and head dim that do not fit each other or the rotation.
+        PlacementError: heads or groups that do not fit the tensor-parallel degree.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        mesh: Mesh,
+        *,
+        kv_groups: int | None = None,
+        head_dim: int | None = None,
+        rope: Rope | None = None,
+        qk_norm: bool = False,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        qkv_bias: bool = False,
+        attention_dropout: float = 0.0,
+        norm_eps: float = 1e-5,
+        init: Initialiser = Normal(0.02),  # noqa: B008 - frozen
+        out_init: Initialiser | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.heads, self.kv_groups = heads, kv_groups or heads
+        self.head_dim = head_dim or hidden // heads
+        self.rope, self.attention_dropout = rope, attention_dropout
+        self._check(hidden, head_dim)
+        copies = max(1, mesh[Axis.TP].size // self.kv_groups)
+        q, kv = (heads, self.head_dim), (self.kv_groups, 2, self.head_dim)
+        project = partial(ColumnParallelLinear, bias=bias or qkv_bias, sequence_parallel=sequence_parallel, init=init)
+        self.q = project(hidden, q, mesh)
+        self.kv = project(hidden, kv, mesh, copies=copies)
+        # Each rank normalises its own heads, so these gradients are partial over tp whether or not the sequence is split.
+        head_norm = partial(RMSNorm, self.head_dim, mesh, eps=norm_eps, sequence_parallel=True)
+        self.q_norm, self.k_norm = (head_norm(), head_norm()) if qk_norm else (None, None)
+        self.out = RowParallelLinear(
+            heads * self.head_dim,
+            hidden,
+            mesh,
+            bias=bias,
+            sequence_parallel=sequence_parallel,
+            init=out_init or init,
+        )
+
+    def forward(self, hidden_BSD: Tensor, context: Context | None = None) -> Tensor:
+        """``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same."""
+        q_BSHK, kv_BSG2K = column_parallel(hidden_BSD, self.q, self.kv)
+        k_BSGK, v_BSGK = kv_BSG2K.unbind(-2)
+        q_BSHK, k_BSGK = self._positioned(q_BSHK, k_BSGK, context)
+        attended_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, context)
+        return self.out(attended_BSHK.flatten(-2))
+
+    def attend(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, context: Context | None) -> Tensor:
+        """The values that each query attends to, of the queries' shape; all of the sequence, this rank's heads."""
+        q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
+        mask = None if context is None else context.mask_B1SS
+        if self.attention_dropout and self.training and context is not None:
+            return self._attend_with_dropout(q_BHSK, k_BGSK, v_BGSK, context).transpose(1, 2)
+        grouped = k_BGSK.shape[1] != q_BHSK.shape[1]
+        attended_BHSK = F.scaled_dot_product_attention(
+            q_BHSK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
+        return attended_BHSK.transpose(1, 2)
+
+    def _positioned(self, q_BSHK: Tensor, k_BSGK: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normalised and rotated."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
+        if self.rope is None:
+            return q_BSHK, k_BSGK
+        length, dtype = q_BSHK.shape[1], q_BSHK.dtype
+        tables = (context or Context()).tables(self.rope, length, dtype, q_BSHK.device)
+        return rotate(q_BSHK, tables), rotate(k_BSGK, tables)
+
+    def _attend_with_dropout(self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, context: Context) -> Tensor:
+        """Attention with explicit weights, so that what is dropped is drawn by global head, query and key."""
+        per_group = q_BHSK.shape[1] // k_BGSK.shape[1]
+        k_BHSK, v_BHSK = (x.repeat_interleave(per_group, dim=1) for x in (k_BGSK, v_BGSK))
+        scores_BHSS = q_BHSK @ k_BHSK.mT * self.head_dim**-0.5
+        mask = context.mask_B1SS
+        if mask is None:
+            mask = torch.ones(scores_BHSS.shape[-2:], dtype=torch.bool, device=scores_BHSS.device).tril()
+        wide = torch.promote_types(scores_BHSS.dtype, torch.float32)
+        weights_BHSS = scores_BHSS.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(scores_BHSS.dtype)
+        first = self.mesh[Axis.TP].rank * q_BHSK.shape[1]
+        kept_BHSS = attention_dropout(weights_BHSS, self.attention_dropout, context, "weights", first_head=first)
+        return kept_BHSS @ v_BHSK
+
+    def _check(self, hidden: int, head_dim: int | None) -> None:
+        heads, groups, tp = self.heads, self.kv_groups, self.mesh[Axis.TP].size
+        if head_dim is None and hidden % heads:
+            raise ConfigError(
+                f"model.hidden={hidden}: must be a multiple of model.heads={heads}; or set model.head_dim"
+            )
+        if heads % groups:
+            raise ConfigError(f"model.kv_groups={groups}: must divide model.heads={heads}; use {_divisors(heads)}")
+        if self.rope is not None and self.rope.head_dim != self.head_dim:
+            raise ConfigError(f"rope.head_dim={self.rope.head_dim}: must be the layer's head_dim; use {self.head_dim}")
+        if heads % tp:
+            raise PlacementError(f"parallel.tp={tp}: must divide model.heads={heads}; use {_divisors(heads)}")
+        if groups % tp and tp % groups:
+            raise PlacementError(
+                f"parallel.tp={tp}: must divide model.kv_groups={groups} or be a multiple of it, so that each rank "
+                f"holds whole groups or a copy of one; use {_divisors(groups)}"
+            )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,80 @@
+"""What the layers of a stage share about one microbatch: positions, documents, and what is computed from them once.
+
+Every sub-layer is called as ``forward(hidden_BSD, context=None)``. Without a context attention is causal over the
+whole row, positions count from 0 and nothing is dropped, so that a layer can be tried alone. A context is a value:
+the same one in a recomputed forward gives the same rotations, the same mask and the same dropout.
+
+Not here: tokens and labels (:mod:`megastack.batch`); the shape legend is B microbatch size, S sequence, K head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megastack.layers.rope import Rope, RotaryTables
+
+
+@dataclass(frozen=True)
+class Context:
+    """One microbatch as the layers see it; make it with :meth:`of`.
+
+    Args:
+        positions_BS: position of each token in its document; None counts from 0.
+        documents_BS: document of each token, non-decreasing in a row; None is one document.
+        samples_B: global sample numbers, which dropout draws from.
+        step: the 0-based optimizer step.
+        seed: the seed of the run.
+        scope: prefix of the names under which layers draw dropout, like ``blocks.17``.
+        rotary: rotary tables of these positions.
+        mask_B1SS: True where a query (third dim) may see a key (fourth dim); None where causality says it all.
+    """
+
+    positions_BS: Tensor | None = None
+    documents_BS: Tensor | None = None
+    samples_B: Tensor | None = None
+    step: int = 0
+    seed: int = 0
+    scope: str = ""
+    rotary: RotaryTables | None = None
+    mask_B1SS: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        samples_B: Tensor | None = None,
+        *,
+        step: int = 0,
+        seed: int = 0,
+        rope: Rope | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Context:
+        """The context of a microbatch, with its rotary tables and its mask computed."""
+        rotary = rope.tables(positions_BS, dtype) if rope is not None and positions_BS is not None else None
+        mask = None if documents_BS is None else document_mask(documents_BS)
+        return cls(positions_BS, documents_BS, samples_B, step, seed, "", rotary, mask)
+
+    def within(self, scope: str) -> Context:
+        """The same context for a part of the model; dropout drawn with it is drawn under this name."""
+        return replace(self, scope=f"{self.scope}.{scope}" if self.scope else scope)
+
+    def tables(self, rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
+        """Rotary tables for these frequencies: the shared ones if they are the same, else computed here."""
+        if self.rotary is not None and self.rotary.rope == rope:
+            return self.rotary
+        positions = self.positions_BS
+        if positions is None:
+            positions = torch.arange(length, device=device)[None]
+        return rope.tables(positions, dtype)
+
+
+def document_mask(documents_BS: Tensor) -> Tensor:
+    """(B, 1, S, S), True where the key is not later than the query and of the same document."""
+    length = documents_BS.shape[-1]
+    causal_SS = torch.ones(length, length, dtype=torch.bool, device=documents_BS.device).tril()
+    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+    return (same_BSS & causal_SS)[:, None]

@@ -1,0 +1,76 @@
+"""The feed-forward layer with its inner features split over the tensor-parallel axis.
+
+``swiglu`` (Shazeer 2020) multiplies an up projection by the SiLU of a gate: one weight ``(2, F, D)``, gate first,
+split on F so that each rank holds matching features of both. ``gelu`` has one projection ``(F, D)`` and GPT-2's tanh
+approximation of the GELU. Nothing is communicated between the two projections.
+
+Shapes: B microbatch, S sequence, D hidden, F inner features, t tensor-parallel degree.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megastack.errors import ConfigError
+from megastack.layers.context import Context
+from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megastack.mesh.mesh import Mesh
+from megastack.placement.module import ParallelModule
+from megastack.placement.placement import Initialiser, Normal
+
+GATED = {"swiglu": True, "gelu": False}
+
+
+class ParallelMLP(ParallelModule):
+    """Two projections with a non-linearity between; sends what one column- and one row-parallel layer send.
+
+    Subclasses change the non-linearity by overriding :meth:`activate`, and the shape of the inner features it sees by
+    passing one of the two activations.
+
+    Args:
+        hidden: D.
+        ffn: F, a multiple of t.
+        mesh: the ranks to split over.
+        activation: ``swiglu`` (gated) or ``gelu`` (tanh approximation).
+        bias: biases in both projections.
+        sequence_parallel: input and output are split along the sequence over tp.
+        init: initial values of the up projection.
+        out_init: initial values of the down projection; None is ``init``.
+
+    Raises:
+        ConfigError: an unknown activation.
+        PlacementError: t does not divide F.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        mesh: Mesh,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        init: Initialiser = Normal(0.02),  # noqa: B008 - frozen
+        out_init: Initialiser | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        if activation not in GATED:
+            raise ConfigError(f"model.activation={activation}: unknown; use {' or '.join(GATED)}, or subclass the MLP")
+        self.gated = GATED[activation]
+        inner, dim = ((2, ffn), 1) if self.gated else ((ffn,), 0)
+        shared = {"bias": bias, "sequence_parallel": sequence_parallel}
+        self.up = ColumnParallelLinear(hidden, inner, mesh, shard_dim=dim, init=init, **shared)
+        self.down = RowParallelLinear(ffn, hidden, mesh, init=out_init or init, **shared)
+
+    def forward(self, hidden_BSD: Tensor, context: Context | None = None) -> Tensor:
+        """``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same."""
+        return self.down(self.activate(self.up(hidden_BSD)))
+
+    def activate(self, up: Tensor) -> Tensor:
+        """The inner features: ``(B, S, 2, F/t)``, gate first, or ``(B, S, F/t)`` without a gate, to ``(B, S, F/t)``."""
+        if not self.gated:
+            return F.gelu(up, approximate="tanh")
+        gate_BSF, up_BSF = up.unbind(-2)
+        return F.silu(gate_BSF) * up_BSF

@@ -1,0 +1,96 @@
+"""Rotary position embedding: what the frequencies are, the tables for given positions, and the rotation.
+
+The convention is half-split (Hugging Face, GPT-NeoX): component i of a head pairs with component i + K/2. Frequencies
+follow Su et al. (arXiv 2104.09864), with linear position interpolation (arXiv 2306.15595) or the banded stretching of
+Llama 3.1.
+
+Tables are computed from positions, in fp64, whenever a microbatch needs them, once per stage (see
+:mod:`megastack.layers.context`). There are no buffers: nothing to leave uninitialised after construction on meta,
+nothing to save, and no longest position. Not here: learned positions (:mod:`megastack.layers.positions`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megastack.errors import ConfigError
+
+SCALINGS = ("none", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary frequencies as a value; two attention layers with equal ones share the tables of a microbatch.
+
+    Args:
+        head_dim: K, the width that is rotated; even.
+        theta: base of the geometric series of frequencies.
+        scaling: ``none``, ``linear`` (all frequencies divided by ``factor``) or ``llama3``.
+        factor: how many times longer the context becomes.
+        low_freq_factor: ``llama3`` divides in full where the wavelength exceeds ``original_max_positions`` over this.
+        high_freq_factor: ``llama3`` changes nothing where the wavelength is below ``original_max_positions`` over this.
+        original_max_positions: the context length before the stretching (``llama3``).
+
+    Raises:
+        ConfigError: an odd ``head_dim``, an unknown scaling, or factors that leave no band between them.
+    """
+
+    head_dim: int
+    theta: float = 1e4
+    scaling: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 2:
+            raise ConfigError(f"model.head_dim={self.head_dim}: rotary positions pair components; use an even number")
+        if self.scaling not in SCALINGS:
+            raise ConfigError(f"model.rope.scaling={self.scaling}: unknown; use {', '.join(SCALINGS)}")
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"model.rope.high_freq_factor={self.high_freq_factor:g}: must exceed "
+                f"model.rope.low_freq_factor={self.low_freq_factor:g}; use 4 and 1"
+            )
+
+    def frequencies(self, device: torch.device | str | None = None) -> Tensor:
+        """Radians per position of each pair, (K/2,) in fp64."""
+        pairs = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64)
+        frequencies = self.theta ** (-pairs / self.head_dim)
+        if self.scaling == "linear":
+            return frequencies / self.factor
+        return self._llama3(frequencies) if self.scaling == "llama3" else frequencies
+
+    def _llama3(self, frequencies: Tensor) -> Tensor:
+        """Long wavelengths are stretched, short ones kept, those in the band between are blended."""
+        turns = self.original_max_positions * frequencies / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+    def tables(self, positions_BS: Tensor, dtype: torch.dtype) -> RotaryTables:
+        """Cosines and sines for these positions, in ``dtype`` but never below fp32."""
+        angles = positions_BS.to(torch.float64)[..., None] * self.frequencies(positions_BS.device)
+        wide = torch.promote_types(dtype, torch.float32)
+        return RotaryTables(self, angles.cos().to(wide), angles.sin().to(wide))
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines, each (B, S, K/2), and the frequencies they belong to."""
+
+    rope: Rope
+    cos: Tensor
+    sin: Tensor
+
+
+def rotate(heads_BSHK: Tensor, tables: RotaryTables) -> Tensor:
+    """Turn each pair (i, i + K/2) of every head by its angle; computed in the tables' dtype, in the input's dtype."""
+    cos, sin = tables.cos[:, :, None, :], tables.sin[:, :, None, :]
+    first, second = heads_BSHK.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(heads_BSHK.dtype)

@@ -1,0 +1,79 @@
+"""One Transformer block: attention and MLP, each behind a norm and added back to the residual stream (pre-norm).
+
+A block's layers come in as factories that already hold their arguments, so the block knows no layer's options and a
+user's block (``model.block={_target_: my_file.MyBlock}``) may build them, or not. Where the hidden states are split
+along the sequence over tp, norms, dropout and sums see this rank's slice.
+
+A block that hands more than hidden states to the next one names these values in ``boundary()``. It is then called
+with them, in that order, and returns ``(hidden, *values)``; a value that no earlier block gave is None. The decoder
+passes them on, across stages too. For example::
+
+    class Counting(Block):
+        def boundary(self) -> tuple[str, ...]:
+            return ("count_BS",)
+
+        def forward(self, hidden_BSD, context=None, count_BS=None):
+            hidden_BSD = super().forward(hidden_BSD, context)
+            return hidden_BSD, torch.ones_like(context.positions_BS) if count_BS is None else count_BS + 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from megastack.layers.context import Context
+from megastack.layers.dropout import dropout
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis
+from megastack.placement.module import ParallelModule
+
+
+class Block(ParallelModule):
+    """A pre-norm block; communicates what its two layers do.
+
+    Args:
+        hidden: width of the residual stream.
+        mesh: the ranks it is split over.
+        layer: the block's global number, which names its dropout.
+        attention: builds the attention layer.
+        mlp: builds the MLP.
+        norm: builds a norm over ``hidden``.
+        dropout: drop probability of what the two layers add to the residual stream.
+        sequence_parallel: hidden states are split along the sequence over tp.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        mesh: Mesh,
+        *,
+        layer: int,
+        attention: Callable[[], nn.Module],
+        mlp: Callable[[], nn.Module],
+        norm: Callable[[], nn.Module],
+        dropout: float = 0.0,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__(mesh)
+        self.hidden = hidden
+        self.layer = layer
+        self.dropout = dropout
+        self.sequence_group = mesh[Axis.TP] if sequence_parallel else None
+        self.attention_norm = norm()
+        self.attention = attention()
+        self.mlp_norm = norm()
+        self.mlp = mlp()
+
+    def forward(self, hidden_BSD: Tensor, context: Context | None = None, *values: Any) -> Any:
+        """Hidden states to hidden states; whatever :meth:`boundary` names is returned beside them, unchanged."""
+        context = None if context is None else context.within(f"blocks.{self.layer}")
+        attended_BSD = self.attention(self.attention_norm(hidden_BSD), context)
+        hidden_BSD = hidden_BSD + self._drop(attended_BSD, context, "attention")
+        hidden_BSD = hidden_BSD + self._drop(self.mlp(self.mlp_norm(hidden_BSD), context), context, "mlp")
+        return (hidden_BSD, *values) if values else hidden_BSD
+
+    def _drop(self, x_BSD: Tensor, context: Context | None, site: str) -> Tensor:
+        return dropout(x_BSD, self.dropout, context, site, group=self.sequence_group, training=self.training)

@@ -1,0 +1,170 @@
+"""A decoder-only Transformer, or the slice of one that a pipeline stage holds.
+
+The model is a flat list of units: the embedding, the blocks, and the head (final norm, output projection, loss). A
+stage is a slice of that list; the whole model is the stage that has them all, so one rank and a pipeline run the same
+code. Blocks are keyed by their global number, so a parameter has the same name on every layout:
+``blocks.17.mlp.up.weight``.
+
+A tied output projection is the embedding's own parameter. Where the last stage has no embedding, it holds a copy
+under the same global name, ``embedding.weight``, which starts alike; whoever reduces gradients sums the two.
+
+Between stages goes the *carry*: ``{"hidden": …}`` and what blocks name in ``boundary()``. Tokens, labels, positions
+and documents come with the microbatch on every stage. There are no buffers, so a decoder can be built on the meta
+device.
+
+Shapes: B microbatch, S sequence (S/t in the carry under sequence parallelism), D hidden, V vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from megastack.batch import Microbatch, StageLoss
+from megastack.config.schema import TrainConfig
+from megastack.errors import ConfigError
+from megastack.layers.context import Context
+from megastack.layers.dropout import dropout
+from megastack.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from megastack.layers.linear_ops import column_product
+from megastack.layers.loss import vocab_parallel_losses
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis
+from megastack.models.families import (
+    block_factory,
+    learned_positions,
+    norm_factory,
+    rope_of,
+    splits_sequence,
+    vocabulary_layer,
+)
+from megastack.placement.module import ParallelModule
+
+Carry = Mapping[str, Any]
+"""What one stage gives the next: ``hidden``, and blocks' extra values by name (a tensor or None)."""
+
+
+class Decoder(ParallelModule):
+    """A stage of the model that a configuration describes.
+
+    Args:
+        config: the run; its model, loss, seed, sequence length and sequence parallelism are read.
+        mesh: the ranks the layers are split over; the degrees come from here, never from the configuration.
+        layers: global numbers of the blocks, all of them by default.
+        embedding: whether the stage begins with the embedding; by default if the blocks begin with block 0.
+        head: whether it ends with norm, output projection and loss; by default if the blocks end with the last one.
+
+    Raises:
+        ConfigError: a ``_target_`` that cannot be used.
+        PlacementError: sizes that the tensor-parallel degree does not divide.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        *,
+        layers: range | None = None,
+        embedding: bool | None = None,
+        head: bool | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.config = config
+        self.layers = range(config.model.layers) if layers is None else layers
+        self.has_embedding = self.layers.start == 0 if embedding is None else embedding
+        self.has_head = self.layers.stop == config.model.layers if head is None else head
+        self.sequence_parallel = splits_sequence(config, mesh)
+        self.rope = rope_of(config)
+        embeds = self.has_embedding or (self.has_head and config.model.tied)
+        learns = self.has_embedding and config.model.positions == "learned"
+        projects = self.has_head and not config.model.tied
+        block = block_factory(config, mesh)
+        self.embedding = vocabulary_layer(VocabParallelEmbedding, config, mesh) if embeds else None
+        self.positions = learned_positions(config, mesh) if learns else None
+        self.blocks = nn.ModuleDict({str(layer): block(layer=layer) for layer in self.layers})
+        self.norm = norm_factory(config, mesh)() if self.has_head else None
+        self.head = vocabulary_layer(VocabParallelHead, config, mesh) if projects else None
+
+    def forward(self, carry: Carry, microbatch: Microbatch) -> dict[str, Any] | StageLoss:
+        """Run the stage on one microbatch.
+
+        Args:
+            carry: what the stage before gave; empty where this stage has the embedding.
+            microbatch: the microbatch, the same on every stage and tensor-parallel rank.
+
+        Returns:
+            The carry for the next stage, or the loss sums where this stage has the head.
+        """
+        carry = self._run(carry, microbatch)
+        return self._loss(self._logits(carry["hidden"]), microbatch.labels_BS) if self.has_head else carry
+
+    def logits(self, carry: Carry, microbatch: Microbatch) -> Tensor:
+        """This rank's columns (B, S, V) of the logits, padded vocabulary included; for a stage with the head."""
+        return self._logits(self._run(carry, microbatch)["hidden"])
+
+    def share_embedding(self, first: Decoder) -> None:
+        """Use the embedding of ``first`` as the tied projection, where one rank holds both; there is no copy then."""
+        assert self.config.model.tied and first.embedding is not None and self.embedding is not None
+        self.embedding = first.embedding
+
+    def _run(self, carry: Carry, microbatch: Microbatch) -> dict[str, Any]:
+        context = self._context(microbatch)
+        values = {"hidden": self._embed(microbatch, context)} if self.has_embedding else dict(carry)
+        for block in self.blocks.values():
+            values |= _call(block, values, context)
+        return values
+
+    def _context(self, microbatch: Microbatch) -> Context:
+        return Context.of(
+            microbatch.positions_BS,
+            microbatch.documents_BS,
+            microbatch.samples_B,
+            step=microbatch.step,
+            seed=self.config.seed,
+            rope=self.rope,
+            dtype=next(self.parameters()).dtype,
+        )
+
+    def _embed(self, microbatch: Microbatch, context: Context) -> Tensor:
+        assert self.embedding is not None
+        hidden_BSD = self.embedding(microbatch.tokens_BS)
+        if self.positions is not None:
+            hidden_BSD = hidden_BSD + self.positions(microbatch.positions_BS)
+        group = self.mesh[Axis.TP] if self.sequence_parallel else None
+        return dropout(hidden_BSD, self.config.model.dropout, context, "embedding", group=group, training=self.training)
+
+    def _logits(self, hidden_BSD: Tensor) -> Tensor:
+        assert self.norm is not None, "only the stage with the head has logits"
+        hidden_BSD = self.norm(hidden_BSD)
+        if self.head is not None:
+            return self.head(hidden_BSD)
+        assert self.embedding is not None
+        group = self.mesh[Axis.TP]
+        (logits_BSV,) = column_product(
+            hidden_BSD, [self.embedding.weight], [None], group, sequence_parallel=self.sequence_parallel
+        )
+        return logits_BSV
+
+    def _loss(self, logits_BSV: Tensor, labels_BS: Tensor) -> StageLoss:
+        model, loss = self.config.model, self.config.loss
+        smoothing = loss.label_smoothing if self.training else 0.0
+        cross_entropy, z, _ = vocab_parallel_losses(
+            logits_BSV, labels_BS, self.mesh, vocab=model.vocab, label_smoothing=smoothing, z_loss=loss.z_loss
+        )
+        return StageLoss(cross_entropy + z if loss.z_loss else cross_entropy, cross_entropy.detach())
+
+
+def _call(block: nn.Module, values: Mapping[str, Any], context: Context) -> dict[str, Any]:
+    """What a block gives, by name: hidden states, and the values it names in ``boundary()``."""
+    names = block.boundary() if isinstance(block, ParallelModule) else ()
+    if not names:
+        return {"hidden": block(values["hidden"], context)}
+    given = block(values["hidden"], context, *(values.get(name) for name in names))
+    if not isinstance(given, tuple) or len(given) != 1 + len(names):
+        raise ConfigError(
+            f"model.block={type(block).__qualname__}: boundary() names {', '.join(names)}; "
+            f"forward must return (hidden, {', '.join(names)})"
+        )
+    return dict(zip(("hidden", *names), given, strict=True))

@@ -1,0 +1,95 @@
+"""Layers named in the configuration: ``model.mlp={_target_: my.file.MyMLP, width: 3}``.
+
+A named class is called exactly as its parent would have called the built-in one, plus the other keys of the mapping
+as keyword arguments. So a subclass of the built-in layer needs no constructor of its own. Arguments come in two
+kinds: those of the built-in layer's documented signature are always passed; *extras* (initial values, rarely used
+options) only to a callable that takes them, and one that is in use and not taken is refused, never dropped."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from megastack.errors import ConfigError
+
+ADVISORY = ("init", "out_init")
+"""Extras that a layer may leave out without being refused: then it chooses its own initial values."""
+
+
+def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """A callable that builds the layer named by ``spec``, or ``default`` when that is None.
+
+    It is called with the documented arguments, and ``extras`` as ``{name: (value, neutral value)}``.
+
+    Raises:
+        ConfigError: no ``_target_``, one that cannot be imported or called, a call that does not fit its signature,
+            or a result that is no module.
+    """
+    target = default if spec is None else import_target(key, spec)
+    own = {} if spec is None else {name: value for name, value in spec.items() if name != "_target_"}
+
+    def build(*args: Any, extras: Mapping[str, tuple[Any, Any]] | None = None, **kwargs: Any) -> nn.Module:
+        given = kwargs | _accepted(key, target, extras or {}) | own
+        _check_call(key, target, args, given)
+        module = target(*args, **given)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"{key}._target_={_name(target)}: made a {type(module).__name__}; use a torch module")
+        return module
+
+    return build
+
+
+def import_target(key: str, spec: Any) -> Callable[..., Any]:
+    """The class or function that ``spec["_target_"]`` names by its dotted path."""
+    path = spec.get("_target_") if isinstance(spec, Mapping) else None
+    if not isinstance(path, str) or "." not in path.strip("."):
+        raise ConfigError(f"{key}={spec}: must name a layer; use {key}={{_target_: my_file.MyLayer}}")
+    module_name, name = path.rsplit(".", 1)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{key}._target_={path}: importing {module_name} failed with {type(error).__name__}: {error}; "
+            "use a module on sys.path (the current folder is on it)"
+        ) from error
+    target = getattr(module, name, None)
+    if not callable(target):
+        near = get_close_matches(name, dir(module), 3) or [n for n in vars(module) if n[:1].isupper()][:3]
+        raise ConfigError(
+            f"{key}._target_={path}: {module_name} has no class or function {name}; "
+            f"use {' or '.join(near) or 'another name'}"
+        )
+    return target
+
+
+def _accepted(key: str, target: Callable[..., Any], extras: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    parameters = inspect.signature(target).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    taken = {name: value for name, (value, _) in extras.items() if takes_all or name in names}
+    for name, (value, neutral) in extras.items():
+        if name not in taken and name not in ADVISORY and value != neutral:
+            raise ConfigError(
+                f"model.{name}={value}: {key}._target_={_name(target)} does not take it; "
+                f"use {neutral}, or add `{name}` or `**kwargs` to its arguments"
+            )
+    return taken
+
+
+def _check_call(key: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(target).bind(*args, **kwargs)
+    except TypeError as error:
+        names = ", ".join([*(f"argument {i + 1}" for i in range(len(args))), *kwargs])
+        raise ConfigError(
+            f"{key}._target_={_name(target)}: cannot be called as its parent calls it: {error}; it is given {names}"
+        ) from error
+
+
+def _name(target: Callable[..., Any]) -> str:
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
