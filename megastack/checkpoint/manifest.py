@@ -1,0 +1,224 @@
+"""The manifest of a checkpoint: which files it has, and in which bytes of which file each box of each tensor lies.
+
+``manifest.json`` is plain JSON, needs no torch to read, and carries a checksum of itself, the size and crc32 of every
+other file, and the dtype, global shape and boxes of every tensor. A checkpoint is complete when its manifest is there
+and the files are what it says: it is written last, inside a folder that is published afterwards.
+
+Reading a manifest proves that it is consistent: file names stay in the folder, each box lies in its file, and the boxes
+of a tensor are the whole tensor, each element once. So a reader needs no further checks than those of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megastack.checkpoint.cover import cover_fault
+from megastack.errors import CheckpointError
+from megastack.placement.boxes import Box
+
+MANIFEST = "manifest.json"
+TRAINER = "trainer.json"
+RANK_FILE = re.compile(r"rank_\d{5,}\.safetensors")
+ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1} | {
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1
+}  # fmt: skip
+"""Bytes per element by safetensors dtype name."""
+
+_FORMAT, _VERSION = "megastack-checkpoint", 1
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file of the checkpoint must be."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class BoxRecord:
+    """A box of a tensor and where its bytes, row-major, begin."""
+
+    box: Box
+    file: str
+    begin: int
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A global tensor: safetensors dtype name, shape, and the boxes that together are it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[BoxRecord, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files and tensors of a checkpoint, by name."""
+
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorRecord]
+    world_size: int = 1
+    time: float = field(default=0.0, compare=False)
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's file, ``rank_00003.safetensors``."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def box_key(name: str, offset: tuple[int, ...]) -> str:
+    """The key of a box in its safetensors file, ``model/blocks.0.mlp.up.weight@0,64,0``."""
+    return f"{name}@{','.join(map(str, offset))}"
+
+
+def dump_manifest(manifest: Manifest) -> str:
+    """The text of ``manifest.json``."""
+    body = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "time": manifest.time,
+        "world_size": manifest.world_size,
+        "files": {file.name: {"size": file.size, "crc32": f"{file.crc32:08x}"} for file in manifest.files.values()},
+        "tensors": {name: _tensor_json(tensor) for name, tensor in manifest.tensors.items()},
+    }
+    return json.dumps({"crc32": f"{_checksum(body):08x}", "body": body}) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        CheckpointError: it is missing, not a manifest, or not consistent; the message names the file.
+    """
+    path = folder / MANIFEST
+    try:
+        outer = json.loads(path.read_text(encoding="utf-8"))
+        body, claimed = outer["body"], int(outer["crc32"], 16)
+        _require(body["format"] == _FORMAT, f"format {body['format']!r} is not {_FORMAT!r}")
+        _require(body["version"] <= _VERSION, f"version {body['version']} is newer than {_VERSION}; upgrade megastack")
+        _require(_checksum(body) == claimed, "its checksum does not fit its content (corrupt)")
+        manifest = _parse(body)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing; the folder holds no complete checkpoint") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a readable manifest ({type(error).__name__}: {error})") from error
+    return manifest
+
+
+def size_faults(folder: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with the files at first sight (missing, or of another size), one message a file."""
+    return [fault for file in manifest.files.values() if (fault := _size_fault(folder / file.name, file))]
+
+
+def file_fault(folder: Path, file: FileRecord) -> str | None:
+    """What is wrong with a file's size or content, naming it; ``None`` when it is what the manifest says."""
+    path = folder / file.name
+    if fault := _size_fault(path, file):
+        return fault
+    try:
+        found = crc32_of(path)
+    except OSError as error:
+        return f"{path}: cannot be read ({error})"
+    return None if found == file.crc32 else f"{path}: crc32 {found:08x}, must be {file.crc32:08x} (corrupt)"
+
+
+def crc32_of(path: Path) -> int:
+    """The crc32 of a file's content."""
+    crc = 0
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """The trainer state of a checkpoint; the caller has checked the file.
+
+    Raises:
+        CheckpointError: the file is missing or no JSON object.
+    """
+    path = folder / TRAINER
+    try:
+        trainer = json.loads(path.read_text(encoding="utf-8"))
+        _require(isinstance(trainer, dict), "must hold a JSON object")
+    except (OSError, ValueError, CheckpointError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return dict(trainer)
+
+
+def _size_fault(path: Path, file: FileRecord) -> str | None:
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return f"{path}: missing"
+    kind = "truncated" if size < file.size else "too long"
+    return None if size == file.size else f"{path}: {size} bytes, must be {file.size} ({kind})"
+
+
+def _checksum(body: Any) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _tensor_json(tensor: TensorRecord) -> dict[str, Any]:
+    boxes = [
+        {"offset": record.box.offset, "size": record.box.size, "file": record.file, "begin": record.begin}
+        for record in tensor.boxes
+    ]
+    return {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": boxes}
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    files = {name: FileRecord(name, int(f["size"]), int(f["crc32"], 16)) for name, f in body["files"].items()}
+    tensors = {
+        name: TensorRecord(t["dtype"], _ints(t["shape"]), tuple(_parse_box(b) for b in t["boxes"]))
+        for name, t in body["tensors"].items()
+    }
+    for name in files:
+        _require(name == TRAINER or RANK_FILE.fullmatch(name) is not None, f"{name!r} is no file of a checkpoint")
+    _require(TRAINER in files, f"{TRAINER} is not among its files")
+    for fault in _tensor_faults(files, tensors):
+        raise CheckpointError(fault)
+    return Manifest(files, tensors, int(body["world_size"]), float(body["time"]))
+
+
+def _parse_box(box: dict[str, Any]) -> BoxRecord:
+    return BoxRecord(Box(_ints(box["offset"]), _ints(box["size"])), box["file"], int(box["begin"]))
+
+
+def _tensor_faults(files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in ITEM_SIZES:
+            yield f"{name}: dtype {tensor.dtype!r} is not known"
+        elif fault := cover_fault(tensor.shape, [record.box for record in tensor.boxes]):
+            yield f"{name}: {fault}"
+        else:
+            ends = ((r, r.begin + prod(r.box.size) * ITEM_SIZES[tensor.dtype]) for r in tensor.boxes)
+            yield from (
+                f"{name}: lies outside {r.file}" for r, end in ends if not 0 <= r.begin <= end <= _size(files, r)
+            )
+
+
+def _size(files: Mapping[str, FileRecord], record: BoxRecord) -> int:
+    return files[record.file].size if record.file in files else -1
+
+
+def _ints(values: list[int]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise CheckpointError(message)

@@ -1,0 +1,156 @@
+"""How a checkpoint appears and disappears on disk.
+
+A checkpoint is written into a hidden sibling of its folder and published by one rename, so that a folder with its final
+name is always whole. What a crash leaves behind is a hidden folder that nobody reads and the next save removes. Only
+files that megastack writes are ever deleted: a folder that holds anything else is refused or left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from megastack.checkpoint.manifest import MANIFEST, RANK_FILE, TRAINER
+from megastack.errors import CheckpointError
+
+LATEST = "latest"
+_STEP_FOLDER = re.compile(r"step_(\d{8,})")
+_SUFFIXES = (".writing", ".replaced", ".removed")
+
+
+def step_name(step: int) -> str:
+    """The folder name of a step's checkpoint, ``step_00000010``."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a folder is named for; ``None`` for any other name."""
+    match = _STEP_FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def writing_folder(path: Path) -> Path:
+    """Where the checkpoint at ``path`` is written before it is published."""
+    return path.with_name(f".{path.name}.writing")
+
+
+def begin(path: Path) -> None:
+    """Make the empty folder in which the checkpoint at ``path`` will be written; one rank calls.
+
+    Raises:
+        CheckpointError: something that is no checkpoint is in the way.
+        OSError: the folder cannot be made.
+    """
+    for folder in (path, writing_folder(path)):
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise CheckpointError(f"{folder}: is no folder; remove it or save elsewhere")
+        if strangers := foreign_content(folder):
+            raise CheckpointError(f"{folder}: holds {', '.join(strangers[:4])}, no checkpoint; save elsewhere")
+    remove(writing_folder(path))
+    writing_folder(path).mkdir(parents=True)
+
+
+def publish(path: Path) -> None:
+    """Give the written checkpoint its name, in one rename; a former checkpoint of that name goes afterwards."""
+    written, former = writing_folder(path), path.with_name(f".{path.name}.replaced")
+    sync_folder(written)
+    remove(former)
+    if path.exists():
+        os.rename(path, former)
+    try:
+        os.rename(written, path)
+    except OSError:
+        if former.exists():
+            os.rename(former, path)
+        raise
+    sync_folder(path.parent)
+    remove(former)
+
+
+def note_latest(path: Path) -> None:
+    """Point ``latest`` beside a published checkpoint to it; a folder not named for a step has no such file."""
+    if step_of(path) is not None:
+        replace_text(path.with_name(LATEST), path.name + "\n")
+
+
+def withdraw(path: Path) -> None:
+    """Remove what was written for a checkpoint that is not published."""
+    remove(writing_folder(path))
+
+
+def retire(path: Path) -> bool:
+    """Remove a published checkpoint, first from sight and then from disk; False where it holds foreign files."""
+    hidden = path.with_name(f".{path.name}.removed")
+    if path.is_symlink() or foreign_content(path) or not remove(hidden):
+        return False
+    os.rename(path, hidden)
+    return remove(hidden)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the hidden folders that crashed saves and removals left in ``folder``."""
+    for suffix in _SUFFIXES:
+        for hidden in folder.glob(f".*{suffix}"):
+            remove(hidden)
+
+
+def remove(folder: Path) -> bool:
+    """Remove a folder that holds nothing but files of a checkpoint; False where it holds more and so stays."""
+    if not folder.exists():
+        return True
+    if folder.is_symlink() or not folder.is_dir() or foreign_content(folder):
+        return False
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    return True
+
+
+def foreign_content(folder: Path) -> list[str]:
+    """The names in a folder that no checkpoint has."""
+    if not folder.is_dir():
+        return []
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or not _is_ours(entry.name))
+
+
+def write_text(path: Path, text: str) -> int:
+    """Write a new file, flushed to disk; returns its size in bytes."""
+    data = text.encode("utf-8")
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(data)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file's content in one step: readers see the old or the new, never a part."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_text(fresh, text)
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """Some names for a message, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _is_ours(name: str) -> bool:
+    return name in (MANIFEST, TRAINER) or RANK_FILE.fullmatch(name) is not None
