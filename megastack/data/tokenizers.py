@@ -71,7 +71,12 @@ class FileTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(ids.values(), default=-1) + 1
         named = _configured_end(Path(path))
-        self.end: int | None = next((ids[name] for name in (named, *_END_NAMES) if name in ids), None)
+        if named is not None and named not in ids:
+            raise DataError(
+                f"data.tokenizer={path}: the eos_token {named!r} beside it is not in its vocabulary; mend it"
+            )
+        names = _END_NAMES if named is None else (named,)
+        self.end: int | None = next((ids[name] for name in names if name in ids), None)
 
     def encode(self, documents: Sequence[bytes]) -> list[Ids]:
         texts = [document.decode() for document in documents]

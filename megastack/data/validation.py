@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megastack.batch import Microbatch
 from megastack.data.loader import microbatches
 from megastack.data.packing import Samples, check_rows, padded
+from megastack.errors import DataError
 
 Int64s = npt.NDArray[np.int64]
 
@@ -29,6 +30,8 @@ class ValidationBatches:
         dp_rank, dp_size: this coordinate and how many there are.
         vocab: ids must be below it (`model.vocab`).
         limit: samples to use, spread evenly over the split; None or more than there are: all.
+
+    Raises :class:`DataError`, on every rank alike, for an id outside the vocabulary and for samples without a label.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class ValidationBatches:
         self._microbatches, self._micro_size = microbatches, micro_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._vocab = vocab
+        if self.samples and not self.valid_tokens:
+            raise DataError(f"the {self.samples} validation samples have no label to predict; use longer documents")
 
     @property
     def samples(self) -> int:

@@ -1,0 +1,77 @@
+"""Every validation sample once, whatever the ranks, and the mean over its tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastack.batch import IGNORED_LABEL
+from megastack.data.packing import PackedSamples, SingleSamples
+from megastack.data.stream import stream_of
+from megastack.data.validation import ValidationBatches, evenly_spread
+from megastack.errors import DataError
+
+SIZE, VOCAB = 3, 100
+
+
+def singles(count: int) -> SingleSamples:
+    """Sample i is a document of the tokens i+1, i+1, so its only label is i+1."""
+    return SingleSamples(stream_of([np.full(2, i + 1) for i in range(count)], VOCAB), SIZE)
+
+
+def batches(samples: PackedSamples | SingleSamples, rank: int = 0, ranks: int = 1, **options: int) -> ValidationBatches:
+    sizes = {"microbatches": 1, "micro_size": 1, "vocab": VOCAB, **options}
+    return ValidationBatches(samples, dp_rank=rank, dp_size=ranks, **sizes)
+
+
+def labels_of(one: ValidationBatches) -> list[int]:
+    labels = [batch.labels_BS for group in one for batch in group]
+    return [label for rows in labels for label in rows[rows != IGNORED_LABEL].tolist()]
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 5), st.integers(1, 3))
+def test_each_sample_is_seen_once_and_all_ranks_run_equally_long(count: int, ranks: int, rows: int, m: int) -> None:
+    parts = [batches(singles(count), rank, ranks, micro_size=rows, microbatches=m) for rank in range(ranks)]
+    assert sorted([label for part in parts for label in labels_of(part)]) == list(range(1, count + 1))
+    shapes = [[[tuple(batch.tokens_BS.shape) for batch in group] for group in part] for part in parts]
+    assert all(shape == [[(rows, SIZE)] * m] * len(parts[0]) for shape in shapes)
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 1), (4, 5), (16, 1)])
+def test_the_mean_over_nine_samples_is_not_bent_by_padding(ranks: int, rows: int) -> None:
+    """The losses 1 to 9 have the mean 5.0: on two ranks, in a short last batch, on more ranks than samples."""
+    parts = [batches(singles(9), rank, ranks, micro_size=rows) for rank in range(ranks)]
+    losses = [label for part in parts for label in labels_of(part)]
+    assert sum(losses) / parts[0].valid_tokens == 5.0
+    assert all(part.samples == 9 and part.valid_tokens == 9 for part in parts)
+    assert sum(batch.valid_tokens for part in parts for group in part for batch in group) == 9
+
+
+def test_documents_of_packed_samples_survive_the_padding() -> None:
+    samples = PackedSamples(stream_of([np.arange(4), np.arange(7)], VOCAB), SIZE)
+    (group,) = batches(samples, microbatches=2, micro_size=2)
+    assert [batch.documents_BS is not None for batch in group] == [True, True]
+    assert group[0].positions_BS.tolist() == [[0, 1, 2], [0, 0, 1]]
+    assert group[1].valid_tokens == 3
+
+
+def test_a_limit_takes_samples_spread_over_the_whole_split() -> None:
+    assert labels_of(batches(singles(9), limit=3)) == [1, 4, 7]
+    assert batches(singles(9), limit=3).samples == 3
+    assert batches(singles(9), limit=50).samples == 9
+
+
+@given(st.integers(0, 50), st.integers(0, 60))
+def test_spread_numbers_are_distinct_and_within(count: int, limit: int) -> None:
+    chosen = evenly_spread(count, limit).tolist()
+    assert len(chosen) == len(set(chosen)) == min(count, limit)
+    assert all(0 <= number < count for number in chosen)
+
+
+def test_samples_without_any_label_are_refused() -> None:
+    with pytest.raises(DataError, match=r"9 validation samples have no label to predict"):
+        batches(PackedSamples(stream_of([np.array([1])] * 28, VOCAB), SIZE))
+
+
+def test_no_validation_samples_make_no_batches() -> None:
+    assert list(batches(PackedSamples(stream_of([], VOCAB), SIZE))) == []
