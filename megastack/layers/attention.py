@@ -86,9 +86,10 @@ class ParallelAttention(ParallelModule):
         project = partial(ColumnParallelLinear, bias=bias or qkv_bias, sequence_parallel=sequence_parallel, init=init)
         self.q = project(hidden, q, mesh)
         self.kv = project(hidden, kv, mesh, copies=copies)
-        # Each rank normalises its own heads, so these gradients are partial over tp whether or not the sequence is split.
+        # Each rank normalises its own heads: partial gradients over tp, whether or not the sequence is split.
         head_norm = partial(RMSNorm, self.head_dim, mesh, eps=norm_eps, sequence_parallel=True)
-        self.q_norm, self.k_norm = (head_norm(), head_norm()) if qk_norm else (None, None)
+        self.q_norm = head_norm() if qk_norm else None
+        self.k_norm = head_norm() if qk_norm else None
         self.out = RowParallelLinear(
             heads * self.head_dim,
             hidden,

@@ -117,6 +117,8 @@ class Decoder(ParallelModule):
         return values
 
     def _context(self, microbatch: Microbatch) -> Context:
+        if not self.blocks:
+            return Context(samples_B=microbatch.samples_B, step=microbatch.step, seed=self.config.seed)
         return Context.of(
             microbatch.positions_BS,
             microbatch.documents_BS,

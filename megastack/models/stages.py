@@ -1,0 +1,36 @@
+"""How the depth of a model is cut into pipeline stages; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megastack.config.schema import TrainConfig
+from megastack.models.profile import unit_costs
+from megastack.pipeline.split import split_layers
+
+
+@dataclass(frozen=True)
+class StageSlice:
+    """The part of the model that one stage holds."""
+
+    layers: range
+    embedding: bool
+    head: bool
+
+
+def stage_slices(config: TrainConfig, stages: int) -> list[StageSlice]:
+    """The slice of each stage: as ``parallel.layers_per_stage`` lists it, else balanced by cost."""
+    counts = config.parallel.layers_per_stage or _balanced(config, stages)
+    ends = list(accumulate(counts))
+    return [
+        StageSlice(range(end - count, end), embedding=stage == 0, head=stage == stages - 1)
+        for stage, (count, end) in enumerate(zip(counts, ends, strict=True))
+    ]
+
+
+def _balanced(config: TrainConfig, stages: int) -> list[int]:
+    costs = unit_costs(config)
+    return split_layers(
+        config.model.layers, stages, first_cost=costs.embedding, last_cost=costs.head, block_cost=costs.block
+    )
