@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from glob import glob
 from pathlib import Path
 
 from megastack.errors import DataError
@@ -23,8 +24,11 @@ _CUTS = (b"\n\n", b"\n\r\n", b"\n", b" ")
 def read_documents(source: str, paths: Sequence[str | Path] = ()) -> Iterator[bytes]:
     """The documents of `source` (`builtin`, `text` or `jsonl`), in the order of `paths` and of the files.
 
-    Documents without a byte are left out. Raises :class:`DataError` for a source that does not exist, for no paths or
-    paths that are not read, and for a file that is missing, unreadable, empty, not UTF-8 or not JSON, by file and line.
+    A folder stands for the `.txt` or `.jsonl` files below it and a pattern (`texts/*.txt`) for the files that match, by
+    name. Documents without a byte are left out.
+
+    Raises :class:`DataError` for a source that does not exist, for no paths or paths that are not read, and for a file
+    that is missing, unreadable, empty, not UTF-8 or not JSON, by file and line.
     """
     if source == "builtin":
         _refuse_paths(paths)
@@ -33,7 +37,8 @@ def read_documents(source: str, paths: Sequence[str | Path] = ()) -> Iterator[by
         raise DataError(f"data.source={source}: no such source; use builtin, {' or '.join(sorted(_READERS))}")
     if not paths:
         raise DataError(f"data.paths=[]: data.source={source} reads files; use data.paths=[FILE,…]")
-    return _files(_READERS[source], [Path(path) for path in paths])
+    reader, suffix = _READERS[source]
+    return _files(reader, [file for path in paths for file in _matches(Path(path), suffix)])
 
 
 def cut(text: bytes, limit: int = DOCUMENT_BYTES) -> Iterator[bytes]:
@@ -86,6 +91,20 @@ def _files(reader: Callable[[Path], Iterable[bytes]], paths: Sequence[Path]) -> 
             raise DataError(f"data.paths: {path} is empty; use a file with text")
 
 
+def _matches(path: Path, suffix: str) -> list[Path]:
+    if path.is_dir():
+        found = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file())
+        what = f"{path} is a folder without {suffix} files"
+    elif not path.exists() and any(mark in str(path) for mark in "*?["):
+        found = sorted(Path(file) for file in glob(str(path), recursive=True) if Path(file).is_file())
+        what = f"no file matches {path} (looked from {Path.cwd()})"
+    else:
+        return [path]
+    if not found:
+        raise DataError(f"data.paths: {what}; use files, or a folder or pattern that holds some")
+    return found
+
+
 def _text(path: Path) -> Iterator[bytes]:
     raw = _read(path)
     _check_utf8(raw, path)
@@ -116,8 +135,6 @@ def _json_text(line: bytes, where: str) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    if path.is_dir():
-        raise DataError(f"data.paths: {path} is a folder; name the files in it")
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
@@ -138,4 +155,7 @@ def _utf8_fault(error: UnicodeDecodeError) -> str:
     return f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}); use UTF-8 text"
 
 
-_READERS: dict[str, Callable[[Path], Iterator[bytes]]] = {"text": _text, "jsonl": _jsonl}
+_READERS: dict[str, tuple[Callable[[Path], Iterator[bytes]], str]] = {
+    "text": (_text, ".txt"),
+    "jsonl": (_jsonl, ".jsonl"),
+}

@@ -46,6 +46,17 @@ def test_text_files_come_in_the_order_given(tmp_path: Path) -> None:
     assert len(documents) == 3
 
 
+def test_folders_and_patterns_stand_for_their_files_by_name(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("b.txt", "a.txt", "c.md", "deep/d.txt"):
+        (tmp_path / name).write_text(name)
+    assert list(read_documents("text", [tmp_path])) == [b"a.txt", b"b.txt", b"deep/d.txt"]
+    assert list(read_documents("text", [tmp_path / "*.txt", tmp_path / "c.md"])) == [b"a.txt", b"b.txt", b"c.md"]
+    odd = tmp_path / "what?.txt"
+    odd.write_text("the file of that very name")
+    assert list(read_documents("text", [odd])) == [b"the file of that very name"]
+
+
 def test_a_jsonl_line_is_one_document_however_long(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     texts = ["x\n\ny" * 4000, "é", "", "last"]
@@ -72,7 +83,8 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path, source: s
     empty.touch()
     assert f"{missing} does not exist" in refused(source, [missing])
     assert f"{empty} is empty" in refused(source, [empty])
-    assert f"{tmp_path} is a folder" in refused(source, [tmp_path])
+    assert f"{tmp_path} is a folder without" in refused(source, [tmp_path])
+    assert f"no file matches {tmp_path}/*.x" in refused(source, [tmp_path / "*.x"])
 
 
 def test_an_error_of_the_operating_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
