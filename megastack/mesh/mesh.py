@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -41,11 +42,12 @@ class Mesh:
         return cls(MeshShape(), 0, torch.device(device), None)
 
     @classmethod
-    def from_environment(cls, shape: MeshShape, *, device: str = "auto") -> Mesh:
+    def from_environment(cls, shape: MeshShape, *, device: str = "auto", timeout_s: float | None = None) -> Mesh:
         """The mesh of a worker that a launcher started.
 
         Uses the default process group if there is one, else opens it from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-        ``MASTER_PORT``; without these variables a shape of one rank stands alone.
+        ``MASTER_PORT``; without these variables a shape of one rank stands alone. A rank gives up waiting for another
+        after ``timeout_s`` seconds (torch's default if not given).
 
         Raises:
             MeshError: the shape's world size is not the number of ranks.
@@ -54,7 +56,8 @@ class Mesh:
         if not dist.is_initialized():
             if "RANK" not in os.environ and shape.world_size == 1:
                 return cls.single(target)
-            dist.init_process_group(backend_of(target))
+            limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+            dist.init_process_group(backend_of(target), timeout=limit)
         if dist.get_world_size() != shape.world_size:
             raise MeshError(
                 f"pp={shape.pp} dp={shape.dp} cp={shape.cp} tp={shape.tp}: the product {shape.world_size} must be the "

@@ -32,5 +32,5 @@ def stage_slices(config: TrainConfig, stages: int) -> list[StageSlice]:
 def _balanced(config: TrainConfig, stages: int) -> list[int]:
     costs = unit_costs(config)
     return split_layers(
-        config.model.layers, stages, first_cost=costs.embedding, last_cost=costs.head, block_cost=costs.block
+        config.model.layers, stages, first_cost=costs.first, last_cost=costs.last, block_cost=costs.block
     )

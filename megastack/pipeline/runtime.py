@@ -28,7 +28,7 @@ from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules.forward_only import forward_only
 from megastack.pipeline.stage import Carry, Slot, Stage, leaf
 
-_COMPUTE = ("F", "B")
+_SUPPORTED = {"F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"}
 Signature = tuple[tuple[int, ...], bool, bool]
 Wire = list[tuple[Slot, Pending | None]]
 
@@ -99,7 +99,8 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Forward only: the sum of reported losses over all microbatches of all ``dp`` coordinates, on every rank."""
-        schedule = forward_only(self.schedule, len(microbatches))
+        plan = self.schedule
+        schedule = forward_only(plan.pp, plan.chunks, len(microbatches), stage_ranks=plan.stage_ranks)
         self._execute(_Program(schedule, self._axis.rank), microbatches, torch.ones((), dtype=torch.float64))
         return self._total()
 
@@ -211,33 +212,18 @@ class Pipeline:
 
 
 class _Program:
-    """A rank's actions with their communication: as the schedule says, and with receives one computation earlier."""
+    """A rank's actions with their communication, receives right before their use and one computation earlier."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        self.plain = list(with_communication(schedule).ranks[rank])
-        unknown = {str(action.op) for action in self.plain} - {*_COMPUTE, "SEND_F", "RECV_F", "SEND_B", "RECV_B"}
+        self.plain = with_communication(schedule, ahead=0).ranks[rank]
+        self.early = with_communication(schedule, ahead=1).ranks[rank]
+        unknown = {str(action.op) for action in self.plain} - _SUPPORTED
         if unknown:
             raise ScheduleError(f"schedule={schedule.name}: the runtime does not execute {', '.join(sorted(unknown))}")
-        self.early = _post_early(self.plain)
         self._last = {action.stage: action for action in self.plain if action.op == "B"}
 
     def is_last_backward(self, action: Action) -> bool:
         return self._last[action.stage] == action
-
-
-def _post_early(actions: Sequence[Action]) -> list[Action]:
-    """Each receive moved before the computation (and its sends) that precedes it; receives keep their order."""
-    result: list[Action] = []
-    block: list[Action] = []
-    for action in actions:
-        if action.op.startswith("RECV"):
-            result.append(action)
-        elif action.op in _COMPUTE:
-            result.extend(block)
-            block = [action]
-        else:
-            block.append(action)
-    return result + block
 
 
 def _signature(microbatch: Microbatch) -> Signature:

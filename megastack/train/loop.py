@@ -30,6 +30,7 @@ class LoopOptions:
     """When to do what; steps are 1-based counts of completed optimizer steps."""
 
     steps: int
+    samples_per_step: int
     validate_every: int = 0
     save_every: int | None = None
     save_at_end: bool = True
@@ -111,7 +112,7 @@ class Loop:
         self.progress.step += 1
         self.progress.skipped += not finite
         self.progress.consumed_tokens += outcome.tokens
-        self.progress.consumed_samples += self.step.loader.global_size
+        self.progress.consumed_samples += self.options.samples_per_step
         self._loss = loss
         row = self.recorder.train(self.progress, outcome, loss, norm, seconds, memory, self.mesh.ledger)
         for hook in self.hooks.on_step:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megastack.data.loader import Loader
 from megastack.gradients.buckets import GradientBuckets
-from megastack.gradients.norm import clip_gradients_
+from megastack.gradients.norm import clip_gradients_, is_nonfinite
 from megastack.mesh.mesh import Mesh
-from megastack.optim.build import Optimizer
 from megastack.optim.lr import LearningRate
+from megastack.optim.optimizer import Optimizer
 from megastack.pipeline.runtime import Pipeline
 
 
@@ -60,5 +59,5 @@ class TrainStep:
             on_gradients()
         norm = clip_gradients_(self.buckets, self.clip_norm, self.mesh)
         rate = self.learning_rate.at(step)
-        self.optimizer.step(rate, found_inf=(~torch.isfinite(norm)).float())
+        self.optimizer.step(rate, found_inf=is_nonfinite(norm))
         return StepOutcome(loss, norm, rate, tokens)

@@ -1,0 +1,306 @@
+"""The composition root: from a configuration and a mesh to a run that is ready to go.
+
+This is the only file that sees configuration, mesh, model and parallel code together. It decides nothing about
+mathematics; it hands each part its plain arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megastack.checkpoint.collect import items_of, model_items, moment_items, stage_placements
+from megastack.checkpoint.dump import write_dump
+from megastack.checkpoint.folder import keep_last
+from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.load import load
+from megastack.checkpoint.save import save
+from megastack.comm.objects import all_gather_objects
+from megastack.config.schema import TrainConfig
+from megastack.data.baseline import bigram_loss
+from megastack.data.dataset import Dataset, build_dataset
+from megastack.data.loader import Loader
+from megastack.data.validation import ValidationBatches
+from megastack.errors import CheckpointError
+from megastack.gradients.buckets import GradientBuckets
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis, MeshShape
+from megastack.models.decoder import Decoder
+from megastack.models.profile import flops_per_token
+from megastack.models.stages import StageSlice, stage_slices
+from megastack.observe.console import Console
+from megastack.observe.devices import peak_flops
+from megastack.observe.folder import RunFolder
+from megastack.observe.metrics import MetricsWriter, tensorboard_installed
+from megastack.optim.groups import GroupRule, assign_groups, freeze
+from megastack.optim.lr import LearningRate
+from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
+from megastack.pipeline.runtime import Pipeline
+from megastack.pipeline.schedule import Schedule
+from megastack.pipeline.schedules.registry import build_schedule
+from megastack.placement.module import initialise_
+from megastack.train.hooks import Hooks
+from megastack.train.loop import Loop, LoopOptions
+from megastack.train.report import Recorder
+from megastack.train.signals import StopRequest
+from megastack.train.state import Progress
+from megastack.train.step import TrainStep
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def mesh_shape(config: TrainConfig, world_size: int | None = None) -> MeshShape:
+    """The grid of a configuration; ``parallel.dp=null`` takes what the world leaves, or 1 without a world."""
+    parallel = config.parallel
+    rest = parallel.pp * parallel.cp * parallel.tp
+    dp = parallel.dp or max(1, (world_size or rest) // rest)
+    return MeshShape(pp=parallel.pp, dp=dp, cp=parallel.cp, tp=parallel.tp, ep=parallel.ep)
+
+
+def make_schedule(config: TrainConfig, shape: MeshShape) -> Schedule:
+    """The pipeline schedule of a configuration, one stage on one rank included."""
+    microbatches = config.batch.global_size // (config.batch.micro_size * shape.dp)
+    options = config.schedule
+    if options.name == "custom":
+        assert options.path is not None
+        return Schedule.load(options.path)
+    extra = {} if options.round is None else {"round": options.round}
+    return build_schedule(options.name, shape.pp, options.chunks, microbatches, **extra)
+
+
+def build_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> list[nn.Module]:
+    """This rank's stages with their initial values, tied embeddings shared where one rank holds both ends."""
+    slices = stage_slices(config, schedule.stages)
+    stages = [_stage(config, mesh, slices[index]) for index in schedule.rank_stages(mesh[Axis.PP].rank)]
+    first, last = stages[0], stages[-1]
+    if config.model.tied and first is not last and first.has_embedding and last.has_head:
+        last.share_embedding(first)
+    return list(stages)
+
+
+def _stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
+    with torch.device("meta"):
+        stage = Decoder(config, mesh, layers=part.layers, embedding=part.embedding, head=part.head)
+    initialise_(stage, mesh, config.seed, dtype=DTYPES[config.precision.compute], device=mesh.device)
+    return stage
+
+
+@dataclass
+class Training:
+    """The parts of a training run on one rank, before anything is trained or written."""
+
+    config: TrainConfig
+    mesh: Mesh
+    schedule: Schedule
+    stages: list[nn.Module]
+    step: TrainStep
+    progress: Progress
+    dataset: Dataset
+    validation: ValidationBatches
+
+    def state(self) -> State:
+        """Weights, moments and progress as checkpoint items; the tensors are views of the live ones."""
+        placements = stage_placements(self.stages)
+        moments = moment_items(self.step.optimizer.moments(), placements, self.mesh)
+        steps = StateItem.replicated("optim/step", self.step.optimizer.steps)
+        trainer = self.progress.as_json() | self._stamp()
+        return State([*model_items(self.stages, self.mesh), *moments, steps], trainer)
+
+    def gradient_items(self) -> list[StateItem]:
+        """The gradients as checkpoint items, complete after their reduction."""
+        placements = stage_placements(self.stages)
+        return items_of("gradients", self.step.buckets.named_gradients(), placements, self.mesh)
+
+    def _stamp(self) -> dict[str, Any]:
+        batch = self.config.batch
+        return {"seed": self.config.seed, "data": self.dataset.fingerprint, "batch": asdict(batch)}
+
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint: weights, moments and progress.
+
+        Raises:
+            CheckpointError: it does not fit, or its seed, data or batch are not this run's.
+        """
+        state = self.state()
+        load(path, state, self.mesh, strict=self.config.checkpoint.strict)
+        self.step.optimizer.load_steps(int(self.step.optimizer.steps))
+        changed = [
+            f"{key}={value!r}: the checkpoint has {state.trainer.get(key)!r}"
+            for key, value in self._stamp().items()
+            if state.trainer.get(key) != value
+        ]
+        if changed:
+            raise CheckpointError(f"{path}: resuming would not continue the same run\n" + "\n".join(changed))
+        self.progress.__dict__.update(Progress.from_json(state.trainer).__dict__)
+
+    def load_weights(self, path: Path) -> None:
+        """Start from the weights of a checkpoint, everything else fresh."""
+        load(path, self.state(), self.mesh, strict=self.config.checkpoint.strict, weights_only=True)
+        self.step.optimizer.refresh_masters()
+
+
+def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = None) -> Training:
+    """Build everything that a step and a validation need; communicates only to open groups and agree on names.
+
+    Args:
+        config: a legal configuration.
+        mesh: the ranks.
+        dataset: the data of the configuration, where it was read already.
+    """
+    schedule = make_schedule(config, mesh.shape)
+    stages = build_stages(config, mesh, schedule)
+    names = {name for found in all_gather_objects(_names(stages), mesh[Axis.PP]) for name in found}
+    freeze(stages, config.optim.freeze, names=names)
+    buckets = GradientBuckets(
+        stages,
+        mesh,
+        zero=config.parallel.zero.stage,
+        groups=_groups(config, stages, names),
+        gradient_dtype=DTYPES[config.precision.reduce] if config.precision.reduce else None,
+    )
+    dataset = dataset or read_dataset(config)
+    dp = mesh[Axis.DP]
+    where = {"dp_rank": dp.rank, "dp_size": dp.size, "vocab": config.model.vocab}
+    batch = {"micro_size": config.batch.micro_size} | where
+    loader = Loader(dataset.train.samples, global_size=config.batch.global_size, seed=config.seed, **batch)
+    validation = ValidationBatches(
+        dataset.validation.samples,
+        microbatches=loader.microbatches,
+        limit=config.run.validate_samples,
+        **batch,
+    )
+    step = TrainStep(
+        mesh=mesh,
+        loader=loader,
+        pipeline=Pipeline(stages, schedule, mesh, on_last_backward=buckets.arm),
+        buckets=buckets,
+        optimizer=_optimizer(config, buckets),
+        learning_rate=_learning_rate(config),
+        clip_norm=config.optim.clip_norm,
+    )
+    return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation)
+
+
+def build_loop(training: Training, folder: RunFolder, stop: StopRequest, hooks: Hooks | None = None) -> Loop:
+    """The loop of a run that writes into ``folder``; the mesh's first rank records."""
+    config, mesh = training.config, training.mesh
+    return Loop(
+        options=LoopOptions(
+            steps=config.run.steps,
+            samples_per_step=config.batch.global_size,
+            validate_every=config.run.validate_every,
+            save_every=config.checkpoint.every,
+            save_at_end=config.checkpoint.at_end,
+            skip_nonfinite=config.run.on_nonfinite == "skip",
+            dump_steps=tuple(config.observe.dump_steps),
+        ),
+        mesh=mesh,
+        step=training.step,
+        stages=training.stages,
+        progress=training.progress,
+        recorder=_recorder(training, folder),
+        stop=stop,
+        folder=folder.path,
+        save=_saver(training, folder),
+        dump=_dumper(training, folder),
+        validation=training.validation,
+        hooks=hooks or Hooks(),
+    )
+
+
+def _names(stages: list[nn.Module]) -> list[str]:
+    return [name for stage in stages for name, _ in stage.named_parameters()]
+
+
+def _groups(config: TrainConfig, stages: list[nn.Module], names: set[str]) -> dict[str, Any]:
+    decays = {name: placement.decay for name, placement in stage_placements(stages).items()}
+    rules = [GroupRule(group.pattern, group.lr_scale, group.weight_decay) for group in config.optim.groups]
+    optim = config.optim
+    return assign_groups(decays, weight_decay=optim.weight_decay, no_decay=optim.no_decay, rules=rules, names=names)
+
+
+def read_dataset(config: TrainConfig) -> Dataset:
+    """The training and validation data of a configuration; needs no process group."""
+    data = config.data
+    return build_dataset(
+        source=data.source,
+        paths=data.paths,
+        tokenizer=data.tokenizer,
+        validation_fraction=data.validation_fraction,
+        pack=data.pack,
+        document_mask=data.document_mask,
+        sequence_length=config.batch.sequence_length,
+        vocab=config.model.vocab,
+    )
+
+
+def _optimizer(config: TrainConfig, buckets: GradientBuckets) -> Optimizer:
+    optim = config.optim
+    betas = (optim.betas[0], optim.betas[1])
+    return build_optimizer(buckets, OptimizerOptions(optim.name, betas, optim.eps, optim.momentum))
+
+
+def _learning_rate(config: TrainConfig) -> LearningRate:
+    lr = config.lr
+    return LearningRate(
+        schedule=lr.schedule,
+        lr=config.optim.lr,
+        warmup_steps=lr.warmup_steps,
+        total_steps=lr.total_steps or config.run.steps,
+        decay_steps=lr.decay_steps,
+        floor=lr.floor,
+    )
+
+
+def _recorder(training: Training, folder: RunFolder) -> Recorder:
+    config, mesh = training.config, training.mesh
+    records = mesh.rank == 0
+    wanted = config.observe.tensorboard
+    tensorboard = tensorboard_installed() if wanted is None else wanted
+    split = training.dataset
+    size, chosen = split.tokenizer.vocab_size, training.validation.chosen
+    return Recorder(
+        steps=config.run.steps,
+        devices=mesh.shape.world_size,
+        flops_per_token=flops_per_token(config),
+        peak_flops=peak_flops(mesh.device, config.precision.compute),
+        console=Console(enabled=records),
+        log_every=config.run.log_every,
+        metrics=MetricsWriter(folder.metrics, tensorboard=tensorboard) if records else None,
+        status=folder.status if records else None,
+        baseline=lambda: bigram_loss(split.train.samples, split.validation.samples, size, chosen=chosen),
+    )
+
+
+def _saver(training: Training, folder: RunFolder) -> Callable[[], Path]:
+    options = training.config.checkpoint
+
+    def write() -> Path:
+        path = folder.checkpoint(training.progress.step)
+        save(path, training.state(), training.mesh).wait()
+        if training.mesh.rank == 0 and options.keep_last is not None:
+            keep_last(folder.checkpoints, options.keep_last, every=options.keep_every)
+        return path
+
+    return write
+
+
+def _dumper(training: Training, folder: RunFolder) -> Callable[[int, str], None]:
+    held: list[StateItem] = []
+
+    def dump(step: int, what: str) -> None:
+        if what == "gradients":
+            copies = ((item, item.boxes[0]) for item in training.gradient_items())
+            held[:] = [StateItem(item.name, item.shape, ((box, part.clone()),)) for item, (box, part) in copies]
+            return
+        weights = model_items(training.stages, training.mesh)
+        named = [StateItem(f"weights/{item.name.removeprefix('model/')}", item.shape, item.boxes) for item in weights]
+        write_dump(folder.dump(step), [*held, *named], training.mesh)
+        held.clear()
+
+    return dump

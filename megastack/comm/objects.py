@@ -1,0 +1,20 @@
+"""Small Python values exchanged between ranks, for set-up and reports; never inside a step."""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from megastack.comm.group import AxisGroup
+
+T = TypeVar("T")
+
+
+def all_gather_objects(value: T, group: AxisGroup) -> list[T]:
+    """Every rank's value, in group order, on every rank; values travel by pickle between the ranks of one job."""
+    if group.size == 1:
+        return [value]
+    values: list[T | None] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.group)
+    return cast("list[T]", values)

@@ -1,0 +1,57 @@
+"""Ranks that somebody else started: torchrun and srun.
+
+``RANK`` and ``WORLD_SIZE`` tell a worker of torchrun; a numeric ``SLURM_STEP_ID`` one of srun (a batch script itself has
+none), whose variables are translated to torch's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+
+BASE_PORT, PORTS = 20000, 20000
+
+
+def is_worker(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is a rank of a world that exists already."""
+    env = os.environ if environment is None else environment
+    return ("RANK" in env and "WORLD_SIZE" in env) or in_slurm_step(env)
+
+
+def in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process."""
+    return env.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in env and "SLURM_NTASKS" in env
+
+
+def adopt_slurm(environment: MutableMapping[str, str] | None = None) -> None:
+    """Set torch's rank variables from Slurm's; variables that are set already stay."""
+    env = os.environ if environment is None else environment
+    if "RANK" in env or not in_slurm_step(env):
+        return
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
+    job = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "0")) or 0)
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
+    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
+    env.setdefault("LOCAL_WORLD_SIZE", _tasks_here(env))
+    env.setdefault("MASTER_ADDR", first_node(nodes))
+    env.setdefault("MASTER_PORT", str(BASE_PORT + (job * 31 + int(env["SLURM_STEP_ID"])) % PORTS))
+
+
+def first_node(nodes: str) -> str:
+    """The first host of a Slurm node list, e.g. ``gpu003`` of ``gpu[003-005,9],cpu1``."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    return nodes if match is None else "".join(part or "" for part in match.groups())
+
+
+def world_size(environment: Mapping[str, str] | None = None) -> int | None:
+    """The number of ranks that the launcher started; ``None`` without a launcher."""
+    env = os.environ if environment is None else environment
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["WORLD_SIZE"])
+    return int(env["SLURM_NTASKS"]) if in_slurm_step(env) else None
+
+
+def _tasks_here(env: Mapping[str, str]) -> str:
+    """Tasks on this node: the first count of e.g. ``4(x2),3``; nodes with other counts only divide threads otherwise."""
+    return re.split(r"\D", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "1")))[0] or "1"
