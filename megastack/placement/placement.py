@@ -135,7 +135,8 @@ def _shard_faults(placement: Placement) -> list[str]:
     ]
     dims = len(placement.shape)
     faults += [
-        f"shards[{axis}]={shard}: shape={placement.shape} has {dims} dims; use dim 0 to {dims - 1}"
+        f"shards[{axis}]={shard}: shape={placement.shape} has {dims} dims; "
+        + (f"use dim 0 to {dims - 1}" if dims else "leave it whole")
         for axis, shard in placement.shards.items()
         if shard.dim >= dims
     ]

@@ -1,0 +1,144 @@
+"""Boxes: which elements a rank holds, and flat ranges as boxes, checked element by element."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastack.errors import PlacementError
+from megastack.mesh.shape import Axis, MeshShape
+from megastack.placement.boxes import Box, counts_here, local_box, local_shape, range_boxes
+from megastack.placement.placement import Placement, Shard
+
+shapes_with_range = st.lists(st.integers(1, 5), max_size=5).flatmap(
+    lambda shape: st.tuples(
+        st.just(tuple(shape)),
+        st.lists(st.integers(0, math.prod(shape)), min_size=2, max_size=2).map(sorted),
+    )
+)
+
+
+@given(shapes_with_range)
+def test_a_flat_range_is_covered_once_in_flat_order_by_few_boxes(case: tuple[tuple[int, ...], list[int]]) -> None:
+    shape, (start, stop) = case
+    index = np.arange(math.prod(shape)).reshape(shape)
+    boxes = range_boxes(shape, start, stop)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert all(box.numel > 0 for box in boxes)
+    covered = [index[box.slices].ravel() for box in boxes]
+    assert np.array_equal(np.concatenate([*covered, index.ravel()[:0]]), np.arange(start, stop))
+
+
+def test_a_range_of_a_matrix_is_a_tail_full_rows_and_a_head() -> None:
+    assert range_boxes((5, 4), 3, 14) == (Box((0, 3), (1, 1)), Box((1, 0), (2, 4)), Box((3, 0), (1, 2)))
+    assert range_boxes((5, 4), 5, 7) == (Box((1, 1), (1, 2)),)
+    assert range_boxes((2, 3, 4), 1, 23) == (
+        Box((0, 0, 1), (1, 1, 3)),
+        Box((0, 1, 0), (1, 2, 4)),
+        Box((1, 0, 0), (1, 2, 4)),
+        Box((1, 2, 0), (1, 1, 3)),
+    )
+    assert len(range_boxes((3, 3, 4), 1, 35)) == 5
+
+
+def test_a_whole_tensor_is_one_box_and_nothing_is_none() -> None:
+    assert range_boxes((2, 3, 4), 0, 24) == (Box((0, 0, 0), (2, 3, 4)),)
+    assert range_boxes((2, 3), 3, 3) == () == range_boxes((0, 3), 0, 0)
+    assert range_boxes((), 0, 1) == (Box((), ()),)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
+def test_a_range_outside_is_refused(start: int, stop: int) -> None:
+    with pytest.raises(PlacementError, match=r"must lie within the 6 elements of shape \(2, 3\)"):
+        range_boxes((2, 3), start, stop)
+
+
+@st.composite
+def sharded(draw: st.DrawFn) -> tuple[Placement, MeshShape]:
+    """A parameter cut over tp with copies and padding, and a mesh that it fits."""
+    copies, parts = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 2), (4, 1)]))
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    padded = list(shape)
+    padded[dim] = -(-(shape[dim] + draw(st.integers(0, 9))) // parts) * parts
+    placement = Placement(tuple(shape), {Axis.TP: Shard(dim, copies)}, padded_shape=tuple(padded))
+    return placement, MeshShape(tp=copies * parts, dp=2)
+
+
+@given(sharded())
+def test_ranks_hold_every_element_and_count_each_once(case: tuple[Placement, MeshShape]) -> None:
+    placement, mesh_shape = case
+    held, counted = np.zeros(placement.shape, int), np.zeros(placement.shape, int)
+    for coordinate in range(mesh_shape.tp):
+        at = {Axis.TP: coordinate}
+        box = local_box(placement, mesh_shape, at)
+        assert all(a <= b for a, b in zip(box.size, local_shape(placement, mesh_shape), strict=True))
+        held[box.slices] += 1
+        counted[box.slices] += counts_here(placement, mesh_shape, at)
+    assert (held == placement.shards[Axis.TP].copies).all() and (counted == 1).all()
+
+
+@given(sharded())
+def test_the_ranks_allocate_the_padded_shape_together(case: tuple[Placement, MeshShape]) -> None:
+    placement, mesh_shape = case
+    parts = mesh_shape.tp // placement.shards[Axis.TP].copies
+    assert math.prod(local_shape(placement, mesh_shape)) * parts == math.prod(placement.allocated_shape)
+
+
+def test_copies_sit_on_adjacent_ranks() -> None:
+    kv = Placement((2, 2, 8, 16), {Axis.TP: Shard(0, copies=2)})
+    mesh_shape = MeshShape(tp=4)
+    boxes = [local_box(kv, mesh_shape, {Axis.TP: t}) for t in range(4)]
+    assert [box.offset[0] for box in boxes] == [0, 0, 1, 1]
+    assert local_shape(kv, mesh_shape) == (1, 2, 8, 16)
+    assert [counts_here(kv, mesh_shape, {Axis.TP: t}) for t in range(4)] == [True, False, True, False]
+
+
+def test_padding_stays_outside_of_the_boxes() -> None:
+    rows = Placement((5, 3), {Axis.TP: Shard(0)}, padded_shape=(8, 3))
+    boxes = [local_box(rows, MeshShape(tp=4), {Axis.TP: t}) for t in range(4)]
+    assert [(box.offset, box.size) for box in boxes] == [
+        ((0, 0), (2, 3)),
+        ((2, 0), (2, 3)),
+        ((4, 0), (1, 3)),
+        ((5, 0), (0, 3)),
+    ]
+    assert local_shape(rows, MeshShape(tp=4)) == (2, 3)
+
+
+def test_a_whole_parameter_counts_on_the_first_tensor_rank() -> None:
+    whole = Placement((4,))
+    assert [counts_here(whole, MeshShape(tp=2, dp=3), {Axis.TP: t, Axis.DP: 2}) for t in range(2)] == [True, False]
+    assert counts_here(whole, MeshShape(), {Axis.TP: 0})
+    assert local_box(whole, MeshShape(tp=2), {Axis.TP: 1}) == Box((0,), (4,))
+
+
+def test_two_axes_cut_two_dims() -> None:
+    experts = Placement((4, 6, 8), {Axis.EP: Shard(0), Axis.TP: Shard(1)})
+    mesh_shape = MeshShape(dp=2, tp=3, ep=2)
+    assert local_shape(experts, mesh_shape) == (2, 2, 8)
+    assert local_box(experts, mesh_shape, {Axis.EP: 1, Axis.TP: 2}) == Box((2, 4, 0), (2, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("shard", "tp", "message"),
+    [
+        (Shard(0), 4, r"tp=4: must cut dim 0 of \(6, 8\) into equal parts; use tp of 1, 2, 3 or 6"),
+        (Shard(1), 3, r"tp=3: must cut dim 1 of \(6, 8\) into equal parts; use tp of 1, 2, 4 or 8"),
+        (Shard(0, copies=2), 8, r"tp=8: .* with 2 copies of each; use tp of 2, 4, 6 or 12"),
+        (Shard(0, copies=2), 3, r"tp=3: .* with 2 copies of each; use tp of 2, 4, 6 or 12"),
+    ],
+)
+def test_a_dim_that_is_not_divisible_is_refused_with_the_legal_degrees(shard: Shard, tp: int, message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        local_shape(Placement((6, 8), {Axis.TP: shard}), MeshShape(tp=tp))
+
+
+def test_a_box_knows_its_elements() -> None:
+    box = Box((1, 2), (2, 3))
+    assert box.numel == 6 and Box((), ()).numel == 1
+    assert np.arange(30).reshape(5, 6)[box.slices].tolist() == [[8, 9, 10], [14, 15, 16]]
