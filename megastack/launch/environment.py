@@ -1,7 +1,7 @@
 """Ranks that somebody else started: torchrun and srun.
 
-``RANK`` and ``WORLD_SIZE`` tell a worker of torchrun; a numeric ``SLURM_STEP_ID`` one of srun (a batch script itself has
-none), whose variables are translated to torch's.
+``RANK`` and ``WORLD_SIZE`` tell a worker of torchrun; a numeric ``SLURM_STEP_ID`` one of srun (a batch script itself
+has none), whose variables are translated to torch's.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def world_size(environment: Mapping[str, str] | None = None) -> int | None:
 
 
 def _tasks_here(env: Mapping[str, str]) -> str:
-    """Tasks on this node: the first count of e.g. ``4(x2),3``; nodes with other counts only divide threads otherwise."""
+    """Tasks on a node: the first count of e.g. ``4(x2),3``; only the division of threads depends on it."""
     return re.split(r"\D", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "1")))[0] or "1"

@@ -35,7 +35,8 @@ class Console:
 
     def validation(self, row: Mapping[str, Any]) -> None:
         """The line of a validation."""
-        text = f"  validation  loss {number(row['loss'], '.4f')}  over {row['samples']:,} samples, {row['tokens']:,} tokens"
+        loss = number(row["loss"], ".4f")
+        text = f"  validation  loss {loss}  over {row['samples']:,} samples, {row['tokens']:,} tokens"
         self._rich.print(Text(text, style="cyan"))
 
 

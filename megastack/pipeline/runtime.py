@@ -47,7 +47,7 @@ class Pipeline:
         current: the action being executed, for reports about a failure.
 
     Raises:
-        ScheduleError: the schedule is made for another number of ranks or chunks, or has actions that are not supported.
+        ScheduleError: the schedule is for another number of ranks or chunks, or has actions that are not supported.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """One stage of a pipeline on its rank: forward and backward of a microbatch, and what must be kept between them.
 
-A stage's module takes a *carry*, the named tensors that cross the boundary before it (``{}`` on the first stage), and the
-microbatch; it returns the carry for the next stage or, on the last one, a :class:`~megastack.batch.StageLoss`. Of the
+A stage's module takes a *carry*, the named tensors that cross the boundary before it (``{}`` on the first stage), and
+the microbatch; it returns the carry for the next stage or, on the last one, a :class:`~megastack.batch.StageLoss`. Of the
 output only its gradient edges are kept, so that its memory is free as soon as it was sent.
 """
 

@@ -1,9 +1,9 @@
 """Run a function on several ranks of this machine: forked processes, gloo, results as a list.
 
-A module-level function runs in a standing pool of forked ranks, which serves many meshes one after another and is forked
-anew after it lost or had to give up a rank. Anything else (a closure, a function of ``__main__``) gets a fresh fork, which
-inherits it. Ranks run on one thread: a parent that used several threads may not fork ranks that do so as well. The parent
-must hold no process group.
+A module-level function runs in a standing pool of forked ranks, which serves many meshes one after another and is
+forked anew after it lost or had to give up a rank. Anything else (a closure, a function of ``__main__``) gets a fresh
+fork, which inherits it. Ranks run on one thread: a parent that used several threads may not fork ranks that do so as
+well. The parent must hold no process group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -141,7 +141,7 @@ class _Pool:
         waiting, outcomes = {self._pipes[rank]: rank for rank in range(count)}, {}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for ready in multiprocessing.connection.wait(list(waiting), left):
-                rank = waiting.pop(ready)  # type: ignore[arg-type]
+                rank = waiting.pop(cast(multiprocessing.connection.Connection, ready))
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].trace:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
