@@ -35,8 +35,13 @@ def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Cal
 
     def build(*args: Any, extras: Mapping[str, tuple[Any, Any]] | None = None, **kwargs: Any) -> nn.Module:
         given = kwargs | _accepted(key, target, extras or {}) | own
-        _check_call(key, target, args, given)
-        module = target(*args, **given)
+        try:
+            module = target(*args, **given)
+        except TypeError as error:
+            names = ", ".join([f"{len(args)} positional arguments", *given])
+            raise ConfigError(
+                f"{key}._target_={_name(target)}: cannot be called as its parent calls it, with {names}: {error}"
+            ) from error
         if not isinstance(module, nn.Module):
             raise ConfigError(f"{key}._target_={_name(target)}: made a {type(module).__name__}; use a torch module")
         return module
@@ -79,16 +84,6 @@ def _accepted(key: str, target: Callable[..., Any], extras: Mapping[str, tuple[A
                 f"use {neutral}, or add `{name}` or `**kwargs` to its arguments"
             )
     return taken
-
-
-def _check_call(key: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    try:
-        inspect.signature(target).bind(*args, **kwargs)
-    except TypeError as error:
-        names = ", ".join([*(f"argument {i + 1}" for i in range(len(args))), *kwargs])
-        raise ConfigError(
-            f"{key}._target_={_name(target)}: cannot be called as its parent calls it: {error}; it is given {names}"
-        ) from error
 
 
 def _name(target: Callable[..., Any]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
-from reference import gpt2_logits, llama_logits, loss_sums
+from model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
+from plain_models import gpt2_logits, llama_logits, loss_sums
 
 from megastack.batch import StageLoss
 from megastack.mesh.mesh import Mesh
@@ -86,7 +87,7 @@ def test_stages_in_a_row_equal_the_whole_model(model, cuts):
     gradients = {name: p.grad for name, p in whole.named_parameters()}
 
     last = len(cuts) - 2
-    slices = [(range(a, b), i == 0, i == last) for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))]
+    slices = [(range(a, b), i == 0, i == last) for i, (a, b) in enumerate(pairwise(cuts))]
     stages = [build(config, Mesh.single(), layers=r, embedding=e, head=h) for r, e, h in slices]
     carry = {}
     for stage in stages:
@@ -104,7 +105,7 @@ def test_stages_in_a_row_equal_the_whole_model(model, cuts):
 
 def test_a_tied_projection_without_the_embedding_has_the_embeddings_name_and_values():
     config = tiny(GPT2)
-    first = build(config, Mesh.single(), layers=range(0, 1))
+    first = build(config, Mesh.single(), layers=range(1))
     last = build(config, Mesh.single(), layers=range(1, 2))
     assert "embedding.weight" in dict(last.named_parameters())
     assert not any("head" in name or "positions" in name for name, _ in last.named_parameters())

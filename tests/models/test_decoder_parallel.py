@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
+from model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
 from torch import Tensor, nn
 
 from megastack.comm.collectives import all_gather, all_reduce

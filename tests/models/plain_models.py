@@ -1,8 +1,7 @@
 """Plain Llama and GPT-2 in a few lines of torch, written from the papers and sharing no code with the package.
 
-Weights come as a dict of whole tensors by global name. Attention is written with loops over heads and an explicit list of
-the keys each query sees; rotary positions as products of complex numbers.
-"""
+Weights come as a dict of whole tensors by global name. Attention is written with loops over heads and an explicit
+list of the keys each query sees; rotary positions as products of complex numbers."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -51,12 +51,12 @@ def tiny(model: dict[str, Any], *, tp: int = 1, sequence_parallel: bool = True, 
 
 def _enums(model: dict[str, Any]) -> dict[str, Any]:
     """Plain strings to the members that the schema's fields hold by default."""
-    defaults = {name: type(value) for name, value in vars(ModelOptions(**LLAMA)).items()}
-    return {name: defaults[name](value) if isinstance(value, str) else value for name, value in model.items()}
+    kinds = {name: type(value) for name, value in vars(ModelOptions(**LLAMA)).items() if isinstance(value, StrEnum)}
+    return {name: kinds[name](value) if name in kinds else value for name, value in model.items()}
 
 
 def microbatch(*, documents: bool = False, vocab: int = 37, seed: int = 0) -> Microbatch:
-    """Two sequences with an ignored label; with ``documents`` each of two packed ones, of 5 and 3 tokens in the first."""
+    """Two sequences with an ignored label; with ``documents`` each packs two, of 5 and 3 tokens in the first."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(0, vocab, (2, 2, SEQUENCE), generator=generator)
     labels[1, 3] = -100
@@ -69,13 +69,8 @@ def microbatch(*, documents: bool = False, vocab: int = 37, seed: int = 0) -> Mi
 
 
 def build(config: TrainConfig, mesh: Mesh, **slice_: Any) -> Decoder:
-    """An fp64 decoder with its initial values; norms and biases are moved off 1 and 0, alike on every layout."""
+    """An fp64 decoder with its initial values, built as a run builds it: on meta first."""
     with torch.device("meta"):
         decoder = Decoder(config, mesh, **slice_)
     initialise_(decoder, mesh, config.seed, dtype=torch.float64)
     return decoder
-
-
-def with_parallel(config: TrainConfig, **changes: Any) -> TrainConfig:
-    """The same configuration with other parallel options."""
-    return replace(config, parallel=replace(config.parallel, **changes))

@@ -1,0 +1,109 @@
+"""Blocks on their own, users' blocks, and values that blocks hand on beside the hidden states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_cases import LLAMA, build, microbatch, tiny
+from torch import Tensor, nn
+
+from megastack.errors import ConfigError
+from megastack.mesh.mesh import Mesh
+from megastack.models.block import Block
+from megastack.models.decoder import Decoder
+from megastack.placement.module import ParallelModule
+
+
+class ParallelBlock(Block):
+    """Attention and MLP side by side, with a factor given in the configuration."""
+
+    def __init__(self, *args, scale=1.0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scale = scale
+
+    def forward(self, hidden_BSD, context=None):
+        normed_BSD = self.attention_norm(hidden_BSD)
+        return hidden_BSD + self.scale * (self.attention(normed_BSD, context) + self.mlp(normed_BSD, context))
+
+
+class PassingBlock(Block):
+    """Takes and gives an integer mask and a value that may be None."""
+
+    def boundary(self) -> tuple[str, ...]:
+        return ("seen_BS", "gain_BSD")
+
+    def forward(self, hidden_BSD, context=None, seen_BS=None, gain_BSD=None):
+        seen_BS = torch.zeros_like(context.positions_BS) if seen_BS is None else seen_BS + 1
+        hidden_BSD = super().forward(hidden_BSD, context)
+        if gain_BSD is not None:
+            hidden_BSD = hidden_BSD * gain_BSD
+        return hidden_BSD, seen_BS, torch.sigmoid(hidden_BSD) if self.layer == 1 else None
+
+
+class ForgetfulBlock(PassingBlock):
+    def forward(self, hidden_BSD, context=None, seen_BS=None, gain_BSD=None):
+        return super().forward(hidden_BSD, context, seen_BS, gain_BSD)[:2]
+
+
+def block(module: str, **options) -> dict[str, object]:
+    return {"_target_": f"test_block.{module}", **options}
+
+
+def test_a_block_of_ones_own_is_built_with_its_parents_arguments_and_its_own_keys():
+    decoder = build(tiny(LLAMA | {"block": block("ParallelBlock", scale=0.5)}), Mesh.single())
+    assert [type(b) for b in decoder.blocks.values()] == [ParallelBlock, ParallelBlock]
+    assert [(b.layer, b.scale) for b in decoder.blocks.values()] == [(0, 0.5), (1, 0.5)]
+    decoder({}, microbatch()).objective.backward()
+    assert decoder.blocks["0"].mlp_norm.weight.grad is None
+
+
+def test_extra_values_cross_blocks_and_stages():
+    config = tiny(LLAMA | {"layers": 4, "block": block("PassingBlock")})
+    whole, batch = build(config, Mesh.single()), microbatch()
+    expected = whole({}, batch)
+    expected.objective.backward()
+    first = build(config, Mesh.single(), layers=range(2))
+    last = build(config, Mesh.single(), layers=range(2, 4))
+    carry = first({}, batch)
+    assert set(carry) == {"hidden", "seen_BS", "gain_BSD"}
+    assert carry["seen_BS"].dtype == torch.int64 and (carry["seen_BS"] == 1).all()
+    assert carry["gain_BSD"].requires_grad
+    loss = last(carry, batch)
+    torch.testing.assert_close(loss.report, expected.report, rtol=1e-12, atol=0)
+    loss.objective.backward()
+    for stage in (first, last):
+        for name, parameter in stage.named_parameters():
+            torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+    assert build(config, Mesh.single(), layers=range(1))({}, batch)["gain_BSD"] is None
+
+
+def test_a_block_that_returns_less_than_it_names_is_told_so():
+    decoder = build(tiny(LLAMA | {"block": block("ForgetfulBlock")}), Mesh.single())
+    with pytest.raises(ConfigError, match=r"ForgetfulBlock: .*must return \(hidden, seen_BS, gain_BSD\)"):
+        decoder({}, microbatch())
+
+
+class Doubled(ParallelModule):
+    def forward(self, hidden_BSD: Tensor, context=None) -> Tensor:
+        return 2 * hidden_BSD
+
+
+def test_a_block_adds_its_layers_to_the_residual_stream():
+    mesh, x_BSD = Mesh.single(), torch.randn(2, 3, 4)
+    made = Block(4, mesh, layer=0, attention=lambda: Doubled(mesh), mlp=lambda: Doubled(mesh), norm=nn.Identity)
+    torch.testing.assert_close(made(x_BSD), 9 * x_BSD)
+    hidden, value = made(x_BSD, None, "kept")
+    assert value == "kept" and torch.equal(hidden, made(x_BSD))
+
+
+def test_layers_of_one_block_drop_differently():
+    mesh, config = Mesh.single(), tiny(LLAMA | {"dropout": 0.5})
+    context = Decoder(config, mesh)._context(microbatch())
+    zero = {"attention": lambda: Doubled(mesh), "mlp": lambda: Doubled(mesh), "norm": nn.Identity}
+    x_BSD = torch.ones(2, 8, 16, dtype=torch.float64)
+    blocks = [Block(16, mesh, layer=layer, dropout=0.5, **zero) for layer in (0, 1)]
+    attention, mlp = ([b._drop(x_BSD, context.within(f"blocks.{b.layer}"), site) for b in blocks] for site in "am")
+    masks = [x != 0 for x in (*attention, *mlp)]
+    assert all(0.3 < mask.double().mean() < 0.7 for mask in masks)
+    for i in range(4):
+        assert not any(torch.equal(masks[i], masks[j]) for j in range(i))
