@@ -1,0 +1,36 @@
+"""How many activations each rank keeps at most: forwards that have run and whose backward has not.
+
+A forward of one chunk adds 1/v of a rank's microbatch. B frees it, I frees the part that W does not need, W the rest.
+The order within a rank alone decides this, so no durations come in.
+"""
+
+from __future__ import annotations
+
+from megastack.pipeline.action import OP_SHIFT, Op, code
+from megastack.pipeline.schedule import Schedule
+
+
+def peak_chunks(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
+    """The most chunk activations alive at once, for each rank; none where there are no backwards to keep them for.
+
+    Args:
+        schedule: what to count.
+        weight_share: the part of an activation that W still needs after I; 1 is the cautious choice.
+    """
+    if not schedule.backward:
+        return (0.0,) * schedule.pp
+    change = {op: 0.0 for op in Op} | {Op.F: 1.0, Op.B: -1.0, Op.I: weight_share - 1.0, Op.W: -weight_share}
+    by_bits = {code(op) >> OP_SHIFT: amount for op, amount in change.items()}
+    peaks = []
+    for rank in range(schedule.pp):
+        live = peak = 0.0
+        for packed in schedule.codes(rank):
+            live += by_bits[packed >> OP_SHIFT & 31]
+            peak = max(peak, live)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def peak_microbatches(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
+    """The same in microbatches of a whole rank: chunk activations over v."""
+    return tuple(peak / schedule.chunks for peak in peak_chunks(schedule, weight_share))

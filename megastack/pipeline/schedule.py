@@ -1,0 +1,145 @@
+"""A pipeline schedule as a small frozen value: for each rank, the list of its actions in order.
+
+It can be printed, saved, checked, simulated, drawn and executed, and every one of those reads this same value. It holds
+no durations and no tensors. A schedule also says where each stage lives (``stage_ranks``), so nothing else needs to
+know whether stages go round the ranks in a loop or in a V.
+"""
+
+from __future__ import annotations
+
+import csv
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+
+from megastack.errors import ScheduleError
+from megastack.pipeline.action import COMPUTE, Action, pack, units, unpack_unit
+from megastack.pipeline.grid import grid
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank of one pipeline for one step; build one with `from_actions` or `build_schedule`.
+
+    Attributes:
+        name: how it was made; only for people.
+        pp: ranks of the pipeline.
+        chunks: stages of a rank (the most of any rank).
+        microbatches: microbatches of one step.
+        stage_ranks: for each stage, the rank that holds it.
+        packed: for each rank, its actions as packed 64-bit integers (see ``action.pack``).
+        backward: False for a schedule of forwards only.
+    """
+
+    name: str
+    pp: int
+    chunks: int
+    microbatches: int
+    stage_ranks: tuple[int, ...]
+    packed: tuple[bytes, ...] = field(repr=False)
+    backward: bool = True
+
+    @classmethod
+    def from_actions(
+        cls,
+        rows: Sequence[Sequence[Action]],
+        *,
+        name: str = "custom",
+        microbatches: int | None = None,
+        backward: bool = True,
+    ) -> Schedule:
+        """Pack lists of actions, one list for each rank, and read off where each stage lives.
+
+        Raises:
+            ScheduleError: when a stage appears on two ranks, or on none though a later one exists.
+        """
+        stage_ranks = _stage_ranks(rows)
+        if microbatches is None:
+            microbatches = 1 + max((part.microbatch or 0 for row in rows for part in _parts(row)), default=-1)
+        packed = tuple(array("q", (code for action in row for code in pack(action))).tobytes() for row in rows)
+        chunks = max(stage_ranks.count(rank) for rank in range(len(rows)))
+        return cls(name, len(rows), chunks, microbatches, stage_ranks, packed, backward)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the whole pipeline."""
+        return len(self.stage_ranks)
+
+    @property
+    def ranks(self) -> list[list[Action]]:
+        """For each rank, its actions in order. The lists are copies."""
+        return [[unpack_unit(unit) for unit in units(self.codes(rank))] for rank in range(self.pp)]
+
+    def codes(self, rank: int) -> memoryview:
+        """The packed integers of one rank."""
+        return memoryview(self.packed[rank]).cast("q")
+
+    def steps(self, rank: int) -> list[tuple[int, ...]]:
+        """The steps of one rank as packed integers: one each, or the parts of a unit."""
+        return list(units(self.codes(rank)))
+
+    def stage_rank(self, stage: int) -> int:
+        """The rank that holds `stage`."""
+        return self.stage_ranks[stage]
+
+    def rank_stages(self, rank: int) -> list[int]:
+        """The stages of one rank, in model order; chunk k of the rank is the k-th of them."""
+        return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
+
+    def chunk(self, stage: int) -> int:
+        """Which chunk of its rank a stage is."""
+        return self.stage_ranks[:stage].count(self.stage_ranks[stage])
+
+    def dump(self, path: str | PathLike[str]) -> None:
+        """Write a CSV file, one line a rank, in the text form of ``torch.distributed.pipelining``."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(self.ranks)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], *, name: str = "custom") -> Schedule:
+        """Read a CSV file, one line a rank; empty cells (torch's idle steps) are dropped.
+
+        Raises:
+            ScheduleError: when the file is missing or empty, or a cell is no action (the message names line and column).
+        """
+        try:
+            with open(path, newline="", encoding="utf-8") as file:
+                rows = [_parse_row(path, number, row) for number, row in enumerate(csv.reader(file), 1) if row]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ScheduleError(f"schedule.path={path}: cannot be read ({error}); use a CSV file of actions") from error
+        if not rows:
+            raise ScheduleError(f"schedule.path={path}: is empty; use one line of actions for each rank")
+        return cls.from_actions(rows, name=name)
+
+
+def _parse_row(path: str | PathLike[str], line: int, cells: Sequence[str]) -> list[Action]:
+    actions = []
+    for column, cell in enumerate(cells, 1):
+        if cell.strip():
+            try:
+                actions.append(Action.parse(cell))
+            except ScheduleError as error:
+                raise ScheduleError(f"schedule.path={path}: line {line}, column {column}: {error}") from None
+    return actions
+
+
+def _parts(row: Iterable[Action]) -> Iterable[Action]:
+    for action in row:
+        yield from action.parts or (action,)
+
+
+def _stage_ranks(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    owners: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for step, action in enumerate(row):
+            for part in action.parts or (action,):
+                if part.op in COMPUTE and owners.setdefault(part.stage, rank) != rank:
+                    message = f"rank {rank} runs {part}, but stage {part.stage} lives on rank {owners[part.stage]}"
+                    raise ScheduleError(message, grid(rows, (rank, step)), action)
+    stages = 1 + max(owners, default=-1)
+    missing = sorted(set(range(stages)) - set(owners))
+    if missing or not stages:
+        what = f"no rank runs stages {missing}" if missing else "no rank runs any stage"
+        raise ScheduleError(f"{what}; every stage needs its F and its B", grid(rows))
+    return tuple(owners[stage] for stage in range(stages))

@@ -1,0 +1,23 @@
+"""GPipe: every forward, then every backward (Huang et al., arXiv 1811.06965).
+
+With several chunks a rank it is the breadth-first pipeline (Lamy-Poirier, arXiv 2211.05953): chunk by chunk, all
+microbatches through each. Simple, and it keeps every activation of the step: use 1F1B unless memory is no concern.
+"""
+
+from __future__ import annotations
+
+from megastack.pipeline.action import Action, Op
+
+
+def gpipe(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    """The actions of each rank; stage k·pp + r is chunk k of rank r."""
+    return [
+        [Action(Op.F, chunk * pp + rank, m) for chunk in range(chunks) for m in range(microbatches)]
+        + [Action(Op.B, chunk * pp + rank, m) for chunk in reversed(range(chunks)) for m in range(microbatches)]
+        for rank in range(pp)
+    ]
+
+
+def peaks(pp: int, chunks: int, microbatches: int) -> list[int]:
+    """The most activations alive on each rank, in chunks."""
+    return [microbatches * chunks] * pp

@@ -1,0 +1,37 @@
+"""1F1B: after a warm-up, one forward and one backward in turn (PipeDream-Flush, arXiv 2006.09503).
+
+The bubble of GPipe with at most p - r microbatches alive on rank r, whatever M is.
+"""
+
+from __future__ import annotations
+
+from megastack.errors import ScheduleError
+from megastack.pipeline.action import Action, Op
+
+
+def one_f_one_b(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    """The actions of each rank; stage r is rank r.
+
+    Raises:
+        ScheduleError: when a rank is given more than one chunk.
+    """
+    if chunks != 1:
+        raise ScheduleError(f"schedule.chunks={chunks}: 1f1b runs one stage a rank; use 1, or schedule.name=interleaved")
+    return [_rank(rank, warm_up(pp, rank, microbatches), microbatches) for rank in range(pp)]
+
+
+def _rank(stage: int, warm: int, microbatches: int) -> list[Action]:
+    forwards = [Action(Op.F, stage, m) for m in range(microbatches)]
+    backwards = [Action(Op.B, stage, m) for m in range(microbatches)]
+    steady = [action for pair in zip(forwards[warm:], backwards, strict=False) for action in pair]
+    return forwards[:warm] + steady + backwards[microbatches - warm :]
+
+
+def warm_up(pp: int, rank: int, microbatches: int) -> int:
+    """Forwards of `rank` before its first pair of a forward and a backward."""
+    return min(pp - rank - 1, microbatches)
+
+
+def peaks(pp: int, chunks: int, microbatches: int) -> list[int]:
+    """The most activations alive on each rank, in chunks."""
+    return [min(warm_up(pp, rank, microbatches) + 1, microbatches) for rank in range(pp)]
