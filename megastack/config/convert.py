@@ -1,8 +1,8 @@
 """Plain values into configuration classes, and back, with every fault collected.
 
 The types of the schema are enforced here and only here, alike for YAML files, overrides, interpolations and a stored
-configuration. A text that spells a number becomes that number (``'2'`` is 2); nothing else is coerced: ``2.0``, ``true``
-and ``two`` are no integers. Whether values make sense together is for ``rules.py``.
+configuration. A text that spells a number becomes that number (``'2'`` is 2); nothing else is coerced: ``2.0``,
+``true`` and ``two`` are no integers. Whether values make sense together is for ``rules.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from megastack.config.fields import REQUIRED, hints, keys, without_null
 from megastack.config.names import suggest
@@ -48,20 +48,16 @@ UNUSABLE = Unusable()
 
 @dataclass
 class Conversion:
-    """Turns nested plain values into one configuration object; afterwards ``faults`` lists what was wrong.
-
-    Args:
-        keyed: whether faults name keys the schema does not have by what the user might have meant.
-    """
+    """Turns nested plain values into one configuration object; afterwards ``faults`` lists what was wrong."""
 
     faults: list[Violation] = field(default_factory=list)
 
     def section(self, cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
-        """An object of ``cls``; unusable values stand as :data:`UNUSABLE`, or as their default where the key is unknown."""
+        """An object of ``cls``, with :data:`UNUSABLE` for each value that is missing or of the wrong type."""
         known = hints(cls)
         for name, value in values.items():
             if name not in known:
-                self._unknown(f"{prefix}{name}", value)
+                self._unknown(f"{prefix}{name}", value, tuple(prefix + other for other in known))
         found = {
             member.name: self._member(member, known[member.name], values, prefix)
             for member in dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -73,11 +69,13 @@ class Conversion:
         key = prefix + member.name
         if member.name in values:
             return self.value(kind, values[member.name], key)
-        return self.section(kind, {}, key + ".") if dataclasses.is_dataclass(kind) else self._missing(key)
+        return self.section(cast(type, kind), {}, key + ".") if dataclasses.is_dataclass(kind) else self._missing(key)
 
     def value(self, kind: Any, value: Any, key: str) -> Any:
         """``value`` as the type ``kind``, or :data:`UNUSABLE` with a fault under ``key``."""
         bare, nullable = without_null(kind)
+        if value is UNUSABLE:
+            return UNUSABLE
         if isinstance(value, str) and value == REQUIRED:
             return self._missing(key)
         if value is None and nullable:
@@ -88,7 +86,7 @@ class Conversion:
             return self._list(typing.get_args(bare)[0], value, key)
         if dataclasses.is_dataclass(bare):
             if isinstance(value, Mapping):
-                return self.section(typing.cast(type, bare), value, key + ".")
+                return self.section(cast(type, bare), value, key + ".")
             return self._wrong(key, value, "must be a section of keys", tuple(f"{key}.{name}" for name in hints(bare)))
         if issubclass(bare, StrEnum):
             return self._choice(bare, value, key, nullable)
@@ -111,15 +109,17 @@ class Conversion:
         found = read(value)
         if found is not None:
             return found
-        advice = (int(value),) if kind is int and isinstance(value, float) and value.is_integer() else ()
+        advice: tuple[Any, ...] = ("quotes around it",) if kind is str else ()
+        if kind is int and isinstance(value, float) and value.is_integer():
+            advice = (int(value),)
         return self._wrong(key, value, f"{rule} or null" if nullable else rule, advice)
 
     def _missing(self, key: str) -> Unusable:
         self.faults.append(Violation(key, REQUIRED, "has to be given and is not", (f"{key}=…",)))
         return UNUSABLE
 
-    def _unknown(self, key: str, value: Any) -> None:
-        close = suggest(key)
+    def _unknown(self, key: str, value: Any, siblings: tuple[str, ...]) -> None:
+        close = suggest(key, siblings if "[" in key else None)
         self.faults.append(Violation(key, value, "no such key", (close,) if close else ()))
 
     def _wrong(self, key: str, value: Any, rule: str, legal: tuple[Any, ...] = ()) -> Unusable:
@@ -158,7 +158,7 @@ def _truth(value: Any) -> bool | None:
 def _text(value: Any) -> str | None:
     if isinstance(value, str):
         return value
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 SCALARS: Mapping[type, tuple[Callable[[Any], Any], str]] = {

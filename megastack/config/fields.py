@@ -1,7 +1,8 @@
 """How a configuration field is written and read back: default, meaning and range beside its type.
 
-A field made by :func:`option` or :func:`required` carries everything the reference page, ``megastack show KEY`` and the
-range checks need; :func:`keys` lists all of a class's fields, nested ones by dotted key. Not for dataclasses in general.
+A field made by :func:`option` or :func:`required` carries everything the reference page, ``megastack show KEY`` and
+the range checks need; :func:`keys` lists all of a class's fields, nested ones by dotted key. Not for dataclasses in
+general.
 """
 
 from __future__ import annotations
@@ -65,9 +66,13 @@ class Key:
         return dataclasses.is_dataclass(self.type)
 
 
-@cache
-def hints(cls: type) -> Mapping[str, Any]:
+def hints(cls: Any) -> Mapping[str, Any]:
     """The resolved type hints of a dataclass."""
+    return _hints(cls)
+
+
+@cache
+def _hints(cls: Any) -> Mapping[str, Any]:
     return typing.get_type_hints(cls)
 
 

@@ -6,7 +6,7 @@ A suggestion is printed, never applied.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from megastack.config.fields import keys
@@ -135,8 +135,8 @@ OTHER_SYSTEMS: Mapping[str, str] = {
 }
 """Names of other systems' settings (last word, underscores) to the key of ours that does what they do."""
 
-CLOSE = 0.6
-"""Least similarity, by :mod:`difflib`, of a spelling worth suggesting."""
+CLOSE, CLOSE_WORD = 0.7, 0.8
+"""Least similarity, by :mod:`difflib`, of a whole key and of a last word that are worth suggesting."""
 
 
 @cache
@@ -145,18 +145,23 @@ def known_keys() -> tuple[str, ...]:
     return tuple(key.name for key in keys(TrainConfig))
 
 
-def suggest(key: str) -> str | None:
-    """The key that was probably meant by one that does not exist, or None."""
+def suggest(key: str, known: Sequence[str] | None = None) -> str | None:
+    """The key that was probably meant by one that does not exist, or None.
+
+    Args:
+        key: the key as written; other systems' names may come with dashes and in other sections.
+        known: the keys to choose from; None for all, with other systems' names.
+    """
     path = key.replace("-", "_").lower().strip("_").split(".")
     last = path[-1]
-    if last in OTHER_SYSTEMS:
+    if known is None and last in OTHER_SYSTEMS:
         return OTHER_SYSTEMS[last]
-    named = [known for known in known_keys() if known.split(".")[-1] == last]
+    choices = known_keys() if known is None else tuple(known)
+    named = [choice for choice in choices if choice.split(".")[-1] == last]
     if len(named) == 1:
         return named[0]
-    close = difflib.get_close_matches(".".join(path), known_keys(), n=1, cutoff=CLOSE)
-    if close:
+    if close := difflib.get_close_matches(".".join(path), choices, n=1, cutoff=CLOSE):
         return close[0]
-    by_last = {known.split(".")[-1]: known for known in reversed(known_keys())}
-    close = difflib.get_close_matches(last, by_last, n=1, cutoff=CLOSE)
+    by_last = {choice.split(".")[-1]: choice for choice in reversed(choices)}
+    close = difflib.get_close_matches(last, by_last, n=1, cutoff=CLOSE_WORD)
     return by_last[close[0]] if close else None

@@ -158,9 +158,9 @@ class ModelOptions:
     attention_dropout: float = option(0.0, "Drop probability of attention weights (a slower path).", least=0, below=1)
     init_std: float = option(0.02, "Standard deviation of the initial weights.", above=0)
     depth_scaled_init: bool = option(True, "Divide the initial residual projections by √(2·layers).")
-    attention: Any = option(None, "Your attention layer: `{_target_: module.Class}`; null for the built-in one.")
-    mlp: Any = option(None, "Your MLP: `{_target_: module.Class}`; null for the built-in one.")
-    block: Any = option(None, "Your block: `{_target_: module.Class}`; null for the built-in one.")
+    attention: Any = option(None, "Your attention layer: `{_target_: module.Class, …}`; null for the built-in one.")
+    mlp: Any = option(None, "Your MLP: `{_target_: module.Class, …}`; null for the built-in one.")
+    block: Any = option(None, "Your block: `{_target_: module.Class, …}`; null for the built-in one.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,133 @@
+"""The only contact with Hydra: where YAML files are found, how overrides are read, what was merged in which order.
+
+Hydra composes untyped values from files and overrides. Types, unknown keys and rules are ours, because Hydra stops at
+the first fault and checks no interpolation. A session restores Hydra's global state when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override as Override
+from hydra.errors import HydraException as HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+import megastack
+from megastack.errors import ConfigError, Violation
+
+COMMAND_LINE = "the command line"
+
+
+def packaged_configs() -> Path:
+    """The folder of YAML files that come with megastack: in a checkout ``configs/``, else inside the package."""
+    package = Path(megastack.__file__).resolve().parent
+    checkout = package.parent / "configs"
+    return checkout if (checkout / "train.yaml").is_file() else package / "configs"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One file or override in the order of merging: where it is, and the dotted keys it sets."""
+
+    where: str
+    values: Mapping[str, Any]
+
+    def sets(self, key: str) -> bool:
+        """Whether this gives ``key`` a value, by itself or as part of something larger."""
+        path = key.split(".")
+        above = (".".join(path[:depth]) for depth in range(1, len(path)))
+        return key in self.values or any(
+            name in self.values and not isinstance(self.values[name], Mapping) for name in above
+        )
+
+
+class Session:
+    """Composes from one set of folders; made by :func:`session`."""
+
+    def __init__(self, loader: ConfigLoader) -> None:
+        self._loader = loader
+
+    def groups(self) -> list[str]:
+        """The config groups: ``model``, ``parallel``, …"""
+        return [group for group in self._loader.list_groups("") if not group.startswith("hydra")]
+
+    def options(self, group: str) -> list[str]:
+        """The files of a group, without their suffix."""
+        return [option for option in self._loader.get_group_options(group) if not option.startswith("_")]
+
+    def exists(self, config_name: str) -> bool:
+        """Whether there is a primary configuration of that name."""
+        return config_name in self.options("")
+
+    def parse(self, override: str) -> Override:
+        """One override, with globs resolved against the files.
+
+        Raises:
+            HydraException: it is not of the form ``key=value``.
+        """
+        return OverridesParser.create(config_loader=self._loader).parse_overrides([override])[0]
+
+    def compose(self, config_name: str, overrides: Sequence[str]) -> DictConfig:
+        """Hydra's merged values, interpolations unresolved."""
+        return compose(config_name, overrides=list(overrides))
+
+    def layers(self, config_name: str, overrides: Sequence[str]) -> Iterator[Layer]:
+        """What :meth:`compose` merges, first to last."""
+        chosen = self._loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN)
+        for default in chosen.defaults:
+            if default.config_path and default.config_path.partition("/")[0] != "hydra":
+                yield self._file(default.config_path, default.package or "")
+        for override in chosen.config_overrides:
+            key = override.key_or_group
+            if not key.startswith("hydra."):
+                yield Layer(COMMAND_LINE, dict(flat({key: override.value()})))
+
+    def _file(self, path: str, package: str) -> Layer:
+        for source in self._loader.get_sources():
+            if source.is_config(path):
+                values = OmegaConf.to_container(source.load_config(path).config, resolve=False)
+                assert isinstance(values, dict)
+                values.pop("defaults", None)
+                place = Path(source.path.removeprefix("file://")) / path
+                return Layer(
+                    str(place.with_name(place.name.removesuffix(".yaml") + ".yaml")), dict(flat(values, package))
+                )
+        raise AssertionError(f"{path} was composed but is in no source")
+
+
+def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings as dotted keys, outer ones before inner ones."""
+    for name, value in values.items():
+        key = f"{prefix}.{name}" if prefix else str(name)
+        yield key, value
+        if isinstance(value, Mapping):
+            yield from flat(value, key)
+
+
+@contextmanager
+def session(config_dir: str | Path | None = None) -> Iterator[Session]:
+    """A session over the packaged files and, searched before them, the user's folder.
+
+    Raises:
+        ConfigError: the user's folder does not exist.
+    """
+    packaged = packaged_configs()
+    own = packaged if config_dir is None else Path(config_dir).expanduser().resolve()
+    if not own.is_dir():
+        raise ConfigError.of([Violation("--config-dir", config_dir, "no such folder", ("a folder of YAML files",))])
+    with initialize_config_dir(str(packaged), job_name="megastack", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        if config_dir is not None:
+            search = loader.get_search_path()
+            search.prepend(provider="--config-dir", path=f"file://{own}", anchor="main")
+            loader.repository.initialize_sources(search)  # type: ignore[attr-defined]
+        yield Session(loader)

@@ -1,0 +1,142 @@
+"""Rules about the grid of ranks and what is cut over it: degrees, nodes, layers, schedule, batch.
+
+Parts that own a rule export it without torch (``layers.rules``, the schedule registry); this module gives it the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megastack.config.schema import ModelOptions, TrainConfig
+from megastack.errors import Violation
+from megastack.layers.rules import SplitSizes, divisors, head_violations, split_violations
+from megastack.mesh.shape import MeshShape
+
+
+def data_parallel_degree(config: TrainConfig, world_size: int | None = None) -> int:
+    """``parallel.dp``, or what it is when it is null: the rest of the world, 1 where no launcher has fixed that."""
+    grid = config.parallel
+    if grid.dp is not None:
+        return grid.dp
+    return 1 if world_size is None else max(1, world_size // (grid.pp * grid.cp * grid.tp))
+
+
+def mesh_shape(config: TrainConfig, world_size: int | None = None) -> MeshShape:
+    """The grid of ranks of a legal configuration."""
+    grid = config.parallel
+    return MeshShape(pp=grid.pp, dp=data_parallel_degree(config, world_size), cp=grid.cp, tp=grid.tp, ep=grid.ep)
+
+
+def stages(config: TrainConfig) -> int:
+    """Pipeline stages of the whole model: ``parallel.pp`` · ``schedule.chunks``."""
+    return config.parallel.pp * config.schedule.chunks
+
+
+def world_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """The degrees multiply to the world, and ep divides dp·cp."""
+    grid = config.parallel
+    fixed = grid.pp * grid.cp * grid.tp
+    dp = data_parallel_degree(config, world_size)
+    if (dp * grid.cp) % grid.ep:
+        yield Violation("parallel.ep", grid.ep, f"must divide dp·cp = {dp * grid.cp}", tuple(divisors(dp * grid.cp)))
+    if world_size is None or fixed * dp == world_size:
+        return
+    if grid.dp is None:
+        rule = f"pp·cp·tp = {fixed} must divide the world of {world_size} ranks"
+        yield Violation("parallel.dp", None, rule, (f"a world that is a multiple of {fixed}", "other degrees"))
+        return
+    rule = f"pp·dp·cp·tp = {fixed * dp} must be the world of {world_size} ranks"
+    fitting = (world_size // fixed,) if world_size % fixed == 0 else ("other degrees",)
+    yield Violation("parallel.dp", grid.dp, rule, fitting)
+
+
+def nodes_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """Nodes hold equally many ranks, and no tensor-parallel group spans two unless that is allowed."""
+    grid, cluster = config.parallel, config.cluster
+    world = world_size or grid.pp * data_parallel_degree(config) * grid.cp * grid.tp
+    if cluster.ranks_per_node is None and world % cluster.nodes:
+        rule = f"must divide the world of {world} ranks"
+        yield Violation("cluster.nodes", cluster.nodes, rule, tuple(divisors(world)))
+        return
+    ranks = cluster.ranks_per_node or world // cluster.nodes
+    if cluster.nodes > 1 and ranks * cluster.nodes != world:
+        rule = f"cluster.nodes={cluster.nodes} times this must be the world of {world} ranks"
+        yield Violation("cluster.ranks_per_node", ranks, rule, (None,))
+        return
+    if ranks < world and ranks % grid.tp and not grid.allow_tp_across_nodes:
+        rule = f"must divide the {ranks} ranks of a node, so that no tensor-parallel group spans nodes"
+        yield Violation("parallel.tp", grid.tp, rule, (*divisors(ranks), "parallel.allow_tp_across_nodes=true"))
+
+
+def tensor_parallel_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """Heads, groups, ffn, vocabulary and sequence can be cut over tp."""
+    yield from split_violations(split_sizes(config), config.parallel.tp, KEY_OF.__getitem__)
+
+
+def split_sizes(config: TrainConfig) -> SplitSizes:
+    """The sizes of this model that tensor parallelism cuts."""
+    model, cut_sequence = config.model, config.parallel.sequence_parallel and config.parallel.tp > 1
+    return SplitSizes(
+        heads=model.heads,
+        kv_groups=model.heads if model.kv_groups is None else model.kv_groups,
+        ffn=model.ffn,
+        vocab=model.vocab,
+        vocab_multiple=model.vocab_multiple,
+        sequence=config.batch.sequence_length if cut_sequence else None,
+    )
+
+
+KEY_OF = {
+    "tp": "parallel.tp",
+    "heads": "model.heads",
+    "kv_groups": "model.kv_groups",
+    "head_dim": "model.head_dim",
+    "hidden": "model.hidden",
+    "ffn": "model.ffn",
+    "vocab": "model.vocab",
+    "vocab_multiple": "model.vocab_multiple",
+    "sequence": "batch.sequence_length",
+    "sequence_parallel": "parallel.sequence_parallel",
+}
+"""The layers' argument names as keys of the configuration."""
+
+
+def heads_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """Query heads, key and value groups and head width go together."""
+    model: ModelOptions = config.model
+    rotary = model.positions == "rope"
+    yield from head_violations(
+        model.hidden, model.heads, model.kv_groups, model.head_dim, rotary=rotary, name=KEY_OF.__getitem__
+    )
+
+
+def layers_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """Every stage has a layer, unless the layers of each are listed; a list covers them all."""
+    listed, layers, count = config.parallel.layers_per_stage, config.model.layers, stages(config)
+    if listed is None:
+        if count > layers:
+            rule = f"model.layers={layers} leaves some of the pp·chunks = {count} stages without a layer"
+            most = layers // config.schedule.chunks
+            legal = (f"at most {most}",) if most else ()
+            yield Violation("parallel.pp", config.parallel.pp, rule, (*legal, "parallel.layers_per_stage=[…]"))
+        return
+    if len(listed) != count:
+        rule = f"must list the layers of each of the pp·chunks = {count} stages, not of {len(listed)}"
+        yield Violation("parallel.layers_per_stage", listed, rule, (f"{count} numbers with the sum {layers}", None))
+    elif sum(listed) != layers:
+        rule = f"must sum to model.layers={layers}, not {sum(listed)}"
+        yield Violation("parallel.layers_per_stage", listed, rule, (f"{count} numbers with the sum {layers}", None))
+
+
+def batch_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """The global batch is a whole number of microbatches on every data-parallel rank."""
+    batch, dp = config.batch, data_parallel_degree(config, world_size)
+    unit = batch.micro_size * dp
+    if batch.global_size % unit:
+        rule = f"must be a multiple of batch.micro_size={batch.micro_size} times dp={dp}"
+        below = batch.global_size // unit * unit
+        legal = (below, below + unit) if below else (unit,)
+        yield Violation("batch.global_size", batch.global_size, rule, legal)
+
+
+LAYOUT_RULES = (world_fits, nodes_fit, tensor_parallel_fits, heads_fit, layers_fit, batch_fits)

@@ -1,0 +1,102 @@
+"""Which configurations are legal: every rule of every part, asked once before anything starts.
+
+:func:`violations` gives all of them as values; :func:`require_legal` raises them as one report. A rule is a generator
+of violations over the configuration and the world size. A key whose value is out of its own range has that said once:
+the rules that would compute with it are left out, the others still asked. What needs the file system (paths,
+checkpoints) is not asked here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megastack.config.availability import not_available
+from megastack.config.convert import UNUSABLE, UnusableError, replace_values, value_of
+from megastack.config.fields import Key, keys
+from megastack.config.layout_rules import LAYOUT_RULES
+from megastack.config.schema import OptimGroup, TrainConfig
+from megastack.config.value_rules import VALUE_RULES
+from megastack.errors import ConfigError
+from megastack.errors import Violation as Violation
+
+Rule = Callable[[TrainConfig, int | None], Iterator[Violation]]
+
+RULES: Sequence[Rule] = (not_available, *LAYOUT_RULES, *VALUE_RULES)
+
+COMPARISONS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "least": ("at least", lambda value, bound: value >= bound),
+    "above": ("above", lambda value, bound: value > bound),
+    "most": ("at most", lambda value, bound: value <= bound),
+    "below": ("below", lambda value, bound: value < bound),
+}
+
+
+def violations(config: TrainConfig, world_size: int | None = None) -> list[Violation]:
+    """Everything that stands against running this configuration; empty when it is legal.
+
+    Args:
+        config: the configuration; values that stand for something unusable are passed over.
+        world_size: the number of ranks where a launcher has fixed it, None where it follows from the degrees.
+    """
+    found = list(out_of_range(config))
+    usable = replace_values(config, {violation.key.partition("[")[0]: UNUSABLE for violation in found})
+    for rule in RULES:
+        found += _ask(rule, usable, world_size)
+    return sorted(found, key=lambda violation: ORDER.get(violation.key.partition("[")[0], len(ORDER)))
+
+
+def require_legal(config: TrainConfig, world_size: int | None = None) -> None:
+    """Nothing for a legal configuration.
+
+    Raises:
+        ConfigError: every violation, a line each.
+    """
+    if found := violations(config, world_size):
+        raise ConfigError.of(found)
+
+
+def out_of_range(config: TrainConfig) -> Iterator[Violation]:
+    """A violation for each number outside the range that its field states."""
+    for key in keys(TrainConfig):
+        yield from _range_violations(key.name, key, value_of(config, key.name))
+    groups = config.optim.groups
+    for at, group in enumerate(groups if groups is not UNUSABLE else ()):
+        for key in keys(OptimGroup):
+            yield from _range_violations(f"optim.groups[{at}].{key.name}", key, value_of(group, key.name))
+
+
+def _range_violations(name: str, key: Key, value: Any) -> Iterator[Violation]:
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, float) and not math.isfinite(item):
+            yield Violation(name, value, "must be a finite number")
+        elif item is UNUSABLE or item is None or isinstance(item, str):
+            continue
+        elif not all(COMPARISONS[bound][1](item, limit) for bound, limit in key.bounds.items()):
+            words = " and ".join(f"{COMPARISONS[bound][0]} {limit}" for bound, limit in key.bounds.items())
+            each = "each " if isinstance(value, list) else ""
+            yield Violation(name, value, f"{each}must be {words}", _nearest(key, item))
+            return
+
+
+def _nearest(key: Key, value: float) -> tuple[Any, ...]:
+    """The bound that was passed, where that is itself legal."""
+    for bound, limit in key.bounds.items():
+        if bound in ("least", "most") and not COMPARISONS[bound][1](value, limit):
+            return (f"{limit} or more" if bound == "least" else f"{limit} or less",)
+    return ()
+
+
+def _ask(rule: Rule, config: TrainConfig, world_size: int | None) -> list[Violation]:
+    found = []
+    try:
+        for violation in rule(config, world_size):
+            found.append(violation)
+    except UnusableError:
+        pass  # what the rule found so far stands; of the rest nothing can be said
+    return found
+
+
+ORDER = {key.name: at for at, key in enumerate(keys(TrainConfig))}
+"""Where each key stands in the schema; violations are reported in this order."""
