@@ -29,7 +29,6 @@ from megastack.errors import ConfigError
 from megastack.gradients.layout import Entry, Kind, Named, Plan, plan_buckets
 from megastack.gradients.reduction import Reduction, reduction_of, tied_groups
 from megastack.mesh.mesh import Mesh
-from megastack.mesh.shape import Axis
 from megastack.optim.groups import OptimGroup
 from megastack.placement.module import placements_of
 from megastack.placement.placement import Placement
@@ -114,7 +113,6 @@ class GradientBuckets:
         if zero != 0:
             raise ConfigError(f"parallel.zero.stage={zero}: not available yet; use 0")
         self.mesh = mesh
-        mesh[Axis.PP, Axis.TP]  # the norm's ranks: opened here, where all ranks are, rather than in the first step
         named = _trained(modules)
         if tied is None:
             tied = tied_groups([(name, parameter) for name, parameter, _ in named], mesh)

@@ -18,6 +18,7 @@ A parameter is tied when the same global name, with the same shape, lives on sev
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,18 +92,37 @@ def tied_groups(parameters: Sequence[tuple[str, torch.Tensor]], mesh: Mesh) -> d
     Args:
         parameters: this rank's parameters by global name.
         mesh: the mesh.
+
+    Raises:
+        PlacementError: on every rank, when two parameters are tied over unlike sets of stages that overlap.
     """
     stages = mesh[Axis.PP]
     if stages.size == 1:
         return {}
     names = {_fingerprint(name, tuple(parameter.shape)): name for name, parameter in parameters}
     everywhere = _gather_numbers(sorted(names), mesh)
-    groups = {}
-    for number, name in sorted(names.items(), key=lambda item: item[1]):
-        holders = [coordinate for coordinate, held in enumerate(everywhere) if number in held]
-        if len(holders) > 1:
-            groups[name] = mesh.subgroup(Axis.PP, holders)
-    return groups
+    holders = {
+        number: tuple(at for at, held in enumerate(everywhere) if number in held) for number in set().union(*everywhere)
+    }
+    _refuse_overlap({stages for stages in holders.values() if len(stages) > 1}, names, holders)
+    return {
+        name: mesh.subgroup(Axis.PP, holders[number])
+        for number, name in sorted(names.items(), key=lambda item: item[1])
+        if len(holders[number]) > 1
+    }
+
+
+def _refuse_overlap(
+    sets: set[tuple[int, ...]], names: Mapping[int, str], holders: Mapping[int, tuple[int, ...]]
+) -> None:
+    """Unlike sets of stages that overlap would open their groups in unlike numbers on each rank, and wait for ever."""
+    for one, other in itertools.combinations(sorted(sets), 2):
+        if set(one) & set(other):
+            tied = [name for number, name in names.items() if holders[number] in (one, other)]
+            raise PlacementError(
+                f"tied parameters ({', '.join(sorted(tied))} here): one lives on the pipeline ranks {one}, another on "
+                f"{other}; parameters must be tied over the same pipeline ranks, or over ranks that do not overlap"
+            )
 
 
 def _gather_numbers(numbers: Sequence[int], mesh: Mesh) -> list[set[int]]:

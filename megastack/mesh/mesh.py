@@ -1,7 +1,7 @@
 """A live mesh: a shape, this rank's place on it, and the process groups along its axes.
 
-A mesh is a value that is passed; two can live in one process. Groups come from torch's ``DeviceMesh``, so that FSDP2 and
-distributed checkpoints use the same objects; axes of size 1 exist and communicate nothing.
+A mesh is a value that is passed; two can live in one process. Groups come from torch's ``DeviceMesh``, so that FSDP2
+and distributed checkpoints use the same objects; axes of size 1 exist and communicate nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from megastack.comm.ledger import Ledger
 from megastack.errors import MeshError
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinates
 
+_FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
+"""The fused groups that training needs, opened with the mesh. torch names a new group by its ranks *and* the number of
+groups its maker holds, so members that hold unlike numbers wait for each other for ever; a subgroup of a tied parameter
+makes them unlike between stages. Therefore these come first."""
+
 
 class Mesh:
     """This rank's view of a grid of ranks.
@@ -35,6 +40,8 @@ class Mesh:
         self.ledger = Ledger()
         self.coordinates = shape.coordinates(rank)
         self._groups: dict[tuple[object, ...], AxisGroup] = {}
+        for axes in _FUSED if device_mesh is not None else ():
+            self[axes]
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> Mesh:

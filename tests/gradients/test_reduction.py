@@ -41,16 +41,25 @@ def test_the_ranks_of_each_sum_and_who_counts() -> None:
         }
 
 
-def shared_names() -> dict[str, tuple[int, ...]]:
+def shared_names(held: dict[int, tuple[str, ...]]) -> dict[str, tuple[int, ...]] | str:
     mesh = Mesh.from_environment(MeshShape(pp=4))
-    held = {0: ("a", "b"), 1: ("c",), 2: (), 3: ("b", "a", "c")}[mesh.rank]
     shape = (3,) if mesh.rank < 3 else (3, 1)
-    parameters = [(name, torch.zeros(shape if name == "b" else (2,))) for name in held]
-    return {name: group.ranks for name, group in tied_groups(parameters, mesh).items()}
+    parameters = [(name, torch.zeros(shape if name == "b" else (2,))) for name in held[mesh.rank]]
+    try:
+        return {name: group.ranks for name, group in tied_groups(parameters, mesh).items()}
+    except PlacementError as error:
+        return str(error)
 
 
 def test_tied_parameters_are_found_by_their_common_name_and_shape() -> None:
-    assert run_ranks(shared_names, 4) == [{"a": (0, 3)}, {"c": (1, 3)}, {}, {"a": (0, 3), "c": (1, 3)}]
+    held = {0: ("a", "b"), 1: ("c",), 2: ("d", "c"), 3: ("b", "a")}
+    assert run_ranks(shared_names, 4, held) == [{"a": (0, 3)}, {"c": (1, 2)}, {"c": (1, 2)}, {"a": (0, 3)}]
+
+
+def test_sets_of_stages_that_overlap_are_refused_on_every_rank() -> None:
+    held = {0: ("a",), 1: ("c",), 2: (), 3: ("a", "c")}
+    for message in run_ranks(shared_names, 4, held):
+        assert "(0, 3)" in message and "(1, 3)" in message
 
 
 def expert_axis() -> str:
