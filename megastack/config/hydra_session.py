@@ -53,8 +53,8 @@ class Layer:
 class Session:
     """Composes from one set of folders; made by :func:`session`."""
 
-    def __init__(self, loader: ConfigLoader) -> None:
-        self._loader = loader
+    def __init__(self, loader: ConfigLoader, *, has_own_files: bool) -> None:
+        self._loader, self.has_own_files = loader, has_own_files
 
     def groups(self) -> list[str]:
         """The config groups: ``model``, ``parallel``, …"""
@@ -130,4 +130,4 @@ def session(config_dir: str | Path | None = None) -> Iterator[Session]:
             search = loader.get_search_path()
             search.prepend(provider="--config-dir", path=f"file://{own}", anchor="main")
             loader.repository.initialize_sources(search)  # type: ignore[attr-defined]
-        yield Session(loader)
+        yield Session(loader, has_own_files=config_dir is not None)

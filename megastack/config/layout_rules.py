@@ -11,6 +11,7 @@ from megastack.config.schema import ModelOptions, TrainConfig
 from megastack.errors import Violation
 from megastack.layers.rules import SplitSizes, divisors, head_violations, split_violations
 from megastack.mesh.shape import MeshShape
+from megastack.pipeline.schedules.registry import schedule_violations
 
 
 def data_parallel_degree(config: TrainConfig, world_size: int | None = None) -> int:
@@ -139,4 +140,18 @@ def batch_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violatio
         yield Violation("batch.global_size", batch.global_size, rule, legal)
 
 
-LAYOUT_RULES = (world_fits, nodes_fit, tensor_parallel_fits, heads_fit, layers_fit, batch_fits)
+def schedule_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """The schedule exists and runs with these sizes and options; its file is not read."""
+    schedule, batch = config.schedule, config.batch
+    microbatches = batch.global_size // (batch.micro_size * data_parallel_degree(config, world_size))
+    yield from schedule_violations(
+        schedule.name,
+        config.parallel.pp,
+        schedule.chunks,
+        max(1, microbatches),  # a batch that holds no microbatch is reported by its own rule
+        round=schedule.round,
+        path=schedule.path,
+    )
+
+
+LAYOUT_RULES = (world_fits, nodes_fit, tensor_parallel_fits, heads_fit, layers_fit, batch_fits, schedule_fits)
