@@ -100,8 +100,8 @@ def _op(text: str) -> Op:
         raise ScheduleError(f"{text!r} is not an op; use one of {', '.join(Op)}") from None
 
 
-# Packed form: | joined: 1 | op: 5 | stage: 24 | microbatch + 1: 24 |. A unit of several parts is stored as its parts, each
-# but the last with `joined` set.
+# Packed form: | joined: 1 | op: 5 | stage: 24 | microbatch + 1: 24 |. A unit of several parts is stored as its parts,
+# each but the last with `joined` set.
 OP_SHIFT, STAGE_SHIFT = 48, 24
 JOINED = 1 << 53
 STAGE = 1 << STAGE_SHIFT  # add it to a code to get the same action of the next stage

@@ -19,7 +19,7 @@ def peak_chunks(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, .
     """
     if not schedule.backward:
         return (0.0,) * schedule.pp
-    change = {op: 0.0 for op in Op} | {Op.F: 1.0, Op.B: -1.0, Op.I: weight_share - 1.0, Op.W: -weight_share}
+    change = dict.fromkeys(Op, 0.0) | {Op.F: 1.0, Op.B: -1.0, Op.I: weight_share - 1.0, Op.W: -weight_share}
     by_bits = {code(op) >> OP_SHIFT: amount for op, amount in change.items()}
     peaks = []
     for rank in range(schedule.pp):

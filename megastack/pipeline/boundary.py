@@ -1,7 +1,7 @@
-"""What crosses a boundary between two stages: which message carries the output of a computation, and between which ranks.
+"""What crosses a boundary between two stages: which message carries a computation's output, between which ranks.
 
-A forward's output goes to the next stage, an input gradient to the previous one. Where both stages sit on one rank there
-is no message. Everything here is on packed actions (see ``action``).
+A forward's output goes to the next stage, an input gradient to the previous one. Where both stages sit on one rank
+there is no message. Everything here is on packed actions (see ``action``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _op_bits(packed: int) -> int:
 def value(packed: int) -> int | None:
     """The key of what a computation makes for its neighbour: its own code, with I counted as B; None for W."""
     bits = _op_bits(packed)
-    if bits == _F or bits == _B:
+    if bits in (_F, _B):
         return packed
     return packed - _I + _B if bits == _I else None
 
@@ -42,7 +42,7 @@ def wanted(schedule: Schedule, packed: int) -> int | None:
     bits = _op_bits(packed)
     if bits == _F:
         return packed - STAGE if stage_of(packed) else None
-    if bits == _B or bits == _I:
+    if bits in (_B, _I):
         return packed - bits + _B + STAGE if stage_of(packed) + 1 < schedule.stages else None
     return None
 

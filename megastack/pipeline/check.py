@@ -1,9 +1,10 @@
 """Prove that a schedule is complete, in order and cannot hang, before anything runs it.
 
-In turn: every (stage, microbatch) has its F once and its B, or its I and W, once, each on the stage's rank and behind what
-it needs; sends match receives in first-in-first-out order; ranks make progress when sends are posted and never block and
-receives are waited for at first use; and also when neighbouring messages of a rank run as one unit (``messages``). The
-first fault raises a ScheduleError that shows the rank by step grid with the offending action marked.
+In turn: every (stage, microbatch) has its F once and its B, or its I and W, once, each on the stage's rank and behind
+what it needs; sends match receives in first-in-first-out order; ranks make progress when sends are posted and never
+block and receives are waited for at first use; and also when neighbouring messages of a rank run as one unit
+(``messages``). The first fault raises a ScheduleError that shows the rank by step grid with the offending action
+marked.
 """
 
 from __future__ import annotations

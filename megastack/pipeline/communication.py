@@ -1,14 +1,14 @@
 """The pass that adds sends and receives to a schedule of computations.
 
-There is one first-in-first-out channel for each (source, destination) pair of ranks, forwards and backwards alike, with no
-tags: the k-th send of a pair is matched by its k-th receive. A send is posted and blocks nothing; a receive is posted and
-waited for at its first use. A boundary between two stages of one rank is neither sent nor received.
+There is one first-in-first-out channel for each (source, destination) pair of ranks, forwards and backwards alike,
+with no tags: the k-th send of a pair is matched by its k-th receive. A send is posted and blocks nothing; a receive
+is posted and waited for at its first use. A boundary between two stages of one rank is neither sent nor received.
 
-The pass times the computations with equal costs and puts all messages of the pipeline in the one order in which they are
-sent there. A send stands right behind the computation that makes its value. Its receive stands before the computation
-that the other rank would be running at that moment, so it is posted early and the value travels under computation. Since
-every rank names its messages in the same global order, no ring of ranks can wait for each other, even on a transport that
-blocks until both sides are there, or that runs neighbouring messages as one unit (NCCL).
+The pass times the computations with equal costs and puts all messages of the pipeline in the one order in which they
+are sent there. A send stands right behind the computation that makes its value. Its receive stands before the
+computation that the other rank would be running at that moment, so it is posted early and the value travels under
+computation. Since every rank names its messages in the same global order, no ring of ranks can wait for each other,
+even on a transport that blocks until both sides are there, or that runs neighbouring messages as one unit (NCCL).
 """
 
 from __future__ import annotations

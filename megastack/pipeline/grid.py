@@ -27,7 +27,7 @@ def grid(
         waiting: rank -> step of further actions, marked as ``?2B0?``. A step past a list's end is shown as ``(end)``.
     """
     rank, step = offending or (0, 0)
-    marks = {place: "?{}?" for place in (waiting or {}).items()} | ({offending: ">{}<"} if offending else {})
+    marks = dict.fromkeys((waiting or {}).items(), "?{}?") | ({offending: ">{}<"} if offending else {})
     steps = _window(step, 1 + max([len(row) - 1 for row in rows] + [at for _, at in marks]), _STEPS_SHOWN)
     shown = _window(rank, len(rows), _RANKS_SHOWN)
     table = [["step", *map(str, steps)]]

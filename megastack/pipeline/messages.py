@@ -1,9 +1,10 @@
 """The part of `check` that is about sends and receives.
 
 Two models of a transport. *Posted* (gloo, and any that matches in the background): a send never blocks, a receive is
-waited for at its first use; static order and `run_order` decide it. *Batched* (NCCL): the neighbouring messages of a rank
-form one unit; units of a rank follow one another; a unit is done once both sides of each of its messages have started
-the units that hold them. `with_communication` satisfies both; lists from elsewhere may satisfy only the first.
+waited for at its first use; static order and `run_order` decide it. *Batched* (NCCL): the neighbouring messages of a
+rank form one unit; units of a rank follow one another; a unit is done once both sides of each of its messages have
+started the units that hold them. `with_communication` satisfies both; lists from elsewhere may satisfy only the
+first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether lists of steps that wait for one another can all be run, and in which order.
 
-The one engine behind `simulate` and `check`. A list is run from its front; a step needs some keys and gives others. What
-the keys mean is the caller's business: values of computations, posted messages, started groups of messages.
+The one engine behind `simulate` and `check`. A list is run from its front; a step needs some keys and gives others.
+What the keys mean is the caller's business: values of computations, posted messages, started groups of messages.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Schedule:
         """Read a CSV file, one line a rank; empty cells (torch's idle steps) are dropped.
 
         Raises:
-            ScheduleError: when the file is missing or empty, or a cell is no action (the message names line and column).
+            ScheduleError: when the file is missing or empty, or a cell is no action (named by line and column).
         """
         try:
             with open(path, newline="", encoding="utf-8") as file:

@@ -1,8 +1,8 @@
 """Time a schedule: when each action would run, given durations and link latencies.
 
-An event simulation of the runtime's semantics: a rank runs its list in order, a computation starts when its rank is free
-and its input has arrived, a send takes no compute time, a message arrives `p2p` after it was sent. There is no contention
-between messages. Both bubbles are shares of time that the busiest rank does not compute:
+An event simulation of the runtime's semantics: a rank runs its list in order, a computation starts when its rank is
+free and its input has arrived, a send takes no compute time, a message arrives `p2p` after it was sent. There is no
+contention between messages. Both bubbles are shares of time that the busiest rank does not compute:
 
 - `bubble`: of the longest span of a rank, from its first start to its last end; what closed forms speak of.
 - `step_bubble`: of the whole step, from the first start of any rank to the last end of any.

@@ -7,7 +7,7 @@ near-equal size, larger first, which runs for every M.
 
 from __future__ import annotations
 
-from megastack.errors import ScheduleError
+from megastack.errors import Violation
 from megastack.pipeline.action import Action, Op
 
 
@@ -17,9 +17,6 @@ def interleaved(pp: int, chunks: int, microbatches: int, *, round: int | None = 
     Args:
         pp, chunks, microbatches: p, v and M.
         round: microbatches of a round, exactly (the last round takes what is left); default the rounds above.
-
-    Raises:
-        ScheduleError: when `round` leaves a round of fewer than min(p, M) microbatches.
     """
     return [_rank(pp, rank, chunks, rounds(pp, microbatches, round)) for rank in range(pp)]
 
@@ -44,30 +41,27 @@ def passes(op: Op, stages: list[int], sizes: list[int]) -> list[Action]:
 
 
 def rounds(pp: int, microbatches: int, round: int | None = None) -> list[int]:
-    """Sizes of the rounds: near-equal and at least min(p, M), or `round` each.
+    """Sizes of the rounds: near-equal and at least min(p, M), or `round` each."""
+    if round is not None:
+        full, rest = divmod(microbatches, round)
+        return [round] * full + [rest] * bool(rest)
+    count = max(1, microbatches // pp)
+    size, larger = divmod(microbatches, count)
+    return [size + 1] * larger + [size] * (count - larger)
 
-    Raises:
-        ScheduleError: when `round` leaves a round of fewer than min(p, M). Its first microbatch would reach the next
-            chunk before the round has left the last rank, so ranks stall, and most such schedules never finish.
+
+def violations(pp: int, chunks: int, microbatches: int, *, round: int | None = None) -> list[Violation]:
+    """What stands against these sizes: a round of fewer than min(p, M), the last one included.
+
+    Its first microbatch would come back to the next chunk before the round has filled the pipeline: ranks stall, and
+    most such schedules never finish.
     """
     least = min(pp, microbatches)
-    if round is None:
-        count = max(1, microbatches // pp)
-        size, larger = divmod(microbatches, count)
-        return [size + 1] * larger + [size] * (count - larger)
-    full, rest = divmod(microbatches, max(1, round))
-    if round < least or 0 < rest < least:
-        legal = [size for size in range(least, microbatches + 1) if not 0 < microbatches % size < least]
-        raise ScheduleError(
-            f"schedule.round={round}: each round of the {microbatches} microbatches, the last one too, must have at "
-            f"least {least}; use null, {_words(legal)}"
-        )
-    return [round] * full + [rest] * bool(rest)
-
-
-def _words(sizes: list[int]) -> str:
-    shown = [*map(str, sizes[:8]), *(["…", str(sizes[-1])] if len(sizes) > 8 else [])]
-    return " or ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    if round is None or (round >= least and not 0 < microbatches % round < least):
+        return []
+    rule = f"each round of the {microbatches} microbatches, the last one too, must have at least {least}"
+    legal = [size for size in range(least, microbatches + 1) if not 0 < microbatches % size < least]
+    return [Violation("schedule.round", round, rule, (None, *legal[:8]))]
 
 
 def warm_up(pp: int, rank: int, chunks: int, sizes: list[int]) -> int:

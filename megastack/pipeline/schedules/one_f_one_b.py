@@ -5,18 +5,12 @@ The bubble of GPipe with at most p - r microbatches alive on rank r, whatever M 
 
 from __future__ import annotations
 
-from megastack.errors import ScheduleError
+from megastack.errors import Violation
 from megastack.pipeline.action import Action, Op
 
 
 def one_f_one_b(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    """The actions of each rank; stage r is rank r.
-
-    Raises:
-        ScheduleError: when a rank is given more than one chunk.
-    """
-    if chunks != 1:
-        raise ScheduleError(f"schedule.chunks={chunks}: 1f1b runs one stage a rank; use 1, or schedule.name=interleaved")
+    """The actions of each rank; stage r is rank r."""
     return [_rank(rank, warm_up(pp, rank, microbatches), microbatches) for rank in range(pp)]
 
 
@@ -35,3 +29,10 @@ def warm_up(pp: int, rank: int, microbatches: int) -> int:
 def peaks(pp: int, chunks: int, microbatches: int) -> list[int]:
     """The most activations alive on each rank, in chunks."""
     return [min(warm_up(pp, rank, microbatches) + 1, microbatches) for rank in range(pp)]
+
+
+def violations(pp: int, chunks: int, microbatches: int) -> list[Violation]:
+    """What stands against these sizes: more than one chunk a rank."""
+    if chunks == 1:
+        return []
+    return [Violation("schedule.chunks", chunks, "1f1b runs one stage a rank", (1, "schedule.name=interleaved"))]

@@ -1,0 +1,165 @@
+"""Schedules by name: those of megastack, a user's own, and a file of actions.
+
+A schedule is a pure function ``(pp, chunks, microbatches, *, options) -> actions of each rank``. `build_schedule` packs
+what it returns, and checks it where it is not one of ours (the tests check ours at every size). Names that are promised
+but not built are known here, so that a configuration can be told so.
+
+    @register_schedule("mine")
+    def mine(pp, chunks, microbatches, *, flavour="plain"):
+        return [[Action.parse("0F0"), Action.parse("0B0")]]
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megastack.errors import ScheduleError, Violation
+from megastack.pipeline.action import Action
+from megastack.pipeline.check import check
+from megastack.pipeline.schedule import Schedule
+from megastack.pipeline.schedules import gpipe, interleaved, one_f_one_b
+
+Rows = Sequence[Sequence[Action]]
+Generator = TypeVar("Generator", bound=Callable[..., Rows])
+
+PLANNED = ("zb_h1", "zb_h2", "zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """What a schedule's formulas say, where all stages take equally long and messages no time.
+
+    Attributes:
+        bubble: idle share of the longest rank span, whatever F and B are.
+        peaks: for each rank, the most activations alive, in microbatches of the whole rank.
+    """
+
+    bubble: float
+    peaks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A schedule's generator and what is known of it; `peaks` and `violations` take the generator's arguments."""
+
+    generate: Callable[..., Rows]
+    peaks: Callable[..., list[int]] | None = None
+    violations: Callable[..., list[Violation]] | None = None
+    proven: bool = False
+
+    def options(self) -> dict[str, bool]:
+        """Its options, and whether each must be given."""
+        parameters = inspect.signature(self.generate).parameters.values()
+        return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def custom(pp: int, chunks: int, microbatches: int, *, path: str) -> Rows:
+    """The lists of a CSV file (see ``Schedule.load``); `build_schedule` checks that they are of these sizes."""
+    return Schedule.load(path).ranks
+
+
+_KINDS: dict[str, _Kind] = {
+    "gpipe": _Kind(gpipe.gpipe, gpipe.peaks, proven=True),
+    "1f1b": _Kind(one_f_one_b.one_f_one_b, one_f_one_b.peaks, one_f_one_b.violations, proven=True),
+    "interleaved": _Kind(interleaved.interleaved, interleaved.peaks, interleaved.violations, proven=True),
+    "custom": _Kind(custom),
+}
+
+
+def register_schedule(name: str) -> Callable[[Generator], Generator]:
+    """Decorator: make ``schedule.name=<name>`` mean this function; its keyword-only arguments are its options.
+
+    Raises:
+        ScheduleError: when the name is taken by another function.
+    """
+
+    def register(generate: Generator) -> Generator:
+        if name in PLANNED or (name in _KINDS and _KINDS[name].generate is not generate):
+            raise ScheduleError(f"schedule.name={name}: is taken; use a name other than {', '.join(known_names())}")
+        _KINDS[name] = _Kind(generate)
+        return generate
+
+    return register
+
+
+def schedule_names() -> tuple[str, ...]:
+    """The names that `build_schedule` can build."""
+    return tuple(_KINDS)
+
+
+def known_names() -> tuple[str, ...]:
+    """Those, and the names that are not available yet."""
+    return (*_KINDS, *PLANNED)
+
+
+def schedule_violations(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> list[Violation]:
+    """What stands against a schedule of these sizes and options (None: not given); reads no file."""
+    if name not in _KINDS:
+        rule = "is not available yet" if name in PLANNED else "is no schedule"
+        return [Violation("schedule.name", name, rule, schedule_names())]
+    sizes = {"parallel.pp": pp, "schedule.chunks": chunks, "microbatches": microbatches}
+    found = [Violation(key, size, "must be at least 1") for key, size in sizes.items() if size < 1]
+    kind, given = _KINDS[name], _given(options)
+    takes = kind.options()
+    for key in sorted(given.keys() - takes.keys()):
+        rule = f"schedule.name={name} takes no such option"
+        found.append(Violation(f"schedule.{key}", given[key], rule, (None,)))
+    for key, required in takes.items():
+        if required and key not in given:
+            found.append(Violation(f"schedule.{key}", None, f"schedule.name={name} needs it"))
+    if not found and kind.violations:
+        found += kind.violations(pp, chunks, microbatches, **given)
+    return found
+
+
+def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> Schedule:
+    """The schedule `name` for p ranks, v chunks each and M microbatches.
+
+    Args:
+        name: one of `schedule_names()`.
+        pp, chunks, microbatches: p, v and M, each at least 1.
+        options: what the schedule takes beside them (interleaved: `round`; custom: `path`); None means not given.
+
+    Raises:
+        ScheduleError: for an unknown name, size or option, or actions that fail `check`.
+    """
+    if found := schedule_violations(name, pp, chunks, microbatches, **options):
+        raise ScheduleError("\n".join(map(str, found)))
+    kind = _KINDS[name]
+    schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)), name=name)
+    if not kind.proven:
+        _require_sizes(schedule, (pp, chunks, microbatches))
+        check(schedule)
+    return schedule
+
+
+def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> ClosedForm | None:
+    """What the formulas of a schedule say, without building it; None where it has none.
+
+    The idle time of all three is ((p-1) + (v-1)·max(0, p-M))·(F+B)/v, beside a busy time of M·(F+B).
+    """
+    if found := schedule_violations(name, pp, chunks, microbatches, **options):
+        raise ScheduleError("\n".join(map(str, found)))
+    kind = _KINDS[name]
+    if kind.peaks is None:
+        return None
+    peaks = kind.peaks(pp, chunks, microbatches, **_given(options))
+    idle = (pp - 1) + (chunks - 1) * max(0, pp - microbatches)
+    return ClosedForm(idle / (idle + microbatches * chunks), tuple(peak / chunks for peak in peaks))
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _require_sizes(schedule: Schedule, sizes: tuple[int, int, int]) -> None:
+    held = (schedule.pp, schedule.chunks, schedule.microbatches)
+    if held != sizes or schedule.stages != sizes[0] * sizes[1]:
+        words = "pp={}, chunks={}, microbatches={}".format
+        raise ScheduleError(
+            f"schedule.name={schedule.name}: its lists are for {words(*held)} and {schedule.stages} stages, "
+            f"not for {words(*sizes)}; use the sizes of the lists, or other lists"
+        )
