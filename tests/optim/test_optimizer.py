@@ -1,0 +1,210 @@
+"""The optimizer over flat buckets equals torch's own over single parameters, and skips as one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megastack.errors import ConfigError
+from megastack.gradients.buckets import GradientBuckets
+from megastack.gradients.norm import clip_gradients_, is_nonfinite
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis, MeshShape
+from megastack.optim.groups import GroupRule, assign_groups
+from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
+from megastack.placement.module import ParallelModule
+from megastack.placement.placement import Ones, Placement, Shard
+from megastack.testing.ranks import run_ranks
+
+SHAPES = {"a.weight": (3, 5), "b.weight": (7,), "norm.weight": (5,), "c.weight": (2, 2)}
+SGD = OptimizerOptions("sgd", momentum=0.9)
+ADAMW = OptimizerOptions("adamw", betas=(0.9, 0.95), eps=1e-8)
+
+
+class Bag(ParallelModule):
+    """Parameters without a layer, whose gradients are written by hand."""
+
+    def __init__(self, mesh: Mesh, dtype: torch.dtype = torch.float64, **placements: Placement) -> None:
+        super().__init__(mesh)
+        self.declared = placements
+        self.create_parameters()
+        self.to(dtype)
+
+    def placements(self) -> dict[str, Placement]:
+        return self.declared
+
+
+class Model(ParallelModule):
+    """Parameters under dotted names, as a model has them."""
+
+    def __init__(self) -> None:
+        super().__init__(Mesh.single())
+        torch.manual_seed(3)
+        for name, shape in SHAPES.items():
+            child = torch.nn.Module()
+            child.weight = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64))
+            self.add_module(name.split(".")[0], child)
+
+    def placements(self) -> dict[str, Placement]:
+        return {name: Placement(shape, decay=name != "norm.weight") for name, shape in SHAPES.items()}
+
+
+def write(buckets: GradientBuckets, step: int) -> dict[str, Tensor]:
+    """Gradients of some step, the same for every optimizer."""
+    generator = torch.Generator().manual_seed(step)
+    values = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for name, gradient in buckets.named_gradients():
+        gradient.copy_(values[name])
+    return values
+
+
+def parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def build(options: OptimizerOptions) -> tuple[Model, GradientBuckets, Optimizer]:
+    model = Model()
+    rules = [GroupRule("^c", lr_scale=0.5, weight_decay=0.3)]
+    decays = {name: placement.decay for name, placement in model.placements().items()}
+    groups = assign_groups(decays, weight_decay=0.1, no_decay=["^b"], rules=rules)
+    buckets = GradientBuckets([model], model.mesh, groups=groups)
+    return model, buckets, build_optimizer(buckets, options)
+
+
+def reference(options: OptimizerOptions) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
+    """torch's plain optimizer, one parameter at a time, with the groups written out by hand."""
+    single = {name: torch.nn.Parameter(value) for name, value in parameters(Model()).items()}
+    decay = {"a.weight": 0.1, "b.weight": 0.0, "norm.weight": 0.0, "c.weight": 0.3}
+    groups = [
+        {"params": [p], "weight_decay": decay[n], "scale": 0.5 if n[0] == "c" else 1.0} for n, p in single.items()
+    ]
+    if options.name == "sgd":
+        return single, torch.optim.SGD(groups, lr=0.0, momentum=options.momentum, foreach=False)
+    return single, torch.optim.AdamW(groups, lr=0.0, betas=options.betas, eps=options.eps, foreach=False)
+
+
+@pytest.mark.parametrize("options", [ADAMW, SGD, OptimizerOptions("sgd")])
+def test_updates_equal_torch_on_single_parameters(options: OptimizerOptions) -> None:
+    model, buckets, optimizer = build(options)
+    single, plain = reference(options)
+    for step in range(6):
+        lr = 0.1 / (step + 1)
+        for name, value in write(buckets, step).items():
+            single[name].grad = value
+        for group in plain.param_groups:
+            group["lr"] = lr * group["scale"]
+        plain.step()
+        optimizer.step(lr)
+        for name, value in parameters(model).items():
+            torch.testing.assert_close(value, single[name].detach(), rtol=1e-13, atol=1e-14)
+    for kind, views in optimizer.moments().items():
+        for name, view in views.items():
+            torch.testing.assert_close(view, plain.state[single[name]][kind], rtol=1e-13, atol=1e-15)
+    assert optimizer.steps.item() == 6
+
+
+@pytest.mark.parametrize("options", [ADAMW, SGD])
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_a_skipped_step_leaves_no_trace(options: OptimizerOptions, skipped: int) -> None:
+    model, buckets, optimizer = build(options)
+    other, other_buckets, straight = build(options)
+    for step in range(4):
+        write(buckets, step)
+        if step == skipped:
+            buckets.buckets[0].gradients[0] = math.nan
+        else:
+            write(other_buckets, step)
+            straight.step(0.1)
+        optimizer.step(0.1, found_inf=is_nonfinite(clip_gradients_(buckets, None, model.mesh)))
+    assert all(torch.equal(value, parameters(other)[name]) for name, value in parameters(model).items())
+    for kind, views in optimizer.moments().items():
+        assert all(torch.equal(view, straight.moments()[kind][name]) for name, view in views.items())
+    assert optimizer.steps.item() == straight.steps.item() == 3
+
+
+@pytest.mark.parametrize("options", [ADAMW, SGD])
+def test_moments_and_count_move_to_another_optimizer_by_name(options: OptimizerOptions) -> None:
+    model, buckets, optimizer = build(options)
+    for step in range(3):
+        write(buckets, step)
+        optimizer.step(0.1)
+    other = Model()
+    other.load_state_dict(model.state_dict())
+    decays = {name: placement.decay for name, placement in other.placements().items()}
+    groups = assign_groups(decays, weight_decay=0.1, no_decay=["^b"], rules=[GroupRule("^c", 0.5, 0.3)])
+    small = GradientBuckets([other], other.mesh, groups=groups, bucket_bytes=1)
+    resumed = build_optimizer(small, options)
+    for kind, views in resumed.moments().items():
+        for name, view in views.items():
+            view.copy_(optimizer.moments()[kind][name])
+    resumed.load_steps(int(optimizer.steps))
+    for each, kept in ((optimizer, buckets), (resumed, small)):
+        write(kept, 3)
+        each.step(0.05)
+    assert all(torch.equal(value, parameters(other)[name]) for name, value in parameters(model).items())
+
+
+def test_moments_are_shaped_and_named_as_the_parameters() -> None:
+    for options, kinds in (
+        (ADAMW, {"exp_avg", "exp_avg_sq"}),
+        (SGD, {"momentum_buffer"}),
+        (OptimizerOptions("sgd"), set()),
+    ):
+        moments = build(options)[2].moments()
+        assert set(moments) == kinds
+        for views in moments.values():
+            assert {name: tuple(view.shape) for name, view in views.items()} == SHAPES
+
+
+def test_without_groups_decay_follows_the_placement() -> None:
+    model = Model()
+    before = parameters(model)
+    buckets = GradientBuckets([model], model.mesh)
+    build_optimizer(buckets, OptimizerOptions("sgd", weight_decay=0.5)).step(1.0)
+    moved = {name for name, value in parameters(model).items() if not torch.equal(value, before[name])}
+    assert moved == set(SHAPES) - {"norm.weight"}
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optim.name=adam: .* use adamw or sgd"):
+        build_optimizer(GradientBuckets([], Mesh.single()), OptimizerOptions("adam"))
+
+
+def test_a_rank_without_parameters_counts_steps() -> None:
+    optimizer = build_optimizer(GradientBuckets([], Mesh.single()), ADAMW)
+    optimizer.step(0.1)
+    optimizer.step(0.1, found_inf=torch.ones(()))
+    assert optimizer.steps.item() == 1 and optimizer.moments() == {}
+
+
+def nan_on_one_rank(inject: bool) -> tuple[list[float], int, list[float]]:
+    """Three steps on dp 2 × tp 2; before the reduction of the second, rank 3 holds a NaN in a whole parameter."""
+    mesh = Mesh.from_environment(MeshShape(dp=2, tp=2))
+    bag = Bag(mesh, whole=Placement((4,), init=Ones()), cut=Placement((4,), {Axis.TP: Shard(0)}, init=Ones()))
+    buckets = GradientBuckets([bag], mesh)
+    optimizer = build_optimizer(buckets, ADAMW)
+    skips = []
+    for step in range(3):
+        if step == 1 and not inject:
+            continue
+        for name, gradient in buckets.named_gradients():
+            gradient.fill_(0.1 * (step + 1) + (name == "cut") * mesh.coordinates[Axis.TP])
+        if step == 1 and mesh.rank == 3:
+            dict(buckets.named_gradients())["whole"][0] = math.nan
+        buckets.finish()
+        found_inf = is_nonfinite(clip_gradients_(buckets, 1.0, mesh))
+        optimizer.step(0.1, found_inf=found_inf)
+        skips.append(found_inf.item())
+        buckets.zero_()
+    values = torch.cat([parameter.detach() for parameter in bag.parameters()]).tolist()
+    return values, int(optimizer.steps), skips
+
+
+def test_a_nan_on_one_rank_makes_all_ranks_skip_that_step_alone() -> None:
+    poisoned = run_ranks(nan_on_one_rank, 4, True)
+    clean = run_ranks(nan_on_one_rank, 4, False)
+    assert [values for values, _, _ in poisoned] == [values for values, _, _ in clean]
+    assert {(steps, *skips) for _, steps, skips in poisoned} == {(2, 0.0, 1.0, 0.0)}
