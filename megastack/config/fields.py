@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -18,6 +18,14 @@ from typing import Any
 
 REQUIRED = "???"
 """How a value that has to be given is written, in YAML and in the reference."""
+
+COMPARISONS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
+    "least": ("at least", lambda value, bound: value >= bound),
+    "above": ("above", lambda value, bound: value > bound),
+    "most": ("at most", lambda value, bound: value <= bound),
+    "below": ("below", lambda value, bound: value < bound),
+}
+"""Each kind of bound in words, and whether a value keeps it."""
 
 
 def option(default: Any, doc: str, **bounds: float) -> Any:
@@ -116,3 +124,8 @@ def describe_type(kind: Any) -> str:
     else:
         text = str(bare.__name__)
     return f"{text} or null" if nullable else text
+
+
+def describe_bounds(bounds: Mapping[str, float]) -> str:
+    """A range in words: ``at least 0 and below 1``; empty where there is none."""
+    return " and ".join(f"{COMPARISONS[bound][0]} {limit}" for bound, limit in bounds.items())

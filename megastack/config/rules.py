@@ -14,7 +14,7 @@ from typing import Any
 
 from megastack.config.availability import not_available
 from megastack.config.convert import UNUSABLE, UnusableError, replace_values, value_of
-from megastack.config.fields import Key, keys
+from megastack.config.fields import COMPARISONS, Key, describe_bounds, keys
 from megastack.config.layout_rules import LAYOUT_RULES
 from megastack.config.schema import OptimGroup, TrainConfig
 from megastack.config.value_rules import VALUE_RULES
@@ -24,13 +24,6 @@ from megastack.errors import Violation as Violation
 Rule = Callable[[TrainConfig, int | None], Iterator[Violation]]
 
 RULES: Sequence[Rule] = (not_available, *LAYOUT_RULES, *VALUE_RULES)
-
-COMPARISONS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
-    "least": ("at least", lambda value, bound: value >= bound),
-    "above": ("above", lambda value, bound: value > bound),
-    "most": ("at most", lambda value, bound: value <= bound),
-    "below": ("below", lambda value, bound: value < bound),
-}
 
 
 def violations(config: TrainConfig, world_size: int | None = None) -> list[Violation]:
@@ -74,9 +67,8 @@ def _range_violations(name: str, key: Key, value: Any) -> Iterator[Violation]:
         elif item is UNUSABLE or item is None or isinstance(item, str):
             continue
         elif not all(COMPARISONS[bound][1](item, limit) for bound, limit in key.bounds.items()):
-            words = " and ".join(f"{COMPARISONS[bound][0]} {limit}" for bound, limit in key.bounds.items())
             each = "each " if isinstance(value, list) else ""
-            yield Violation(name, value, f"{each}must be {words}", _nearest(key, item))
+            yield Violation(name, value, f"{each}must be {describe_bounds(key.bounds)}", _nearest(key, item))
             return
 
 
