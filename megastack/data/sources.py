@@ -56,7 +56,7 @@ def cut(text: bytes, limit: int = DOCUMENT_BYTES) -> Iterator[bytes]:
 def _cut_point(text: bytes, start: int, stop: int) -> int:
     for mark in _CUTS:
         found = text.rfind(mark, start, stop)
-        if found > start:
+        if found >= start:
             return found + len(mark)
     end = stop
     while end > start and text[end] & 0xC0 == 0x80:  # a continuation byte: the character began further left

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.batch import IGNORED_LABEL, Microbatch
@@ -36,6 +36,7 @@ def consumed(step: int, dp_size: int, micro_size: int = 1) -> list[int]:
     return [int(sample) for _, sample in sorted(pairs)]
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 50), st.sampled_from([(1, 1), (2, 1), (4, 2), (8, 1), (1, 8), (2, 2)]))
 def test_a_step_consumes_the_same_samples_on_every_layout(step: int, layout: tuple[int, int]) -> None:
     dp_size, micro_size = layout
@@ -59,6 +60,11 @@ def test_rows_are_the_samples_that_the_order_names() -> None:
     assert batch.positions_BS.tolist() == rows.positions_BS.tolist()
     assert batch.documents_BS is not None and rows.documents_BS is not None
     assert batch.documents_BS.tolist() == rows.documents_BS.tolist()
+
+
+def test_the_seed_decides_the_order() -> None:
+    orders = [loader(seed=seed).sample_numbers(0).tolist() for seed in (0, 1, 1)]
+    assert orders[0] != orders[1] == orders[2]
 
 
 def same(first: list[Microbatch], second: list[Microbatch]) -> bool:

@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 from megastack.data.order import SampleOrder
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 3))
 def test_each_epoch_holds_every_sample_once(count: int, seed: int, epoch: int) -> None:
     entries = np.arange(epoch * count, (epoch + 1) * count)
     assert sorted(SampleOrder(count, seed).many(entries)) == list(range(count))
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 30), st.lists(st.integers(0, 200), min_size=1, max_size=20))
-@settings(max_examples=50)
 def test_an_entry_does_not_depend_on_what_was_asked_before_or_with_it(count: int, entries: list[int]) -> None:
     order = SampleOrder(count, 3)
     together = order.many(np.array(entries)).tolist()

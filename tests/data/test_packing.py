@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.batch import IGNORED_LABEL
@@ -22,6 +22,7 @@ def all_rows(samples: PackedSamples | SingleSamples) -> Rows:
     return samples.rows(np.arange(len(samples)))
 
 
+@settings(deadline=None, max_examples=60)
 @given(corpora, st.integers(1, 7), st.booleans())
 def test_packed_samples_equal_a_walk_over_the_tokens(documents: list[list[int]], size: int, mask: bool) -> None:
     flat = [(token, d) for d, document in enumerate(documents) for token in document]
@@ -44,6 +45,7 @@ def test_packed_samples_equal_a_walk_over_the_tokens(documents: list[list[int]],
             assert rows.documents_BS[i].tolist() == [d - of_document[0] for d in of_document]
 
 
+@settings(deadline=None, max_examples=60)
 @given(corpora, st.integers(1, 7))
 def test_every_token_is_a_label_once_but_for_the_unused_end(documents: list[list[int]], size: int) -> None:
     samples = PackedSamples(stream(documents), size, document_mask=False)
@@ -56,6 +58,7 @@ def test_every_token_is_a_label_once_but_for_the_unused_end(documents: list[list
         assert used == 0
 
 
+@settings(deadline=None, max_examples=60)
 @given(corpora, st.integers(1, 7))
 def test_single_samples_hold_one_document_each_and_predict_all_of_it(documents: list[list[int]], size: int) -> None:
     samples = SingleSamples(stream(documents), size)

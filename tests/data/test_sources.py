@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.data.sources import DOCUMENT_BYTES, cut, read_documents
 from megastack.errors import DataError
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.text(alphabet="aé€𝄞 \n\r", max_size=300), st.integers(4, 40))
 def test_cut_loses_nothing_and_keeps_characters_whole(text: str, limit: int) -> None:
     pieces = list(cut(text.encode(), limit))
@@ -25,6 +26,7 @@ def test_cut_prefers_paragraph_then_line_then_space() -> None:
     assert list(cut(b"aa\n\nbb\n\ncc", 9)) == [b"aa\n\nbb\n\n", b"cc"]
     assert list(cut(b"aaa bbb ccc", 9)) == [b"aaa bbb ", b"ccc"]
     assert list(cut(b"abcdefgh", 5)) == [b"abcde", b"fgh"]
+    assert list(cut(b"\n\nabcdefgh", 6)) == [b"\n\n", b"abcdef", b"gh"]
     assert list(cut(b"aa\r\n\r\nbb\r\ncc", 10)) == [b"aa\r\n\r\n", b"bb\r\ncc"]
 
 

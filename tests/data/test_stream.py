@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.data.split import held_out
@@ -29,6 +29,7 @@ def test_ids_outside_are_refused_when_written(bad: int) -> None:
         stream_of([np.array([36, 0]), np.array([1, bad])], 37)
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=8))
 def test_a_stream_is_its_documents_back_to_back(documents: list[list[int]]) -> None:
     stream = stream_of([np.array(document, dtype=np.int64) for document in documents], 10)

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.data.tokenizers import ByteTokenizer, check_vocab, least_vocab, load_tokenizer
 from megastack.errors import DataError
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.text(max_size=50))
 def test_bytes_go_there_and_back_and_never_hit_the_end(text: str) -> None:
     tokenizer = ByteTokenizer()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.batch import IGNORED_LABEL
@@ -29,6 +29,7 @@ def labels_of(one: ValidationBatches) -> list[int]:
     return [label for rows in labels for label in rows[rows != IGNORED_LABEL].tolist()]
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 5), st.integers(1, 3))
 def test_each_sample_is_seen_once_and_all_ranks_run_equally_long(count: int, ranks: int, rows: int, m: int) -> None:
     parts = [batches(singles(count), rank, ranks, micro_size=rows, microbatches=m) for rank in range(ranks)]
@@ -61,6 +62,7 @@ def test_a_limit_takes_samples_spread_over_the_whole_split() -> None:
     assert batches(singles(9), limit=50).samples == 9
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 50), st.integers(0, 60))
 def test_spread_numbers_are_distinct_and_within(count: int, limit: int) -> None:
     chosen = evenly_spread(count, limit).tolist()
