@@ -29,10 +29,10 @@ from megastack.data.validation import ValidationBatches
 from megastack.errors import CheckpointError
 from megastack.gradients.buckets import GradientBuckets
 from megastack.mesh.mesh import Mesh
-from megastack.mesh.shape import Axis, MeshShape
+from megastack.mesh.shape import Axis
 from megastack.models.decoder import Decoder
 from megastack.models.profile import flops_per_token
-from megastack.models.stages import StageSlice, stage_slices
+from megastack.models.stages import StageSlice, configured_schedule, stage_slices
 from megastack.observe.console import Console
 from megastack.observe.devices import peak_flops
 from megastack.observe.folder import RunFolder
@@ -42,7 +42,6 @@ from megastack.optim.lr import LearningRate
 from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
 from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
-from megastack.pipeline.schedules.registry import build_schedule
 from megastack.placement.module import initialise_
 from megastack.train.hooks import Hooks
 from megastack.train.loop import Loop, LoopOptions
@@ -52,25 +51,6 @@ from megastack.train.state import Progress
 from megastack.train.step import TrainStep
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def mesh_shape(config: TrainConfig, world_size: int | None = None) -> MeshShape:
-    """The grid of a configuration; ``parallel.dp=null`` takes what the world leaves, or 1 without a world."""
-    parallel = config.parallel
-    rest = parallel.pp * parallel.cp * parallel.tp
-    dp = parallel.dp or max(1, (world_size or rest) // rest)
-    return MeshShape(pp=parallel.pp, dp=dp, cp=parallel.cp, tp=parallel.tp, ep=parallel.ep)
-
-
-def make_schedule(config: TrainConfig, shape: MeshShape) -> Schedule:
-    """The pipeline schedule of a configuration, one stage on one rank included."""
-    microbatches = config.batch.global_size // (config.batch.micro_size * shape.dp)
-    options = config.schedule
-    if options.name == "custom":
-        assert options.path is not None
-        return Schedule.load(options.path)
-    extra = {} if options.round is None else {"round": options.round}
-    return build_schedule(options.name, shape.pp, options.chunks, microbatches, **extra)
 
 
 def build_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> list[nn.Module]:
@@ -152,7 +132,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
         mesh: the ranks.
         dataset: the data of the configuration, where it was read already.
     """
-    schedule = make_schedule(config, mesh.shape)
+    schedule = configured_schedule(config, mesh.shape)
     stages = build_stages(config, mesh, schedule)
     names = {name for found in all_gather_objects(_names(stages), mesh[Axis.PP]) for name in found}
     freeze(stages, config.optim.freeze, names=names)

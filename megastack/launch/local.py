@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megastack.build import mesh_shape
+from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.launch.preflight import Prepared, prepare
 from megastack.launch.worker import work

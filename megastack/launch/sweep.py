@@ -45,7 +45,7 @@ class Job:
 
 
 def sweep_command(options: argparse.Namespace) -> int:
-    """Run a sweep from the command line; 1 if any job failed, else 75 if any was preempted, else 78 if any was refused."""
+    """Run a sweep; 1 if any job failed, else 75 if any was preempted, else 78 if any was refused, else 0."""
     if is_worker():
         raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun or srun")
     jobs = sweep_jobs(options.overrides, config_dir=options.config_dir)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megastack.build import Training, build_loop, build_training, mesh_shape
+from megastack.build import Training, build_loop, build_training
+from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.mesh.mesh import Mesh

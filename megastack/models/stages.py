@@ -1,4 +1,4 @@
-"""How the depth of a model is cut into pipeline stages; torch-free."""
+"""How a configuration cuts its model into pipeline stages and schedules them; torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megastack.config.schema import TrainConfig
+from megastack.mesh.shape import MeshShape
 from megastack.models.profile import unit_costs
+from megastack.pipeline.schedule import Schedule
+from megastack.pipeline.schedules.registry import build_schedule
 from megastack.pipeline.split import split_layers
 
 
@@ -34,3 +37,12 @@ def _balanced(config: TrainConfig, stages: int) -> list[int]:
     return split_layers(
         config.model.layers, stages, first_cost=costs.first, last_cost=costs.last, block_cost=costs.block
     )
+
+
+def configured_schedule(config: TrainConfig, shape: MeshShape) -> Schedule:
+    """The pipeline schedule of a legal configuration; one rank has a schedule of one stage."""
+    options = config.schedule
+    microbatches = config.batch.global_size // (config.batch.micro_size * shape.dp)
+    given = {"round": options.round, "path": options.path}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return build_schedule(options.name, shape.pp, options.chunks, microbatches, **chosen)

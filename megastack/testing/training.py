@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megastack.build import Training, build_training, mesh_shape
+from megastack.build import Training, build_training
+from megastack.config.layout_rules import mesh_shape
 from megastack.checkpoint.collect import model_items
 from megastack.checkpoint.dump import gather_items
 from megastack.config.compose import compose

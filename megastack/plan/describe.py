@@ -1,0 +1,158 @@
+"""A layout in words, for a terminal: the short form that opens a run and the long one of ``megastack show``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megastack.config.schema import TrainConfig
+from megastack.mesh.shape import DENSE_AXES
+from megastack.models.stages import StageSlice
+from megastack.pipeline.render import render
+from megastack.plan.layout import Layout, RankShare
+
+MOST_DRAWN = 256
+"""Actions up to which a schedule is drawn in a terminal; a picture holds more."""
+MOST_PLACES = 16
+
+
+def short(config: TrainConfig, world_size: int | None = None) -> str:
+    """Four lines: model, grid, batch, schedule."""
+    layout = Layout(config, world_size)
+    return "\n".join([_model(layout), _grid(layout), _batch(layout), _schedule_figures(layout)])
+
+
+def full(config: TrainConfig, world_size: int | None = None) -> str:
+    """Everything: the short form, the ranks, what each place along the pipeline holds, the schedule's drawing."""
+    layout = Layout(config, world_size)
+    parts = [short(config, world_size), "ranks\n" + layout.shape.table(), _places(layout)]
+    small = sum(map(len, layout.schedule.ranks)) <= MOST_DRAWN
+    parts.append(render(layout.timeline) if small else "for a drawing of the schedule: --format svg > schedule.svg")
+    return "\n\n".join(parts)
+
+
+def as_record(config: TrainConfig, world_size: int | None = None) -> dict[str, object]:
+    """The same facts as JSON."""
+    layout = Layout(config, world_size)
+    timeline = layout.timeline
+    return {
+        "world_size": layout.shape.world_size,
+        "degrees": {axis.value: layout.shape.size(axis) for axis in DENSE_AXES},
+        "parameters": layout.parameters,
+        "microbatches": layout.microbatches,
+        "bubble": timeline.bubble,
+        "step_bubble": timeline.step_bubble,
+        "stages": [
+            {"layers": list(part.layers), "embedding": part.embedding, "head": part.head} for part in layout.slices
+        ],
+        "places": [
+            {
+                "pp": share.place,
+                "parameters": share.parameters,
+                "weight_bytes": share.bytes.parameters,
+                "gradient_bytes": share.bytes.gradients,
+                "optimizer_bytes": share.bytes.optimizer,
+                "static_bytes": share.bytes.total,
+                "peak_activations": share.peak_activations,
+            }
+            for share in layout.pipeline_ranks()
+        ],
+    }
+
+
+def _model(layout: Layout) -> str:
+    model = layout.config.model
+    tied = ", tied" if model.tied else ""
+    return (
+        f"model     {model.family.value}, {human(layout.parameters)} parameters: {model.layers} layers, "
+        f"hidden {model.hidden}, heads {model.heads}/{model.kv_groups or model.heads}, ffn {model.ffn}, "
+        f"vocabulary {model.vocab:,}{tied}, {layout.config.precision.compute.value}"
+    )
+
+
+def _grid(layout: Layout) -> str:
+    shape = layout.shape
+    degrees = " × ".join(f"{axis}{shape.size(axis)}" for axis in DENSE_AXES if axis != "cp" or shape.cp > 1)
+    sharded = ", sequence parallel" if layout.config.parallel.sequence_parallel and shape.tp > 1 else ""
+    return f"grid      {degrees} = {shape.world_size:,} {'rank' if shape.world_size == 1 else 'ranks'}{sharded}"
+
+
+def _batch(layout: Layout) -> str:
+    batch = layout.config.batch
+    tokens = batch.global_size * batch.sequence_length
+    return (
+        f"batch     {batch.global_size} sequences = {layout.microbatches} microbatches × {batch.micro_size} × "
+        f"dp {layout.shape.dp}; × {batch.sequence_length} tokens = {tokens:,} a step"
+    )
+
+
+def _schedule_figures(layout: Layout) -> str:
+    timeline, shares = layout.timeline, layout.pipeline_ranks()
+    heaviest = max(shares, key=lambda share: share.bytes.total)
+    peak = max(share.peak_activations for share in shares)
+    return (
+        f"schedule  {layout.config.schedule.name}, {layout.schedule.stages} stages; bubble {timeline.bubble:.1%}, "
+        f"of the step {timeline.step_bubble:.1%}; at most {peak:g} microbatches alive; "
+        f"{gibibytes(heaviest.bytes.total)} static on the fullest rank"
+    )
+
+
+def _places(layout: Layout) -> str:
+    rows = [["pp", "stages", "parameters", "weights", "gradients", "optimizer", "static", "alive"]]
+    rows += [_place(share, layout) for share in layout.pipeline_ranks()]
+    return "each rank at a place along the pipeline holds\n" + columns(_cut(rows))
+
+
+def _place(share: RankShare, layout: Layout) -> list[str]:
+    held = share.bytes
+    stages = layout.schedule.rank_stages(share.place)
+    return [
+        str(share.place),
+        "; ".join(f"{stage}: {unit_text(part)}" for stage, part in zip(stages, share.slices, strict=True)),
+        f"{share.parameters:,}",
+        *(gibibytes(count) for count in (held.parameters, held.gradients, held.optimizer, held.total)),
+        f"{share.peak_activations:g}",
+    ]
+
+
+def unit_text(part: StageSlice) -> str:
+    """The units of a stage, e.g. ``embedding, 0–7``."""
+    layers = part.layers
+    blocks = "" if not layers else f"{layers.start}–{layers.stop - 1}" if len(layers) > 1 else f"{layers.start}"
+    return ", ".join(filter(None, ["embedding" if part.embedding else "", blocks, "head" if part.head else ""]))
+
+
+def _cut(rows: list[list[str]]) -> list[list[str]]:
+    """The rows with the middle left out where there are many."""
+    if len(rows) <= MOST_PLACES + 2:
+        return rows
+    half = MOST_PLACES // 2
+    return [*rows[: half + 1], ["⋮", *[""] * (len(rows[0]) - 1)], *rows[-half:]]
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text as aligned columns: the second to the left, the others to the right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if at == 1 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def human(count: int) -> str:
+    """A count with a unit: 8.03 B, 124 M, 3,400."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:,}"
+
+
+def gibibytes(count: int) -> str:
+    """Bytes in the unit that a person would choose."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
