@@ -44,6 +44,7 @@ def svg(timeline: Timeline) -> str:
     for rank in range(timeline.schedule.pp):
         parts += _lane(timeline, rank, scale)
     parts += _legend(timeline, _TOP + lanes + 12)
+    parts.append(_text(width - _RIGHT, _TOP + lanes + 23, "time →", size=12, fill=_MUTED, anchor="end"))
     return "\n".join([*parts, "</svg>", ""])
 
 
