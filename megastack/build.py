@@ -243,7 +243,7 @@ def _recorder(training: Training, folder: RunFolder) -> Recorder:
     wanted = config.observe.tensorboard
     tensorboard = tensorboard_installed() if wanted is None else wanted
     split = training.dataset
-    size, chosen = split.tokenizer.vocab_size, training.validation.chosen
+    size, chosen = split.tokenizer.size, training.validation.chosen
     return Recorder(
         steps=config.run.steps,
         devices=mesh.shape.world_size,

@@ -47,7 +47,7 @@ class ValidationBatches:
     ) -> None:
         samples.check_ids(vocab)
         self._set = samples
-        self._chosen = evenly_spread(len(samples), limit)
+        self.chosen = evenly_spread(len(samples), limit)
         self._microbatches, self._micro_size = microbatches, micro_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._vocab = vocab
@@ -57,16 +57,16 @@ class ValidationBatches:
     @property
     def samples(self) -> int:
         """Samples that a validation covers, over all ranks; padding is none."""
-        return len(self._chosen)
+        return len(self.chosen)
 
     @property
     def valid_tokens(self) -> int:
         """Labels that a validation predicts, over all ranks: what its summed loss is divided by."""
-        return int(self._set.valid_tokens(self._chosen).sum())
+        return int(self._set.valid_tokens(self.chosen).sum())
 
     def __len__(self) -> int:
         """Batches, the same number on every rank."""
-        return -(-len(self._chosen) // (self._microbatches * self._dp_size * self._micro_size))
+        return -(-len(self.chosen) // (self._microbatches * self._dp_size * self._micro_size))
 
     def __iter__(self) -> Iterator[list[Microbatch]]:
         for batch in range(len(self)):
@@ -77,9 +77,9 @@ class ValidationBatches:
         size = int(np.prod(shape))
         grid = batch * size + np.arange(size, dtype=np.int64)
         numbers = grid.reshape(shape)[:, self._dp_rank].reshape(-1)
-        present = numbers[numbers < len(self._chosen)]
-        rows = self._set.rows(self._chosen[present])
-        check_rows(rows, self._vocab, self._chosen[present])
+        present = numbers[numbers < len(self.chosen)]
+        rows = self._set.rows(self.chosen[present])
+        check_rows(rows, self._vocab, self.chosen[present])
         return microbatches(padded(rows, len(numbers)), numbers, self._micro_size, step=batch)
 
 

@@ -59,7 +59,8 @@ def launch(config: TrainConfig, overrides: Sequence[str] = (), *, opening: str =
 
 
 def _agent(config: TrainConfig, shape: MeshShape) -> LaunchConfig:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
