@@ -83,5 +83,5 @@ def test_the_gradient_goes_where_the_value_went():
 
 
 def test_a_context_without_samples_is_refused():
-    with pytest.raises(ConfigError, match="dropout=0.5 at here: .*samples_B"):
+    with pytest.raises(ConfigError, match=r"dropout=0.5 at here: .*samples_B"):
         dropout(ONES_BSD, 0.5, Context(), "here")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_cases import LLAMA, build, microbatch, tiny
 from torch import Tensor, nn
 
 from megastack.errors import ConfigError
+from megastack.layers.context import Context
 from megastack.mesh.mesh import Mesh
 from megastack.models.block import Block
-from megastack.models.decoder import Decoder
 from megastack.placement.module import ParallelModule
+from tests.models.model_cases import LLAMA, build, microbatch, tiny
 
 
 class ParallelBlock(Block):
@@ -45,8 +45,8 @@ class ForgetfulBlock(PassingBlock):
         return super().forward(hidden_BSD, context, seen_BS, gain_BSD)[:2]
 
 
-def block(module: str, **options) -> dict[str, object]:
-    return {"_target_": f"test_block.{module}", **options}
+def block(name: str, **options) -> dict[str, object]:
+    return {"_target_": f"{__name__}.{name}", **options}
 
 
 def test_a_block_of_ones_own_is_built_with_its_parents_arguments_and_its_own_keys():
@@ -77,33 +77,53 @@ def test_extra_values_cross_blocks_and_stages():
     assert build(config, Mesh.single(), layers=range(1))({}, batch)["gain_BSD"] is None
 
 
+def every_other(*args, layer: int, **kwargs) -> Block:
+    """Passes values in even blocks only."""
+    return (Block if layer % 2 else PassingBlock)(*args, layer=layer, **kwargs)
+
+
+def test_values_pass_by_a_block_that_does_not_name_them():
+    config = tiny(LLAMA | {"layers": 4, "block": block("every_other")})
+    carry = build(config, Mesh.single(), layers=range(4), head=False)({}, microbatch())
+    assert (carry["seen_BS"] == 1).all() and carry["gain_BSD"] is None
+
+
 def test_a_block_that_returns_less_than_it_names_is_told_so():
     decoder = build(tiny(LLAMA | {"block": block("ForgetfulBlock")}), Mesh.single())
     with pytest.raises(ConfigError, match=r"ForgetfulBlock: .*must return \(hidden, seen_BS, gain_BSD\)"):
         decoder({}, microbatch())
 
 
-class Doubled(ParallelModule):
+class Times(ParallelModule):
+    def __init__(self, factor: float) -> None:
+        super().__init__(Mesh.single())
+        self.factor = factor
+
     def forward(self, hidden_BSD: Tensor, context=None) -> Tensor:
-        return 2 * hidden_BSD
+        return self.factor * hidden_BSD
+
+
+def simple(attention: float, mlp: float, **options) -> Block:
+    layers = {"attention": lambda: Times(attention), "mlp": lambda: Times(mlp), "norm": nn.Identity}
+    return Block(16, Mesh.single(), **layers, **options)
 
 
 def test_a_block_adds_its_layers_to_the_residual_stream():
-    mesh, x_BSD = Mesh.single(), torch.randn(2, 3, 4)
-    made = Block(4, mesh, layer=0, attention=lambda: Doubled(mesh), mlp=lambda: Doubled(mesh), norm=nn.Identity)
-    torch.testing.assert_close(made(x_BSD), 9 * x_BSD)
+    x_BSD = torch.randn(2, 3, 16)
+    made = simple(2, 3, layer=0)
+    torch.testing.assert_close(made(x_BSD), 12 * x_BSD)
     hidden, value = made(x_BSD, None, "kept")
     assert value == "kept" and torch.equal(hidden, made(x_BSD))
 
 
-def test_layers_of_one_block_drop_differently():
-    mesh, config = Mesh.single(), tiny(LLAMA | {"dropout": 0.5})
-    context = Decoder(config, mesh)._context(microbatch())
-    zero = {"attention": lambda: Doubled(mesh), "mlp": lambda: Doubled(mesh), "norm": nn.Identity}
-    x_BSD = torch.ones(2, 8, 16, dtype=torch.float64)
-    blocks = [Block(16, mesh, layer=layer, dropout=0.5, **zero) for layer in (0, 1)]
-    attention, mlp = ([b._drop(x_BSD, context.within(f"blocks.{b.layer}"), site) for b in blocks] for site in "am")
-    masks = [x != 0 for x in (*attention, *mlp)]
-    assert all(0.3 < mask.double().mean() < 0.7 for mask in masks)
-    for i in range(4):
-        assert not any(torch.equal(masks[i], masks[j]) for j in range(i))
+def test_every_layer_of_every_block_drops_differently():
+    context = Context(samples_B=torch.tensor([0, 1]))
+    x_BSD = torch.ones(2, 8, 16)
+    masks = [
+        simple(attention, 1 - attention, layer=layer, dropout=0.5)(x_BSD, context)
+        for layer in (0, 1)
+        for attention in (0, 1)
+    ]
+    for i, mask in enumerate(masks):
+        assert set(mask.unique().tolist()) == {1.0, 3.0}
+        assert not any(torch.equal(mask, other) for other in masks[:i])

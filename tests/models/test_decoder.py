@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
-from plain_models import gpt2_logits, llama_logits, loss_sums
 
 from megastack.batch import StageLoss
 from megastack.mesh.mesh import Mesh
 from megastack.models.decoder import Decoder
 from megastack.placement.module import placements_of
+from tests.models.model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
+from tests.models.plain_models import gpt2_logits, llama_logits, loss_sums
 
 CASES = {
     "llama": (LLAMA, llama_logits),

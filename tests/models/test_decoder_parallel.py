@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
 from torch import Tensor, nn
 
 from megastack.comm.collectives import all_gather, all_reduce
@@ -16,6 +15,7 @@ from megastack.placement.boxes import local_box
 from megastack.placement.module import placements_of
 from megastack.placement.placement import Ones, Placement
 from megastack.testing.ranks import run_ranks
+from tests.models.model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
 
 DROPS = {"dropout": 0.1, "attention_dropout": 0.1}
 MODELS = {
@@ -27,7 +27,7 @@ MODELS = {
     "gpt2": (GPT2, False),
     "gpt2_docs_dropout": (GPT2 | DROPS, True),
 }
-SLOPED = {"_target_": "test_decoder_parallel.SlopedMLP"}
+SLOPED = {"_target_": f"{__name__}.SlopedMLP"}
 
 
 class SlopedMLP(ParallelMLP):

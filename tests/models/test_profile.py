@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_cases import GPT2, LLAMA, QWEN, tiny
 
 from megastack.config.schema import ModelOptions, OptimizerName, OptimOptions, PrecisionOptions, ZeroOptions
 from megastack.mesh.mesh import Mesh
@@ -27,6 +26,7 @@ from megastack.models.profile import (
     unit_parameters,
 )
 from megastack.placement.module import placements_of
+from tests.models.model_cases import GPT2, LLAMA, QWEN, tiny
 
 BY_HAND = {
     "layers": 2,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
 from torch import nn
 
 from megastack.errors import ConfigError
@@ -11,6 +10,7 @@ from megastack.layers.attention import ParallelAttention
 from megastack.layers.mlp import ParallelMLP
 from megastack.mesh.mesh import Mesh
 from megastack.models.targets import import_target, layer_factory
+from tests.models.model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
 
 
 class PlainAttention(ParallelAttention):
@@ -46,7 +46,7 @@ NOT_CALLABLE = 3
 
 
 def own(name: str, **options) -> dict[str, object]:
-    return {"_target_": f"test_targets.{name}", **options}
+    return {"_target_": f"{__name__}.{name}", **options}
 
 
 def test_an_attention_with_the_documented_arguments_gets_them():
@@ -76,7 +76,7 @@ def test_an_option_that_a_layer_does_not_take_is_refused_and_not_dropped():
     [
         ({}, "must name a layer"),
         ({"width": 3}, "must name a layer"),
-        ("test_targets.WideMLP", "must name a layer"),
+        (f"{__name__}.WideMLP", "must name a layer"),
         ({"_target_": "WideMLP"}, "must name a layer"),
         ({"_target_": "no_such_file.WideMLP"}, "ModuleNotFoundError.*current folder"),
         (own("WiderMLP"), "no class or function WiderMLP; use WideMLP"),
