@@ -17,16 +17,12 @@ from torch import Tensor, nn
 from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.errors import PlacementError
 from megastack.layers.linear_ops import SEQUENCE_DIM, check_sequence, column_product
+from megastack.layers.rules import padded_vocab
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.boxes import local_shape
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Initialiser, Normal, Placement, Shard
-
-
-def padded_vocab(vocab: int, vocab_multiple: int) -> int:
-    """The rows that the ranks allocate together: ``vocab`` rounded up to a multiple."""
-    return -(-vocab // vocab_multiple) * vocab_multiple
 
 
 class _VocabParallel(ParallelModule):

@@ -6,16 +6,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_parity import assert_close, assert_same_gradients, piece, randn, randomised, split_like
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megastack.errors import PlacementError
 from megastack.layers import linear_ops
+from megastack.layers.attention import ParallelAttention
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from megastack.layers.mlp import ParallelMLP
+from megastack.layers.norm import RMSNorm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.placement.placement import Shard
 from megastack.testing.ranks import run_ranks
+from tests.layers.layer_parity import assert_close, assert_same_gradients, piece, randn, randomised, split_like
 
 B, S, D = 2, 4, 6
 LAYOUTS = [(1, False), (1, True), (2, False), (2, True), (4, False), (4, True)]
@@ -116,17 +119,15 @@ def test_a_row_parallel_bias_is_added_once(tp: int, sequence_parallel: bool) -> 
 
 
 def block_traffic(tp: int, sequence_parallel: bool) -> dict[tuple[str, str], tuple[int, int]]:
-    """Calls and wire bytes of two column-and-row pairs, as in a Transformer block."""
+    """Calls and wire bytes of a Transformer block, forward and backward."""
     mesh = Mesh.from_environment(MeshShape(tp=tp))
-    options = {"sequence_parallel": sequence_parallel}
-    q, kv = ColumnParallelLinear(D, (4, 2), mesh, **options), ColumnParallelLinear(D, (4, 2, 2), mesh, **options)
-    out = RowParallelLinear(8, D, mesh, **options)
-    up = ColumnParallelLinear(D, (2, 8), mesh, shard_dim=1, **options)
-    down = RowParallelLinear(8, D, mesh, **options)
-    x = torch.randn(B, S // tp if sequence_parallel else S, D, requires_grad=True)
-    queries, pairs = column_parallel(x, q, kv)
-    hidden = x + out((queries + pairs.sum(-2)).flatten(-2))
-    hidden = hidden + down(up(hidden).prod(-2))
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel}
+    norms = [RMSNorm(D, mesh, **options) for _ in range(2)]
+    attention = ParallelAttention(D, 4, mesh, kv_groups=2, head_dim=2, **options)
+    mlp = ParallelMLP(D, 8, mesh, **options)
+    hidden = torch.randn(B, S // tp if sequence_parallel else S, D, requires_grad=True)
+    hidden = hidden + attention(norms[0](hidden))
+    hidden = hidden + mlp(norms[1](hidden))
     hidden.sum().backward()
     return {key: (traffic.calls, traffic.wire_bytes) for key, traffic in mesh.ledger.records().items()}
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_parity import assert_close, piece, randn
 from torch import Tensor
 
 from megastack.errors import PlacementError
@@ -14,6 +13,7 @@ from megastack.layers.loss import IGNORED, vocab_parallel_cross_entropy, vocab_p
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.testing.ranks import run_ranks
+from tests.layers.layer_parity import assert_close, piece, randn
 
 B, S = 2, 4
 LABELS = torch.tensor([[0, 4, IGNORED, 2], [1, 3, 4, IGNORED]])

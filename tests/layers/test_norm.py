@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_parity import assert_close, assert_same_gradients, piece, randn, randomised, split_like
 from torch import Tensor
 
 from megastack.layers.norm import LayerNorm, RMSNorm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.testing.ranks import run_ranks
+from tests.layers.layer_parity import assert_close, assert_same_gradients, piece, randn, randomised, split_like
 
 B, S, D = 2, 4, 6
 NORMS = [RMSNorm, LayerNorm]
@@ -45,13 +45,14 @@ def test_outputs_and_gradients_equal_plain_torch(kind: type, tp: int, sequence_p
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_low_precision_is_normalised_in_fp32(kind: type) -> None:
-    """In bf16 the mean square of a long row would lose most of its terms."""
+    """Rounded once, at the end: a weight that bf16 would round to one still counts."""
     x = (3 + torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))).bfloat16()
     layer = kind(4096, Mesh.single())
+    torch.nn.init.constant_(layer.weight, 1 + 2**-9)
     out = layer(x)
-    expected = kind(4096, Mesh.single()).double()(x.double())
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=0)
+    exact = layer.double()(x.double())
+    assert (out == exact.bfloat16()).double().mean() > 0.99
     assert layer.bfloat16()(x).dtype == torch.bfloat16
 
 
