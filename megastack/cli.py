@@ -47,6 +47,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> int:
+    if options.multirun:
+        from megastack.launch.sweep import sweep_command
+
+        return sweep_command(options)
     from megastack.launch.command import train_command
 
     return train_command(options)

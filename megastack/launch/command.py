@@ -48,10 +48,6 @@ def train(config: TrainConfig, overrides: list[str] | None = None) -> RunResult:
 
 def train_command(options: argparse.Namespace) -> int:
     """The verb ``train``; returns the exit code."""
-    if options.multirun:
-        from megastack.launch.sweep import sweep_command
-
-        return sweep_command(options)
     result = train(checked(options), options.overrides)
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n")

@@ -1,0 +1,124 @@
+"""Imports point down: who may import whom, what stays free of torch, and where torch.distributed may be used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "megastack"
+
+# Each part may import itself, the parts named here, and `errors`. A part is a folder or a top-level module; a dotted
+# name opens a single module of a part that is otherwise closed.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "random": set(),
+    "batch": set(),
+    "mesh": {"comm.group", "comm.ledger"},
+    "comm": set(),
+    "placement": {"mesh", "random"},
+    "layers": {"placement", "comm", "random", "mesh", "batch"},
+    "models": {"layers", "placement", "mesh", "batch", "config", "pipeline"},
+    "pipeline": {"mesh", "comm", "batch"},
+    "gradients": {"placement", "comm", "mesh", "optim.groups"},
+    "optim": {"gradients", "placement"},
+    "data": {"random", "batch"},
+    "checkpoint": {"placement", "comm", "mesh"},
+    "observe": {"mesh.shape"},
+    "config": {"mesh.shape", "pipeline.schedules", "layers.rules"},
+    "train": {"pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
+    "plan": {"config", "models.profile", "models.stages", "pipeline", "mesh.shape"},
+    "build": {
+        *("train", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe", "config"),
+        *("mesh", "comm", "placement"),
+    },
+    "launch": {
+        *("build", "train", "config", "observe", "mesh", "checkpoint.folder", "data", "plan.describe"),
+        *("comm.objects",),
+    },
+    "testing": {
+        *("build", "config", "checkpoint", "comm", "gradients", "mesh", "optim", "placement", "random", "train"),
+    },
+    "cli": {"launch", "plan", "testing"},
+    "__init__": set(),
+}
+
+TORCH_FREE = [
+    *("errors", "cli", "mesh.shape", "layers.rules", "models.profile", "models.stages"),
+    *("config.schema", "config.rules", "config.compose", "config.explain"),
+    *("pipeline.action", "pipeline.schedule", "pipeline.check", "pipeline.simulate", "pipeline.render"),
+    *("pipeline.split", "pipeline.communication", "pipeline.schedules.registry"),
+    *("plan.layout", "plan.describe", "plan.command"),
+]
+
+DISTRIBUTED = {"mesh.mesh", "comm", "gradients.fully_shard", "checkpoint", "observe.watchdog", "launch", "testing"}
+
+
+def modules() -> Iterator[str]:
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    path = ROOT.joinpath(*module.split("."))
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def imports(module: str) -> set[str]:
+    """Every module that one imports, at the top or inside a function; `from a import b` counts as a and as a.b."""
+    found: set[str] = set()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{module}: relative import"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own(module: str) -> set[str]:
+    """The modules of megastack that one imports, without the package's name."""
+    known = set(modules())
+    return {name.removeprefix("megastack.") for name in imports(module)} & known
+
+
+def within(name: str, allowed: set[str]) -> bool:
+    return any(name == each or name.startswith(each + ".") for each in allowed)
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if m != "__init__"])
+def test_imports_point_down(module: str) -> None:
+    part = module.partition(".")[0]
+    wrong = {name for name in own(module) if not within(name, ALLOWED[part] | {part, "errors"})}
+    assert not wrong, f"{module} must not import {sorted(wrong)}"
+
+
+def test_there_is_no_import_cycle_between_modules() -> None:
+    graph = {module: own(module) - {module} for module in modules()}
+    while leaves := {module for module, needs in graph.items() if not needs & set(graph)}:
+        graph = {module: needs for module, needs in graph.items() if module not in leaves}
+    assert not graph, f"a cycle runs through {sorted(graph)}"
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if m not in ("__init__",)])
+def test_torch_distributed_is_used_in_few_places(module: str) -> None:
+    uses = {name for name in imports(module) if name.startswith("torch.distributed")}
+    assert not uses or within(module, DISTRIBUTED), f"{module} uses {sorted(uses)}"
+
+
+@pytest.mark.parametrize("package", [p.parent.relative_to(ROOT) for p in ROOT.rglob("*/__init__.py")], ids=str)
+def test_packages_import_nothing_themselves(package: Path) -> None:
+    assert not imports(".".join(package.parts))
+
+
+def test_torch_free_parts_do_not_load_torch() -> None:
+    names = ", ".join(f"megastack.{module}" for module in TORCH_FREE)
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
