@@ -25,29 +25,26 @@ LAYOUTS = [(1, False), (1, True), (2, False), (2, True), (4, False), (4, True)]
 
 
 def column_parity(tp: int, sequence_parallel: bool) -> None:
+    """Three layers that read one input, cut at different dims."""
     mesh = Mesh.from_environment(MeshShape(tp=tp))
-    flat = {"bias": True, "sequence_parallel": sequence_parallel}
-    wholes, layers = [], []
-    for shape, shard_dim in (((8, 3), 0), ((2, 4), 1), (12, 0)):
-        options = {**flat, "shard_dim": shard_dim}
-        wholes.append(randomised(ColumnParallelLinear(D, shape, Mesh.single(), **options)))
-        layers.append(split_like(ColumnParallelLinear(D, shape, mesh, **options), wholes[-1]))
-    x, whole_x = randn(B, S, D), randn(B, S, D).requires_grad_()
-    local_x = piece(x, mesh, 1) if sequence_parallel else x.clone().requires_grad_()
-    outputs = column_parallel(local_x, *layers)
-    for seed, (whole, layer, out) in enumerate(zip(wholes, layers, outputs, strict=True)):
-        expected = F.linear(whole_x, whole.weight.flatten(0, -2), whole.bias.flatten())
-        expected = expected.unflatten(-1, whole.out_shape)
+    cuts: list[tuple[Any, int]] = [((8, 3), 0), ((2, 4), 1), (12, 0)]
+    options: dict[str, Any] = {"bias": True, "sequence_parallel": sequence_parallel}
+    wholes = [randomised(ColumnParallelLinear(D, out, Mesh.single(), shard_dim=dim, **options)) for out, dim in cuts]
+    layers = [
+        split_like(ColumnParallelLinear(D, out, mesh, shard_dim=dim, **options), whole)
+        for (out, dim), whole in zip(cuts, wholes, strict=True)
+    ]
+    x = randn(B, S, D).requires_grad_()
+    local_x = piece(x, mesh, 1) if sequence_parallel else x.detach().clone().requires_grad_()
+    losses = []
+    for seed, (whole, (_, dim), out) in enumerate(zip(wholes, cuts, column_parallel(local_x, *layers), strict=True)):
+        expected = F.linear(x, whole.weight.flatten(0, -2), whole.bias.flatten()).unflatten(-1, whole.out_shape)
+        assert_close(out, piece(expected, mesh, 2 + dim))
         probe = randn(*expected.shape, seed=seed)
-        (expected * probe).sum().backward(retain_graph=True)
-        dim = 2 + layer.shard.dim
-        assert_close(out, piece(expected, mesh, dim))
-    loss = sum(
-        (out * piece(randn(B, S, *whole.out_shape, seed=seed), mesh, 2 + layer.shard.dim).detach()).sum()
-        for seed, (whole, layer, out) in enumerate(zip(wholes, layers, outputs, strict=True))
-    )
-    loss.backward()
-    assert_close(local_x.grad, piece(whole_x.grad, mesh, 1) if sequence_parallel else whole_x.grad)
+        (expected * probe).sum().backward()
+        losses.append((out * piece(probe, mesh, 2 + dim).detach()).sum())
+    torch.stack(losses).sum().backward()
+    assert_close(local_x.grad, piece(x.grad, mesh, 1) if sequence_parallel else x.grad)
     for whole, layer in zip(wholes, layers, strict=True):
         assert_same_gradients(layer, whole)
 
