@@ -112,14 +112,15 @@ class Mesh:
         if not axes:
             return AxisGroup.single(label, self.ledger, self.rank)
         assert self.device_mesh is not None
-        names = [axis.value for axis in axes]
+        group: dist.ProcessGroup | None
         if len(axes) == 1:
-            group = self.device_mesh.get_group(names[0])
+            group = self.device_mesh.get_group(axes[0].value)
         elif len(axes) == self.device_mesh.ndim:
             group = dist.group.WORLD
         else:
             ranks = next(group for group in self.shape.groups(*axes) if self.rank in group)
             group = dist.new_group(ranks, use_local_synchronization=True)
+        assert group is not None
         members = tuple(dist.get_process_group_ranks(group))
         return AxisGroup(members.index(self.rank), len(members), members, group, label, self.ledger)
 

@@ -234,7 +234,7 @@ def _arrived(wire: Wire | Carry) -> Carry:
     """Wait for what was received; what was handed over on this rank is there already."""
     if not isinstance(wire, list):
         return wire
-    return {slot.name: leaf(pending and pending.wait(), slot.needs_grad) for slot, pending in wire}
+    return {slot.name: leaf(None if pending is None else pending.wait(), slot.needs_grad) for slot, pending in wire}
 
 
 def _tensors(carry: Wire | Carry) -> list[Tensor]:

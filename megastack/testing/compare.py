@@ -1,8 +1,8 @@
 """What a training run did, layout left out, and how far two such traces are apart.
 
-The metric: a gradient may differ by ``tol`` times the largest element of its tensor, or of a thousandth of the largest of
-the whole model where the tensor is smaller than that; weights likewise after SGD and, in fp64, after AdamW. After AdamW
-in fp32 a weight may differ by a tenth of a learning rate, for Adam turns the rounding of a gradient that is nearly zero
+The metric: a gradient may differ by ``tol`` times the largest element of its tensor, or of a thousandth of the largest
+of the whole model where the tensor is smaller than that; weights likewise after SGD and, in fp64, after AdamW. After
+AdamW in fp32 a weight may differ by a tenth of a learning rate, for Adam turns the rounding of a gradient that is nearly zero
 into a whole step. Losses and norms are compared relatively, the worst step counts.
 """
 

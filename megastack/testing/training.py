@@ -36,7 +36,8 @@ def _gathered(training: Training, what: str) -> dict[str, torch.Tensor]:
 
 def trace_layout(config: TrainConfig, steps: int, *, timeout: float = 120) -> Trace:
     """The trace of a configuration on its own layout, on forked ranks of this machine."""
-    return run_ranks(_on_rank, mesh_shape(config).world_size, config, steps, timeout=timeout)[0]  # type: ignore[no-any-return]
+    trace: Trace = run_ranks(_on_rank, mesh_shape(config).world_size, config, steps, timeout=timeout)[0]
+    return trace
 
 
 def _on_rank(config: TrainConfig, steps: int) -> Trace | None:

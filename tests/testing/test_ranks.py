@@ -55,7 +55,7 @@ def test_a_closure_runs_in_a_fresh_fork() -> None:
 
 
 def test_the_first_failing_rank_is_named_with_its_traceback_and_the_pool_recovers() -> None:
-    with pytest.raises(RankFailure, match="(?s)rank 1 failed.*the bad one") as caught:
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 failed.*the bad one") as caught:
         run_ranks(raises_on, 3, 1)
     assert caught.value.rank == 1
     assert isinstance(caught.value.error, ValueError)

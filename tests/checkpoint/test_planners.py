@@ -1,0 +1,68 @@
+"""The plan of a save: one copy of each box, spread by bytes, and refusal of what does not add up."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+
+from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.planners import BoxSavePlanner
+from megastack.errors import CheckpointError
+from megastack.placement.boxes import Box
+
+
+def plan(ranks: Sequence[Sequence[StateItem]]) -> list[SavePlan]:
+    planners = [BoxSavePlanner(State(items)) for items in ranks]
+    for planner in planners:
+        planner.set_up_planner({})
+    return planners[0].create_global_plan([planner.create_local_plan() for planner in planners])[0]
+
+
+def part(name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> StateItem:
+    return StateItem(name, shape, ((Box(offset, size), torch.zeros(size)),))
+
+
+def written(plans: list[SavePlan]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(item.index.fqn, tuple(item.index.offset or ())) for plan in plans for item in plan.items]
+
+
+def test_copies_are_written_once_and_spread_by_bytes() -> None:
+    items = [StateItem.replicated(name, torch.zeros(size)) for name, size in (("a", 8), ("b", 4), ("c", 4))]
+    plans = plan([items, items])
+    assert sorted(written(plans)) == [("a", (0,)), ("b", (0,)), ("c", (0,))]
+    loads = [sum(item.tensor_data.chunk.sizes[0] for item in plan.items if item.tensor_data) for plan in plans]
+    assert loads == [8, 8]
+
+
+def test_copies_of_parts_on_adjacent_ranks_are_written_once() -> None:
+    plans = plan([[part("kv", (2, 3), (rank // 2, 0), (1, 3))] for rank in range(4)])
+    assert sorted(written(plans)) == [("kv", (0, 0)), ("kv", (1, 0))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([[part("w", (4,), (0,), (2,))], [part("w", (4,), (3,), (1,))]], "w: boxes hold 3 of the 4"),
+        ([[part("w", (4,), (0,), (3,))], [part("w", (4,), (2,), (2,))]], "overlap"),
+        ([[part("w", (4,), (0,), (4,))], [part("w", (4,), (0,), (2,))]], "sizes"),
+        ([[part("w", (4,), (0,), (2,))], [part("w", (5,), (2,), (2,))]], r"rank 0 has shape \(4,\) float32, rank 1"),
+        ([[StateItem("w", (4,), ())], [StateItem("w", (4,), ())]], "w: no rank holds any of it"),
+        ([[part("w", (2,), (0,), (4,))]], "does not lie within"),
+    ],
+)
+def test_boxes_that_are_not_the_tensor_exactly_once_are_refused(ranks: list[list[StateItem]], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        plan(ranks)
+
+
+def test_a_dtype_that_differs_between_ranks_is_refused() -> None:
+    other = StateItem("w", (4,), ((Box((2,), (2,)), torch.zeros(2).double()),))
+    with pytest.raises(CheckpointError, match="float64"):
+        plan([[part("w", (4,), (0,), (2,))], [other]])
+
+
+def test_the_same_plans_give_the_same_shares() -> None:
+    items = [StateItem.replicated(f"p{index}", torch.zeros(3 + index % 4)) for index in range(20)]
+    first, second = (written(plan([items, items, items])) for _ in range(2))
+    assert first == second

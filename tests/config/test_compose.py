@@ -1,0 +1,210 @@
+"""YAML and overrides into a typed configuration, or into one report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from megastack.config.compose import compose, trace
+from megastack.config.hydra_session import COMMAND_LINE, packaged_configs
+from megastack.errors import ConfigError
+
+
+def report(*overrides: str, config_dir: Path | None = None, config_name: str = "train") -> list[str]:
+    """The lines with which a composition is refused."""
+    with pytest.raises(ConfigError) as refused:
+        compose(overrides, config_dir=config_dir, config_name=config_name)
+    assert len(refused.value.violations) == len(str(refused.value).splitlines())
+    return str(refused.value).splitlines()
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_files_and_overrides_become_typed_values() -> None:
+    config = compose(["model=gpt2_tiny", "parallel.tp='2'", "optim.lr=1e-2", "optim.groups=[{pattern: mlp}]"])
+    assert (config.model.norm, config.parallel.tp, config.optim.lr) == ("layer", 2, 0.01)
+    assert config.optim.groups[0].lr_scale == 1.0
+
+
+@pytest.mark.parametrize("value", ["2.0", "true", "two", "null", "[2]"])
+def test_what_is_no_whole_number_is_refused(value: str) -> None:
+    [line] = report(f"parallel.tp={value}")
+    assert line.startswith("parallel.tp=")
+    assert "must be a whole number" in line
+
+
+def test_every_fault_is_in_one_report() -> None:
+    lines = report(
+        "parallel.tpp=2",
+        "parallel.tp=3",
+        "parallel.pp=2.0",
+        "model=llama3_9b",
+        "schedule=custom",
+        "lr.warmup_steps=1000",
+    )
+    for start in (
+        "parallel.tpp=2: no such key; use parallel.tp",
+        "parallel.tp=3: must divide model.heads=4; use 1, 2 or 4",
+        "parallel.pp=2.0: must be a whole number; use 2",
+        "model=llama3_9b: no such file in this config group; use gpt2_124m",
+        "schedule.path=???: has to be given and is not",
+        "lr.warmup_steps=1000: must not be longer than run.steps=100",
+    ):
+        assert any(line.startswith(start) for line in lines), (start, lines)
+
+
+def test_rules_are_left_to_whoever_knows_the_world() -> None:
+    assert compose(["parallel.tp=3"]).parallel.tp == 3
+
+
+def test_an_interpolation_gives_its_value_the_type_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEGREE", "2")
+    assert compose(["parallel.tp=${oc.env:DEGREE}", "parallel.pp=${parallel.tp}"]).parallel.pp == 2
+    monkeypatch.setenv("DEGREE", "two")
+    assert report("parallel.tp=${oc.env:DEGREE}") == ["parallel.tp=two: must be a whole number (from ${oc.env:DEGREE})"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.tp=${oc.env:NOT_SET_ANYWHERE}"],
+        ["parallel.tp=${parallel.nothing}"],
+        ["parallel.tp=${parallel.pp}", "parallel.pp=${parallel.tp}"],
+        ["parallel.tp=${run.steps}", "run.steps=???"],
+    ],
+)
+def test_an_interpolation_without_a_value_is_refused_before_anything_starts(overrides: list[str]) -> None:
+    [line] = [line for line in report(*overrides) if line.startswith("parallel.tp=")]
+    assert "this interpolation has no value" in line
+
+
+def test_an_interpolation_of_the_wrong_type_is_refused() -> None:
+    assert report("parallel.tp=${optim.lr}") == ["parallel.tp=0.0003: must be a whole number (from ${optim.lr})"]
+
+
+def test_interpolations_see_defaults_that_no_file_names() -> None:
+    assert compose(["run.log_every=${parallel.zero.stage}${parallel.cp}"]).run.log_every == 1
+
+
+def test_a_missing_value_is_named() -> None:
+    assert report("run.steps=???") == ["run.steps=???: has to be given and is not; use run.steps=…"]
+
+
+def test_users_files_are_found_before_the_packaged_ones(tmp_path: Path) -> None:
+    write(tmp_path, "model/mine.yaml", "layers: 2\nheads: 2\nhidden: 8\nffn: 16\nvocab: 256\n")
+    write(tmp_path, "parallel/tp2.yaml", "tp: 2\npp: 2\n")
+    config = compose(["model=mine", "parallel=tp2"], config_dir=tmp_path)
+    assert (config.model.hidden, config.parallel.pp, config.batch.sequence_length) == (8, 2, 128)
+
+
+def test_a_primary_file_of_the_users(tmp_path: Path) -> None:
+    write(tmp_path, "mine.yaml", "defaults:\n  - train\n  - override model: gpt2_tiny\n  - _self_\nrun: {steps: 7}\n")
+    config = compose(config_dir=tmp_path, config_name="mine")
+    assert (config.run.steps, config.model.family) == (7, "gpt2")
+    assert compose(config_dir=str(tmp_path), config_name="mine.yaml") == config
+
+
+def test_unknown_keys_of_users_files_are_refused_with_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "model/mine.yaml", "num_layers: 2\nhidden: 8\nhead: 2\n")
+    lines = report("model=mine", config_dir=tmp_path)
+    assert f"model.num_layers=2: no such key (in {path}); use model.layers" in lines
+    assert f"model.head=2: no such key (in {path}); use model.heads" in lines
+    assert "model.layers=???: has to be given and is not; use model.layers=…" in lines
+
+
+def test_wrong_types_of_users_files_are_refused_with_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "parallel/mine.yaml", "tp: 2.5\nlayers_per_stage: 3\nzero: 1\n")
+    lines = report("parallel=mine", config_dir=tmp_path)
+    assert f"parallel.tp=2.5: must be a whole number (in {path})" in lines
+    assert f"parallel.layers_per_stage=3: must be a list (in {path}); use [3]" in lines
+    assert any(line.startswith("parallel.zero=1: must be a section of keys") for line in lines)
+
+
+def test_settings_of_hydra_in_users_files_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "experiment/mine.yaml", "# @package _global_\nhydra: {run: {dir: here}}\n")
+    assert report("experiment=mine", config_dir=tmp_path) == [
+        f"hydra.run.dir=here: settings of Hydra are not used (in {path}); use run.root or run.dir"
+    ]
+
+
+def test_a_schedule_of_the_users_is_a_group_file(tmp_path: Path) -> None:
+    write(tmp_path, "schedule/my_file.yaml", "name: custom\npath: mine.csv\n")
+    assert compose(["schedule=my_file"], config_dir=tmp_path).schedule.path == "mine.csv"
+
+
+@pytest.mark.parametrize(
+    ("files", "overrides", "name", "line"),
+    [
+        ({}, [], "nope", "--config-name=nope: no such file; use train"),
+        (
+            {"model/mine.yaml": "a: [1\n"},
+            ["model=mine"],
+            "train",
+            "--config-name=train: a file that it takes in is no YAML",
+        ),
+        (
+            {"mine.yaml": "defaults: [model: nope]\n"},
+            [],
+            "mine",
+            "--config-name=mine: In 'mine': Could not find 'model/nope'",
+        ),
+    ],
+)
+def test_files_that_cannot_be_merged_are_refused(
+    tmp_path: Path, files: dict[str, str], overrides: list[str], name: str, line: str
+) -> None:
+    for file, text in files.items():
+        write(tmp_path, file, text)
+    assert report(*overrides, config_dir=tmp_path, config_name=name)[0].startswith(line)
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    [line] = report(config_dir=tmp_path / "nope")
+    assert line.startswith(f"--config-dir={tmp_path / 'nope'}: no such folder")
+
+
+def test_where_values_come_from() -> None:
+    composition = trace(["experiment=laptop", "parallel.tp=4", "model.mlp={_target_: a.B}"])
+    origins = {key: composition.origin(key) for key in ("parallel.tp", "parallel.dp", "optim.lr", "seed", "model.mlp")}
+    folder = packaged_configs()
+    assert origins == {
+        "parallel.tp": COMMAND_LINE,
+        "parallel.dp": str(folder / "parallel" / "dp2_tp2_pp2.yaml"),
+        "optim.lr": str(folder / "experiment" / "laptop.yaml"),
+        "seed": None,
+        "model.mlp": COMMAND_LINE,
+    }
+    assert "llama_byte" in composition.options["model"]
+
+
+def test_an_experiment_wins_over_the_primary_file_and_loses_to_the_command_line() -> None:
+    assert compose(["experiment=parity"]).run.steps == 5
+    assert compose(["experiment=parity", "run.steps=9", "precision=fp32"]).precision.compute == "fp32"
+
+
+def test_a_batch_chosen_by_hand_wins_over_the_models() -> None:
+    assert compose(["model=llama3_405b"]).batch.global_size == 2048
+    assert compose(["model=llama3_405b", "batch=small"]).batch.global_size == 16
+
+
+def test_composing_leaves_no_global_state() -> None:
+    compose()
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_composing_imports_no_torch() -> None:
+    script = (
+        "import sys; from megastack.config.compose import compose; from megastack.config.rules import violations; "
+        "import megastack.config.explain, megastack.config.reference; "
+        "assert violations(compose(['experiment=laptop'])) == []; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,42 @@
+"""What one key means and where its value came from."""
+
+from __future__ import annotations
+
+import pytest
+
+from megastack.config.explain import explain
+from megastack.config.hydra_session import packaged_configs
+from megastack.errors import ConfigError
+
+
+def test_a_value() -> None:
+    assert str(explain("parallel.tp", ["parallel.tp=2"])).splitlines() == [
+        "parallel.tp=2",
+        "  Tensor-parallel degree.",
+        "  type     int, at least 1",
+        "  default  1",
+        "  from     the command line",
+    ]
+
+
+def test_the_file_that_gave_a_value() -> None:
+    assert explain("optim.lr", ["experiment=laptop"]).origin == str(packaged_configs() / "experiment" / "laptop.yaml")
+    assert explain("seed").origin == "the default"
+
+
+def test_a_feature_to_come_says_so() -> None:
+    assert (
+        "  for now  only fp32 or fp64; the rest is not available yet" in str(explain("precision.compute")).splitlines()
+    )
+
+
+def test_a_section_lists_its_files_and_keys() -> None:
+    lines = str(explain("schedule")).splitlines()
+    assert lines[:2] == ["schedule", "  The pipeline schedule."]
+    assert lines[2] == "  files    schedule=1f1b, schedule=custom, schedule=gpipe, schedule=interleaved"
+    assert "  schedule.chunks=1" in lines
+
+
+def test_an_unknown_key_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"KEY=tensor_model_parallel_size: no such key; use parallel.tp"):
+        explain("tensor_model_parallel_size")

@@ -1,0 +1,47 @@
+"""What somebody meant by a key that does not exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from megastack.config.names import OTHER_SYSTEMS, known_keys, suggest
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("parallel.tpp", "parallel.tp"),
+        ("paralel.tp", "parallel.tp"),
+        ("tp", "parallel.tp"),
+        ("hidden", "model.hidden"),
+        ("model.n_headz", "model.heads"),
+        ("zero.stage", "parallel.zero.stage"),
+        ("optim.learning_rate", "optim.lr"),
+        ("tensor_model_parallel_size", "parallel.tp"),
+        ("--tensor-model-parallel-size", "parallel.tp"),
+        ("parallel.tensor_model_parallel_size", "parallel.tp"),
+        ("train_micro_batch_size_per_gpu", "batch.micro_size"),
+        ("parallelism.pipeline_parallel_degree", "parallel.pp"),
+        ("num_key_value_heads", "model.kv_groups"),
+    ],
+)
+def test_what_was_meant(written: str, meant: str) -> None:
+    assert suggest(written) == meant
+
+
+@pytest.mark.parametrize("written", ["foo", "xyzzy.plugh", ""])
+def test_no_guess_where_nothing_is_near(written: str) -> None:
+    assert suggest(written) is None
+
+
+def test_choices_can_be_narrowed() -> None:
+    assert suggest("groups[0].lr_scal", ("groups[0].pattern", "groups[0].lr_scale")) == "groups[0].lr_scale"
+
+
+def test_other_systems_names_lead_to_keys_that_exist() -> None:
+    assert {name: key for name, key in OTHER_SYSTEMS.items() if key not in known_keys()} == {}
+
+
+def test_no_key_of_ours_is_taken_for_another_systems() -> None:
+    ours = {key.split(".")[-1]: key for key in known_keys()}
+    assert {name: key for name, key in OTHER_SYSTEMS.items() if name in ours and ours[name] != key} == {}

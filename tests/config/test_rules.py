@@ -1,0 +1,402 @@
+"""Each rule with a value that breaks it, its message and the values that would do; and that legal configs pass."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastack.config.availability import WORKS
+from megastack.config.convert import UNUSABLE, replace_values, to_plain
+from megastack.config.fields import keys, without_null
+from megastack.config.rules import RULES, out_of_range, require_legal, violations
+from megastack.config.schema import OptimGroup, RopeOptions, TrainConfig
+from megastack.errors import ConfigError, Violation
+from tests.config.config_cases import a_config
+
+LEARNED = {"model.positions": "learned"}
+LLAMA3 = {"model.rope.scaling": "llama3", "model.rope.factor": 8.0}
+
+# Values by key, the world size, and the line of the report that they must give.
+BROKEN: list[tuple[dict[str, Any], int | None, str]] = [
+    # ranges
+    ({"parallel.tp": 0}, None, "parallel.tp=0: must be at least 1; use 1 or more"),
+    ({"parallel.pp": -1}, None, "parallel.pp=-1: must be at least 1; use 1 or more"),
+    ({"run.steps": 0}, None, "run.steps=0: must be at least 1; use 1 or more"),
+    ({"model.dropout": 1.0}, None, "model.dropout=1.0: must be at least 0 and below 1"),
+    (
+        {"model.attention_dropout": -0.1},
+        None,
+        "model.attention_dropout=-0.1: must be at least 0 and below 1; use 0 or more",
+    ),
+    ({"launch.timeout_s": 0.0}, None, "launch.timeout_s=0.0: must be above 0"),
+    ({"launch.grace_s": -5.0}, None, "launch.grace_s=-5.0: must be above 0"),
+    ({"run.time_limit_s": 0.0}, None, "run.time_limit_s=0.0: must be above 0"),
+    ({"lr.floor": 1.5}, None, "lr.floor=1.5: must be at least 0 and at most 1; use 1 or less"),
+    ({"optim.lr": float("nan")}, None, "optim.lr=nan: must be a finite number"),
+    ({"optim.betas": [0.9, 1.0]}, None, "optim.betas=[0.9, 1.0]: each must be at least 0 and below 1"),
+    ({"observe.dump_steps": [0]}, None, "observe.dump_steps=[0]: each must be at least 1; use 1 or more"),
+    (
+        {"optim.groups": [OptimGroup(pattern="mlp", lr_scale=-1.0)]},
+        None,
+        "optim.groups[0].lr_scale=-1.0: must be at least 0; use 0 or more",
+    ),
+    # the grid
+    ({"parallel.dp": 4}, 8, "parallel.dp=4: pp·dp·cp·tp = 4 must be the world of 8 ranks; use 8"),
+    (
+        {"parallel.dp": 1, "parallel.tp": 2},
+        5,
+        "parallel.dp=1: pp·dp·cp·tp = 2 must be the world of 5 ranks; use other degrees",
+    ),
+    (
+        {"parallel.tp": 2, "parallel.pp": 2},
+        6,
+        "parallel.dp=null: pp·cp·tp = 4 must divide the world of 6 ranks; "
+        "use a world that is a multiple of 4 or other degrees",
+    ),
+    ({"parallel.ep": 3, "parallel.dp": 4}, None, "parallel.ep=3: must divide dp·cp = 4; use 1, 2 or 4"),
+    ({"cluster.nodes": 3}, 4, "cluster.nodes=3: must divide the world of 4 ranks; use 1, 2 or 4"),
+    (
+        {"cluster.nodes": 2, "cluster.ranks_per_node": 4},
+        4,
+        "cluster.ranks_per_node=4: cluster.nodes=2 times this must be the world of 4 ranks; use null",
+    ),
+    (
+        {"parallel.tp": 4, "cluster.nodes": 2},
+        4,
+        "parallel.tp=4: must divide the 2 ranks of a node, so that no tensor-parallel group spans nodes; "
+        "use 1, 2 or parallel.allow_tp_across_nodes=true",
+    ),
+    # the model over the grid
+    ({"parallel.tp": 3}, None, "parallel.tp=3: must divide model.heads=4; use 1, 2 or 4"),
+    (
+        {"model.heads": 12, "model.hidden": 48, "model.kv_groups": 4, "model.ffn": 36, "parallel.tp": 6},
+        None,
+        "parallel.tp=6: must divide model.kv_groups=4 or be a multiple of it; use 1, 2 or 4",
+    ),
+    ({"model.ffn": 30, "parallel.tp": 4}, None, "parallel.tp=4: must divide model.ffn=30; use 1 or 2"),
+    (
+        {"model.vocab": 258, "model.vocab_multiple": 2, "parallel.tp": 4},
+        None,
+        "parallel.tp=4: must divide model.vocab=258 padded to 258 by model.vocab_multiple; use 1 or 2",
+    ),
+    (
+        {"batch.sequence_length": 9, "parallel.tp": 2},
+        None,
+        "parallel.tp=2: must divide batch.sequence_length=9 with parallel.sequence_parallel=true; use 1",
+    ),
+    ({"model.kv_groups": 3}, None, "model.kv_groups=3: must divide model.heads=4; use 1, 2 or 4"),
+    (
+        {"model.hidden": 18},
+        None,
+        "model.heads=4: must divide model.hidden=18 where model.head_dim is null; use 1, 2, 3, 6, 9 or 18",
+    ),
+    (
+        {"model.head_dim": 3},
+        None,
+        "model.head_dim=3: rotary positions pair components, so the width of a head (3) must be even; use 4",
+    ),
+    # layers and stages
+    (
+        {"parallel.pp": 4},
+        None,
+        "parallel.pp=4: model.layers=2 leaves some of the pp·chunks = 4 stages without a layer; "
+        "use at most 2 or parallel.layers_per_stage=[…]",
+    ),
+    (
+        {"parallel.pp": 2, "schedule.name": "interleaved", "schedule.chunks": 2},
+        None,
+        "parallel.pp=2: model.layers=2 leaves some of the pp·chunks = 4 stages without a layer; "
+        "use at most 1 or parallel.layers_per_stage=[…]",
+    ),
+    (
+        {"parallel.pp": 2, "parallel.layers_per_stage": [2]},
+        None,
+        "parallel.layers_per_stage=[2]: must list the layers of each of the pp·chunks = 2 stages, not of 1; "
+        "use 2 numbers with the sum 2 or null",
+    ),
+    (
+        {"parallel.pp": 2, "parallel.layers_per_stage": [2, 1]},
+        None,
+        "parallel.layers_per_stage=[2, 1]: must sum to model.layers=2, not 3; use 2 numbers with the sum 2 or null",
+    ),
+    # the batch
+    (
+        {"batch.global_size": 10, "batch.micro_size": 2, "parallel.dp": 2},
+        None,
+        "batch.global_size=10: must be a multiple of batch.micro_size=2 times dp=2; use 8 or 12",
+    ),
+    ({"batch.micro_size": 8}, None, "batch.global_size=4: must be a multiple of batch.micro_size=8 times dp=1; use 8"),
+    ({}, 8, "batch.global_size=4: must be a multiple of batch.micro_size=1 times dp=8; use 8"),
+    # positions
+    (
+        {"model.max_positions": 64},
+        None,
+        "model.max_positions=64: rotary positions have no table; only for model.positions=learned; use null",
+    ),
+    (
+        LEARNED | {"model.max_positions": 4},
+        None,
+        "model.max_positions=4: must hold the positions of batch.sequence_length=8; use 8 or more or null",
+    ),
+    (
+        LEARNED | {"model.rope.theta": 5e5},
+        None,
+        "model.rope.theta=500000.0: only for model.positions=rope; use 10000.0",
+    ),
+    (
+        {"model.rope.factor": 2.0},
+        None,
+        "model.rope.factor=2.0: model.rope.scaling=none does not use it; use 1.0 or another model.rope.scaling",
+    ),
+    (
+        {"model.rope.scaling": "linear", "model.rope.low_freq_factor": 2.0},
+        None,
+        "model.rope.low_freq_factor=2.0: model.rope.scaling=linear does not use it; "
+        "use 1.0 or another model.rope.scaling",
+    ),
+    (
+        LLAMA3 | {"model.rope.high_freq_factor": 1.0},
+        None,
+        "model.rope.high_freq_factor=1.0: must exceed model.rope.low_freq_factor=1.0; use 4.0",
+    ),
+    # layers of the user's
+    (
+        {"model.mlp": "mine.MLP"},
+        None,
+        "model.mlp=mine.MLP: must be null or name a class by its module and name under _target_; "
+        "use {_target_: my_file.MyMlp} or null",
+    ),
+    (
+        {"model.attention": {"_target_": "Attention"}},
+        None,
+        "model.attention={_target_: Attention}: must be null or name a class by its module and name under _target_; "
+        "use {_target_: my_file.MyAttention} or null",
+    ),
+    (
+        {"model.block": {"target": "a.B"}},
+        None,
+        "model.block={target: a.B}: must be null or name a class by its module and name under _target_; "
+        "use {_target_: my_file.MyBlock} or null",
+    ),
+    # patterns and optimizer
+    (
+        {"optim.freeze": ["embed", "("]},
+        None,
+        r"optim.freeze[1]=(: is no regular expression (missing ), unterminated subpattern at position 0); use \(",
+    ),
+    ({"optim.no_decay": [""]}, None, "optim.no_decay[0]='': an empty pattern matches every parameter; use .*"),
+    (
+        {"optim.groups": [OptimGroup(pattern="*")]},
+        None,
+        r"optim.groups[0].pattern=*: is no regular expression (nothing to repeat at position 0); use \*",
+    ),
+    ({"optim.betas": [0.9]}, None, "optim.betas=[0.9]: must be two numbers; use [0.9, 0.95]"),
+    # learning rate
+    ({"lr.warmup_steps": 9}, None, "lr.warmup_steps=9: must not be longer than run.steps=3; use 3 or less"),
+    (
+        {"lr.warmup_steps": 9, "lr.total_steps": 5},
+        None,
+        "lr.warmup_steps=9: must not be longer than lr.total_steps=5; use 5 or less",
+    ),
+    (
+        {"lr.schedule": "wsd", "lr.warmup_steps": 1, "lr.decay_steps": 3},
+        None,
+        "lr.decay_steps=3: must fit between lr.warmup_steps=1 and run.steps=3; use 2 or less",
+    ),
+    (
+        {"lr.schedule": "cosine", "lr.decay_steps": 1},
+        None,
+        "lr.decay_steps=1: lr.schedule=cosine has no decay of its own length; use null or lr.schedule=wsd",
+    ),
+    # precision, data, checkpoints, records
+    ({"precision.reduce": "bf16"}, None, "precision.reduce=bf16: not available yet; use null or fp32"),
+    (
+        {"precision.compute": "fp64", "precision.reduce": "fp32"},
+        None,
+        "precision.reduce=fp32: not available yet; use null or fp64",
+    ),
+    (
+        {"data.paths": ["a.txt"]},
+        None,
+        "data.paths=[a.txt]: data.source=builtin reads no files; use [], data.source=text or data.source=jsonl",
+    ),
+    (
+        {"data.source": "text"},
+        None,
+        "data.paths=[]: data.source=text reads files and none are named; use data.paths=[FILE,…]",
+    ),
+    ({"model.vocab": 255}, None, "model.vocab=255: must hold the 256 ids of data.tokenizer=byte; use 256 or more"),
+    ({"resume": "auto"}, None, "resume=auto: needs the folder to continue in; use run.dir=FOLDER, last or null"),
+    (
+        {"resume": "last", "run.dir": "here"},
+        None,
+        "resume=last: continues the newest run under run.root, so run.dir=here would be ignored; "
+        "use auto or run.dir=null",
+    ),
+    (
+        {"resume": "here", "checkpoint.load_weights": "there"},
+        None,
+        "checkpoint.load_weights=there: resume already brings weights; use null or resume=null",
+    ),
+    (
+        {"observe.dump_steps": [2, 9]},
+        None,
+        "observe.dump_steps=[2, 9]: has steps beyond run.steps=3; use steps from 1 to 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "world_size", "line"), BROKEN, ids=[line.partition(":")[0] for *_, line in BROKEN])
+def test_a_broken_rule_says_what_would_do(values: dict[str, Any], world_size: int | None, line: str) -> None:
+    found = violations(replace_values(a_config(), values), world_size)
+    assert line in [str(violation) for violation in found]
+
+
+def test_every_rule_is_among_those_broken_here() -> None:
+    bad = [(replace_values(a_config(), values), world) for values, world, _ in BROKEN]
+    bad = [(config, world) for config, world in bad if not any(True for _ in out_of_range(config))]
+    bad += [(replace_values(a_config(), {"schedule.name": "1f1bb"}), None)]
+    assert [rule.__name__ for rule in RULES if not any(list(rule(config, world)) for config, world in bad)] == []
+
+
+LEGAL: list[tuple[dict[str, Any], int | None]] = [
+    ({}, None),
+    ({}, 4),
+    ({"parallel.tp": 4, "model.kv_groups": 2}, None),
+    ({"parallel.tp": 4, "model.kv_groups": 1}, 4),
+    ({"parallel.pp": 4, "parallel.layers_per_stage": [0, 1, 1, 0]}, None),
+    ({"batch.sequence_length": 9, "parallel.tp": 2, "parallel.sequence_parallel": False}, None),
+    ({"batch.sequence_length": 9}, None),
+    ({"parallel.tp": 4, "cluster.nodes": 2, "parallel.allow_tp_across_nodes": True}, 4),
+    ({"parallel.tp": 2, "cluster.nodes": 2}, 4),
+    ({"schedule.name": "interleaved", "schedule.chunks": 1}, None),
+    ({"schedule.name": "interleaved", "schedule.chunks": 2}, None),
+    ({"schedule.name": "gpipe", "parallel.pp": 2}, None),
+    ({"schedule.name": "custom", "schedule.path": "mine.csv"}, None),
+    (LEARNED | {"model.max_positions": 8}, None),
+    (LLAMA3 | {"model.rope.original_max_positions": 4096}, None),
+    ({"model.mlp": {"_target_": "my.file.MyMLP", "width": 3}}, None),
+    ({"lr.warmup_steps": 3}, None),
+    ({"lr.schedule": "wsd", "lr.decay_steps": 2, "lr.warmup_steps": 1}, None),
+    ({"precision.compute": "fp64", "precision.reduce": "fp64"}, None),
+    ({"model.vocab": 37, "data.tokenizer": "tokenizer.json", "data.source": "text", "data.paths": ["a.txt"]}, None),
+    ({"resume": "auto", "run.dir": "here"}, None),
+    ({"resume": "last"}, None),
+    ({"optim.freeze": [r"^blocks\.0\."], "optim.groups": [OptimGroup(pattern="mlp", lr_scale=0.0)]}, None),
+    ({"observe.dump_steps": [1, 3]}, None),
+]
+
+
+@pytest.mark.parametrize(("values", "world_size"), LEGAL)
+def test_legal_configurations_pass(values: dict[str, Any], world_size: int | None) -> None:
+    config = replace_values(a_config(), values)
+    assert violations(config, world_size) == []
+    require_legal(config, world_size)
+
+
+def _another_value(key: str) -> Any:
+    kind, _ = without_null({known.name: known.type for known in keys(TrainConfig)}[key])
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return next(choice for choice in kind if choice not in WORKS[key])
+    return {bool: True, int: 2, float: 2.0, str: "x"}.get(kind, ["1"] if kind == list[str] else [1])
+
+
+@pytest.mark.parametrize("key", WORKS)
+def test_a_feature_that_is_not_built_is_refused(key: str) -> None:
+    found = violations(replace_values(a_config(), {key: _another_value(key)}))
+    [said] = [violation for violation in found if violation.rule == "not available yet"]
+    assert (said.key, said.legal) == (key, WORKS[key])
+
+
+def test_defaults_are_available() -> None:
+    by_name = {key.name: to_plain(key.default) for key in keys(TrainConfig) if not key.is_section}
+    assert {key: by_name[key] for key, works in WORKS.items() if by_name[key] not in works} == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["zb_h1", "zb_h2", "zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"]
+)
+def test_schedules_to_come_are_known_and_refused(name: str) -> None:
+    [found] = violations(replace_values(a_config(), {"schedule.name": name}))
+    assert found.key == "schedule.name"
+    assert "not available yet" in found.rule
+    assert {"gpipe", "1f1b", "interleaved", "custom"} <= set(found.legal)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"schedule.name": "1f1bb"}, "schedule.name"),
+        ({"schedule.chunks": 2}, "schedule.chunks"),
+        ({"schedule.round": 2}, "schedule.round"),
+        ({"schedule.path": "mine.csv"}, "schedule.path"),
+        ({"schedule.name": "custom"}, "schedule.path"),
+        (
+            {"schedule.name": "interleaved", "parallel.pp": 2, "schedule.round": 1},
+            "schedule.round",
+        ),
+    ],
+)
+def test_what_the_schedule_refuses_is_reported(values: dict[str, Any], key: str) -> None:
+    assert key in [violation.key for violation in violations(replace_values(a_config(), values))]
+
+
+def test_all_violations_come_in_one_report_in_the_order_of_the_schema() -> None:
+    config = replace_values(a_config(), {"parallel.tp": 3, "parallel.cp": 2, "lr.warmup_steps": 9, "seed": -1})
+    with pytest.raises(ConfigError) as refused:
+        require_legal(config, 12)
+    order = [violation.key for violation in refused.value.violations]
+    assert order == sorted(order, key=[key.name for key in keys(TrainConfig)].index)
+    assert {"seed", "parallel.tp", "parallel.cp", "lr.warmup_steps"} <= set(order)
+    assert str(refused.value).splitlines() == [str(violation) for violation in refused.value.violations]
+
+
+def test_what_cannot_be_told_is_left_out_and_the_rest_is_said() -> None:
+    config = replace_values(a_config(), {"model.heads": UNUSABLE, "model.layers": UNUSABLE, "lr.warmup_steps": 9})
+    assert [violation.key for violation in violations(config)] == ["lr.warmup_steps"]
+
+
+def test_a_violation_is_a_value() -> None:
+    [found] = violations(replace_values(a_config(), {"lr.floor": 2.0}))
+    assert found == Violation("lr.floor", 2.0, "must be at least 0 and at most 1", ("1 or less",))
+
+
+def test_defaults_of_rope_break_no_rule_of_learned_positions() -> None:
+    assert violations(replace_values(a_config(), LEARNED | {"model.rope": RopeOptions()})) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    heads=st.integers(1, 12),
+    groups=st.integers(1, 12),
+    ffn=st.integers(1, 40),
+    sequence=st.integers(1, 16),
+    tp=st.integers(1, 8),
+    pp=st.integers(1, 6),
+    layers=st.integers(1, 6),
+    micro=st.integers(1, 4),
+    dp=st.integers(1, 4),
+)
+def test_a_degree_offered_for_tp_breaks_no_rule_about_tp(**sizes: int) -> None:
+    values = {
+        "model.heads": sizes["heads"],
+        "model.kv_groups": sizes["groups"],
+        "model.hidden": sizes["heads"] * 4,
+        "model.ffn": sizes["ffn"],
+        "model.layers": sizes["layers"],
+        "batch.sequence_length": sizes["sequence"],
+        "batch.micro_size": sizes["micro"],
+        "batch.global_size": 24,
+        "parallel.tp": sizes["tp"],
+        "parallel.pp": sizes["pp"],
+        "parallel.dp": sizes["dp"],
+    }
+    config = replace_values(a_config(), values)
+    for found in violations(config):
+        for legal in found.legal if found.key in ("parallel.tp", "batch.global_size") else ():
+            mended = violations(replace_values(config, {found.key: legal}))
+            assert found.key not in [violation.key for violation in mended]
