@@ -107,7 +107,7 @@ def resolve_resume(
 
 
 def keep_last(folder: Path, count: int, *, every: int | None = None) -> list[Path]:
-    """Remove all but the newest ``count`` complete checkpoints; returns the folders that are gone.
+    """Remove all but the newest ``count`` complete checkpoints, on one rank; returns the folders that are gone.
 
     Kept besides: steps that ``every`` divides, what ``latest`` points to, incomplete checkpoints (they are not ours to
     judge), and folders that hold a file no checkpoint has.

@@ -17,7 +17,7 @@ from megastack.errors import CheckpointError
 
 LATEST = "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
-_SUFFIXES = (".writing", ".replaced", ".removed")
+_LEFTOVER = re.compile(r"\.step_\d{8,}\.(writing|replaced|removed)")
 
 
 def step_name(step: int) -> str:
@@ -91,8 +91,8 @@ def retire(path: Path) -> bool:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the hidden folders that crashed saves and removals left in ``folder``."""
-    for suffix in _SUFFIXES:
-        for hidden in folder.glob(f".*{suffix}"):
+    for hidden in folder.glob(".step_*"):
+        if _LEFTOVER.fullmatch(hidden.name):
             remove(hidden)
 
 

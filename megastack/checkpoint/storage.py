@@ -114,7 +114,6 @@ class BoxWriter(StorageWriter):
         try:
             file, begins = write_tensors(path, [_block(key, item, planner) for key, item in boxes.items()])
         except (OSError, RuntimeError) as error:
-            path.unlink(missing_ok=True)
             raise CheckpointError(f"{path}: cannot be written ({error})") from error
         return [
             WriteResult(item.index, _block(key, item, planner).nbytes, _Written(file, record))
