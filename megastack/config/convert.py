@@ -40,7 +40,7 @@ class Unusable:
     __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _refuse
-    __iter__ = __len__ = __contains__ = __getitem__ = __int__ = __float__ = __str__ = _refuse
+    __getattr__ = __iter__ = __len__ = __contains__ = __getitem__ = __int__ = __float__ = __str__ = _refuse
 
 
 UNUSABLE = Unusable()
@@ -183,12 +183,14 @@ def to_plain(config: Any) -> Any:
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value at a dotted key of a configuration object.
+    """The value at a dotted key of a configuration object; unusable where what it is part of is.
 
     Raises:
         KeyError: there is no such key.
     """
     for name in key.split("."):
+        if config is UNUSABLE:
+            return UNUSABLE
         if not dataclasses.is_dataclass(config) or name not in hints(type(config)):
             raise KeyError(key)
         config = getattr(config, name)
