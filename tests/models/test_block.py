@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megastack.errors import ConfigError
 from megastack.layers.context import Context
@@ -127,3 +128,17 @@ def test_every_layer_of_every_block_drops_differently():
     for i, mask in enumerate(masks):
         assert set(mask.unique().tolist()) == {1.0, 3.0}
         assert not any(torch.equal(mask, other) for other in masks[:i])
+
+
+def test_a_recomputed_block_drops_what_it_dropped():
+    config = tiny(LLAMA | {"dropout": 0.5, "attention_dropout": 0.5})
+    made = build(config, Mesh.single(), layers=range(1), head=False).blocks["0"]
+    context = Context.of(microbatch().positions_BS, None, microbatch().samples_B)
+    x_BSD = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    results = []
+    for run in (made, lambda *args: checkpoint(made, *args, use_reentrant=False, preserve_rng_state=False)):
+        made.zero_grad()
+        out_BSD = run(x_BSD, context)
+        out_BSD.square().sum().backward()
+        results.append([out_BSD.detach(), *(parameter.grad for parameter in made.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
