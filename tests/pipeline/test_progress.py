@@ -17,6 +17,13 @@ def test_a_cycle_is_named() -> None:
     assert sorted(reached.cycle(rows)) == [0, 1, 2]
 
 
+def test_who_only_waits_for_a_cycle_is_not_of_it() -> None:
+    rows = [[Step(("a",))], [Step(), Step(("b",), ("a",))], [Step(), Step(("a",), ("b",))]]
+    reached = run(rows)
+    assert reached.missing.keys() == {0, 1, 2}
+    assert sorted(reached.cycle(rows)) == [1, 2]
+
+
 def test_a_key_that_nobody_gives() -> None:
     rows = [[Step(("never",), ("a",))], [Step(("a",))]]
     assert run(rows).cycle(rows) == [0]
