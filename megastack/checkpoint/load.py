@@ -67,11 +67,12 @@ def load(
     weights_only: bool = False,
     cast: bool = False,
 ) -> LoadReport:
-    """Fill the tensors of ``state`` from the checkpoint folder ``path``; nothing changes unless everything fits.
+    """Fill ``state`` from the checkpoint folder ``path``; nothing changes unless everything fits.
 
     Args:
         path: a checkpoint folder, the same on all ranks.
-        state: this rank's items; its ``trainer`` is left alone, the stored one comes back in the report.
+        state: this rank's items, whose tensors are written to; its ``trainer`` becomes the stored one, except after a
+            load of weights only.
         mesh: all of its ranks call.
         strict: refuse missing and unexpected names; otherwise they are left out and reported.
         weights_only: look at names that begin with ``model/`` only, on both sides.
@@ -105,13 +106,15 @@ def load(
             process_group=world.group,
             no_dist=world.group is None,
         )
+    if not weights_only:
+        state.trainer = read_trainer(folder)
     return LoadReport(
         folder,
         loaded=tuple(sorted(everyone.wanted & stored)),
         missing=tuple(sorted(everyone.wanted - stored)),
         unexpected=tuple(sorted(stored - everyone.wanted)),
         cast=tuple(sorted(everyone.cast)),
-        trainer={} if weights_only else read_trainer(folder),
+        trainer={} if weights_only else dict(state.trainer),
     )
 
 

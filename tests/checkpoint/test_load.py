@@ -90,9 +90,11 @@ def test_views_and_parameters_are_filled_in_place(tmp_path: Path) -> None:
 def test_only_the_weights_on_request(tmp_path: Path) -> None:
     save(tmp_path / "x", state_of("whole", 0, 1), Mesh.single())
     state = state_of("whole", 0, 1, blank=True)
+    state.trainer = {"step": 3}
     report = load(tmp_path / "x", state, Mesh.single(), weights_only=True)
     assert report.loaded == tuple(sorted(name for name in TENSORS if name.startswith("model/")))
     assert report.trainer == {}
+    assert state.trainer == {"step": 3}
     assert {name.split("/")[0] for name in wrong_items(state)} == {"optim"}
     load(tmp_path / "x", state_of("whole", 0, 1, blank=True, only="model/"), Mesh.single(), weights_only=True)
 
