@@ -7,6 +7,7 @@ completed or equal, 1 failed, 2 a wrong verb or flag, 75 preempted and resumable
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,7 +21,9 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command; returns its exit code. Classes of the current folder can be named in ``_target_``."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     options = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
     run: Callable[[argparse.Namespace], int] = {"train": _train, "show": _show}[options.verb]
     try:
