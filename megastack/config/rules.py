@@ -26,13 +26,18 @@ Rule = Callable[[TrainConfig, int | None], Iterator[Violation]]
 RULES: Sequence[Rule] = (not_available, *LAYOUT_RULES, *VALUE_RULES)
 
 
-def violations(config: TrainConfig, world_size: int | None = None) -> list[Violation]:
+def violations(
+    config: TrainConfig, world_size: int | None = None, *, ranks_per_node: int | None = None
+) -> list[Violation]:
     """Everything that stands against running this configuration; empty when it is legal.
 
     Args:
         config: the configuration; values that stand for something unusable are passed over.
         world_size: the number of ranks where a launcher has fixed it, None where it follows from the degrees.
+        ranks_per_node: what a launcher has started on each node; ``cluster.ranks_per_node`` comes first.
     """
+    if ranks_per_node is not None and config.cluster.ranks_per_node is None:
+        config = replace_values(config, {"cluster.ranks_per_node": ranks_per_node})
     found = list(out_of_range(config))
     usable = replace_values(config, {violation.key.partition("[")[0]: UNUSABLE for violation in found})
     for rule in RULES:
@@ -40,13 +45,13 @@ def violations(config: TrainConfig, world_size: int | None = None) -> list[Viola
     return sorted(found, key=lambda violation: ORDER.get(violation.key.partition("[")[0], len(ORDER)))
 
 
-def require_legal(config: TrainConfig, world_size: int | None = None) -> None:
-    """Nothing for a legal configuration.
+def require_legal(config: TrainConfig, world_size: int | None = None, *, ranks_per_node: int | None = None) -> None:
+    """Nothing for a legal configuration; arguments as for :func:`violations`.
 
     Raises:
         ConfigError: every violation, a line each.
     """
-    if found := violations(config, world_size):
+    if found := violations(config, world_size, ranks_per_node=ranks_per_node):
         raise ConfigError.of(found)
 
 

@@ -360,6 +360,14 @@ def test_what_cannot_be_told_is_left_out_and_the_rest_is_said() -> None:
     assert [violation.key for violation in violations(config)] == ["lr.warmup_steps"]
 
 
+def test_the_ranks_that_a_launcher_put_on_a_node_count() -> None:
+    config = replace_values(a_config(), {"parallel.tp": 4})
+    assert violations(config, 4, ranks_per_node=4) == []
+    assert [violation.key for violation in violations(config, 4, ranks_per_node=2)] == ["parallel.tp"]
+    named = replace_values(config, {"cluster.ranks_per_node": 4})
+    assert violations(named, 4, ranks_per_node=2) == []
+
+
 def test_a_violation_is_a_value() -> None:
     [found] = violations(replace_values(a_config(), {"lr.floor": 2.0}))
     assert found == Violation("lr.floor", 2.0, "must be at least 0 and at most 1", ("1 or less",))
