@@ -8,17 +8,17 @@ are their own masters and nothing is copied.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megastack.gradients.buckets import Bucket
 
 
 class Master:
-    """The flat parameter of one bucket as an optimizer sees it.
+    """The values of one bucket as an optimizer sees them.
 
     Attributes:
         bucket: the bucket.
-        parameter: what is updated; shares the bucket's memory unless it is a copy.
+        values: what is updated, flat; the bucket's own parameters unless it is a copy.
         is_copy: whether the parameters are of a lower precision and have a master of their own.
     """
 
@@ -26,24 +26,19 @@ class Master:
         self.bucket = bucket
         dtype = torch.promote_types(bucket.parameters.dtype, torch.float32)
         self.is_copy = dtype != bucket.parameters.dtype
-        self.parameter = nn.Parameter(bucket.parameters.to(dtype))
+        self.values = bucket.parameters.to(dtype)
 
-    def take_gradient(self) -> None:
-        """Point the flat parameter at the bucket's gradients, converted where they travel in another dtype."""
-        self.parameter.grad = self.bucket.gradients.to(self.parameter.dtype)
+    @property
+    def gradients(self) -> Tensor:
+        """The bucket's gradients, converted where they travel in another dtype."""
+        return self.bucket.gradients.to(self.values.dtype)
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Round the master into the model's parameters."""
         if self.is_copy:
-            self.bucket.parameters.copy_(self.parameter)
+            self.bucket.parameters.copy_(self.values)
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Take over the model's parameters, after weights were loaded into them."""
         if self.is_copy:
-            self.parameter.copy_(self.bucket.parameters)
-
-    def state(self) -> Tensor:
-        """A zero of the same layout, for a moment."""
-        return torch.zeros_like(self.parameter, requires_grad=False)
+            self.values.copy_(self.bucket.parameters)

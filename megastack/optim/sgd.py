@@ -1,4 +1,4 @@
-"""SGD on flat buckets: torch's fused kernel, with the momentum buffers there before the first step.
+"""SGD on flat buckets, by torch's fused kernel, called as a function (see :mod:`megastack.optim.adamw` for why).
 
 Weight decay is added to the gradient, as in ``torch.optim.SGD``. Momentum starts from a zero buffer, which gives what
 torch's first step gives, and does so after a skipped first step as well.
@@ -6,21 +6,47 @@ torch's first step gives, and does so after a skipped first step as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
 
 from megastack.optim.precision import Master
 
-MOMENTS = ("momentum_buffer",)
-"""The kinds of moments, by torch's names; kept only where momentum is not 0."""
 
+@dataclass(frozen=True)
+class SGD:
+    """The rule of SGD; its state per bucket is the momentum buffer, or nothing without momentum."""
 
-def sgd(groups: Sequence[Mapping[str, Any]], masters: Sequence[Master], *, momentum: float) -> torch.optim.Optimizer:
-    """torch's fused SGD over the masters, momentum buffers zero."""
-    optimizer = torch.optim.SGD([dict(group) for group in groups], lr=0.0, momentum=momentum, fused=True)
-    for master in masters:
-        if momentum:
-            optimizer.state[master.parameter] = {kind: master.state() for kind in MOMENTS}
-    return optimizer
+    momentum: float
+
+    def state(self, master: Master) -> dict[str, Tensor]:
+        """The state before the first update."""
+        return {"momentum_buffer": torch.zeros_like(master.values)} if self.momentum else {}
+
+    def update(
+        self,
+        masters: Sequence[Master],
+        states: Sequence[dict[str, Tensor]],
+        *,
+        lr: float,
+        weight_decay: float,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update the masters and their states in place, unless ``found_inf`` is 1."""
+        sgd(
+            [master.values for master in masters],
+            [master.gradients for master in masters],
+            [state.get("momentum_buffer") for state in states],
+            foreach=False,
+            fused=True,
+            found_inf=found_inf,
+            weight_decay=weight_decay,
+            momentum=self.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
