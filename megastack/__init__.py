@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from megastack.random import counter_normal as counter_normal
     from megastack.testing.parity import assert_parity as assert_parity
     from megastack.testing.ranks import run_ranks as run_ranks
-    from megastack.train.hooks import Hooks as Hooks
-    from megastack.train.state import RunResult as RunResult
+    from megastack.training.hooks import Hooks as Hooks
+    from megastack.training.state import RunResult as RunResult
 
 _NAMES = {
     "checkpoint.items": "State StateItem",
@@ -109,8 +109,8 @@ _NAMES = {
     "random": "counter_normal",
     "testing.parity": "assert_parity",
     "testing.ranks": "run_ranks",
-    "train.hooks": "Hooks",
-    "train.state": "RunResult",
+    "training.hooks": "Hooks",
+    "training.state": "RunResult",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -43,12 +43,12 @@ from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimiz
 from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
 from megastack.placement.module import initialise_
-from megastack.train.hooks import Hooks
-from megastack.train.loop import Loop, LoopOptions
-from megastack.train.report import Recorder
-from megastack.train.signals import StopRequest
-from megastack.train.state import Progress
-from megastack.train.step import TrainStep
+from megastack.training.hooks import Hooks
+from megastack.training.loop import Loop, LoopOptions
+from megastack.training.report import Recorder
+from megastack.training.signals import StopRequest
+from megastack.training.state import Progress
+from megastack.training.step import TrainStep
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

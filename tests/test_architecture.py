@@ -31,18 +31,18 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"placement", "comm", "mesh"},
     "observe": {"mesh.shape"},
     "config": {"mesh.shape", "pipeline.schedules", "layers.rules"},
-    "train": {"pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
+    "training": {"pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
     "plan": {"config", "models.profile", "models.stages", "pipeline", "mesh.shape"},
     "build": {
-        *("train", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe", "config"),
+        *("training", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe", "config"),
         *("mesh", "comm", "placement"),
     },
     "launch": {
-        *("build", "train", "config", "observe", "mesh", "checkpoint.folder", "data", "plan.describe"),
+        *("build", "training", "config", "observe", "mesh", "checkpoint.folder", "data", "plan.describe"),
         *("comm.objects",),
     },
     "testing": {
-        *("build", "config", "checkpoint", "comm", "gradients", "mesh", "optim", "placement", "random", "train"),
+        *("build", "config", "checkpoint", "comm", "gradients", "mesh", "optim", "placement", "random", "training"),
     },
     "cli": {"launch", "plan", "testing"},
     "__init__": set(),

@@ -12,7 +12,7 @@ from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
 from megastack.launch.environment import is_worker, world_size
 from megastack.plan.describe import short
-from megastack.train.state import RunResult
+from megastack.training.state import RunResult
 
 
 def checked(options: argparse.Namespace) -> TrainConfig:

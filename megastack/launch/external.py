@@ -15,7 +15,7 @@ from megastack.launch.preflight import prepare
 from megastack.launch.worker import Assignment, work
 from megastack.mesh.mesh import backend_of, pick_device
 from megastack.observe.console import Console
-from megastack.train.state import RunResult
+from megastack.training.state import RunResult
 
 
 def join(config: TrainConfig, overrides: Sequence[str] = (), *, opening: str = "") -> RunResult:

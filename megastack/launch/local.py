@@ -27,7 +27,7 @@ from megastack.observe.console import Console
 from megastack.observe.failure import first_failure
 from megastack.observe.folder import RunFolder
 from megastack.observe.status import read_status, write_status
-from megastack.train.state import RunResult
+from megastack.training.state import RunResult
 
 
 def launch(config: TrainConfig, overrides: Sequence[str] = (), *, opening: str = "") -> RunResult:

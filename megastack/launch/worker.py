@@ -22,9 +22,9 @@ from megastack.mesh.mesh import Mesh
 from megastack.observe.failure import write_failure
 from megastack.observe.folder import RunFolder
 from megastack.observe.logging import set_up_logging
-from megastack.train.loop import Loop
-from megastack.train.signals import StopRequest
-from megastack.train.state import RunResult
+from megastack.training.loop import Loop
+from megastack.training.signals import StopRequest
+from megastack.training.state import RunResult
 
 
 @dataclass(frozen=True)

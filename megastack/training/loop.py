@@ -18,11 +18,11 @@ from megastack.comm.collectives import all_reduce
 from megastack.data.validation import ValidationBatches
 from megastack.mesh.mesh import Mesh
 from megastack.observe.memory import peak_memory_bytes
-from megastack.train.hooks import Hooks
-from megastack.train.report import Recorder
-from megastack.train.signals import StopRequest, describe_stop
-from megastack.train.state import Progress, RunResult
-from megastack.train.step import StepOutcome, TrainStep
+from megastack.training.hooks import Hooks
+from megastack.training.report import Recorder
+from megastack.training.signals import StopRequest, describe_stop
+from megastack.training.state import Progress, RunResult
+from megastack.training.step import StepOutcome, TrainStep
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from megastack.comm.ledger import Ledger
 from megastack.observe.console import Console
 from megastack.observe.metrics import MetricsWriter
 from megastack.observe.status import write_status
-from megastack.train.state import Progress, RunResult
-from megastack.train.step import StepOutcome
+from megastack.training.state import Progress, RunResult
+from megastack.training.step import StepOutcome
 
 
 @dataclass
