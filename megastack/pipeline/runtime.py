@@ -68,6 +68,7 @@ class Pipeline:
         self._chunk_of = {index: chunk for chunk, index in enumerate(self._stages)}
         peers = {self._rank_of(stage + step) for stage in self._stages for step in (-1, 1)}
         self._lines = Lines(self._axis, mesh.device, sorted(peers - {self._axis.rank, -1}))
+        self._posts_early = mesh.device.type == "cpu"  # elsewhere it could queue in front of a send the peer needs
         self._slots: dict[tuple[int, Signature], list[Slot]] = {}
         self._announced: set[tuple[int, Signature]] = set()
         self._forget()
@@ -128,7 +129,7 @@ class Pipeline:
         self._microbatches = microbatches
         self._signatures = [_signature(microbatch) for microbatch in microbatches]
         self._scale = scale.to(self.mesh.device)
-        early = all(self._is_known(action) for action in program.plain if action.op.startswith("RECV"))
+        early = self._posts_early and all(map(self._is_known, program.receives))
         for self.current in program.early if early else program.plain:
             self._dispatch(self.current, program)
         self._lines.finish()
@@ -220,6 +221,7 @@ class _Program:
         unknown = {str(action.op) for action in self.plain} - _SUPPORTED
         if unknown:
             raise ScheduleError(f"schedule={schedule.name}: the runtime does not execute {', '.join(sorted(unknown))}")
+        self.receives = [action for action in self.plain if action.op.startswith("RECV")]
         self._last = {action.stage: action for action in self.plain if action.op == "B"}
 
     def is_last_backward(self, action: Action) -> bool:
