@@ -120,9 +120,9 @@ def test_ids_outside_the_vocabulary_are_refused_as_token_and_as_label(bad: int) 
         check_rows(batch([36, 0], [bad, 0]), 37, np.array([7, 9]))
 
 
-@pytest.mark.parametrize(("kind", "sample"), [(PackedSamples, 3), (SingleSamples, 2)])
+@pytest.mark.parametrize(("kind", "sample"), [(PackedSamples, 2), (SingleSamples, 2)])
 def test_a_set_knows_whether_any_of_its_ids_is_outside(kind: type, sample: int) -> None:
-    samples = kind(stream([[1, 2, 3, 4, 5], [6, 37, 8]]), 2)
+    samples = kind(stream([[1, 2, 3, 4, 5], [37, 7, 8]]), 2)
     samples.check_ids(38)
     with pytest.raises(DataError, match=rf"token id 37 in sample {sample}: outside model.vocab=37"):
         samples.check_ids(37)

@@ -26,7 +26,7 @@ def test_cut_prefers_paragraph_then_line_then_space() -> None:
     assert list(cut(b"aa\n\nbb\n\ncc", 9)) == [b"aa\n\nbb\n\n", b"cc"]
     assert list(cut(b"aaa bbb ccc", 9)) == [b"aaa bbb ", b"ccc"]
     assert list(cut(b"abcdefgh", 5)) == [b"abcde", b"fgh"]
-    assert list(cut(b"\n\nabcdefgh", 6)) == [b"\n\n", b"abcdef", b"gh"]
+    assert list(cut(b" abcdefgh", 5)) == [b" ", b"abcde", b"fgh"]
     assert list(cut(b"aa\r\n\r\nbb\r\ncc", 10)) == [b"aa\r\n\r\n", b"bb\r\ncc"]
 
 
