@@ -21,7 +21,6 @@ from hydra.errors import HydraException as HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-import megastack
 from megastack.errors import ConfigError, Violation
 
 COMMAND_LINE = "the command line"
@@ -29,7 +28,7 @@ COMMAND_LINE = "the command line"
 
 def packaged_configs() -> Path:
     """The folder of YAML files that come with megastack: in a checkout ``configs/``, else inside the package."""
-    package = Path(megastack.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     checkout = package.parent / "configs"
     return checkout if (checkout / "train.yaml").is_file() else package / "configs"
 

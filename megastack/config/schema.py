@@ -133,7 +133,7 @@ class RopeOptions:
 class ModelOptions:
     """The decoder."""
 
-    family: Family = option(Family.llama, "Which family's layout and names the weights follow.")
+    family: Family = option(Family.llama, "The family's name; what is built follows from the other keys alone.")
     layers: int = required("Transformer blocks.", least=1)
     heads: int = required("Query heads.", least=1)
     hidden: int = required("Width of the residual stream.", least=1)
@@ -158,9 +158,15 @@ class ModelOptions:
     attention_dropout: float = option(0.0, "Drop probability of attention weights (a slower path).", least=0, below=1)
     init_std: float = option(0.02, "Standard deviation of the initial weights.", above=0)
     depth_scaled_init: bool = option(True, "Divide the initial residual projections by √(2·layers).")
-    attention: Any = option(None, "Your attention layer: `{_target_: module.Class, …}`; null for the built-in one.")
-    mlp: Any = option(None, "Your MLP: `{_target_: module.Class, …}`; null for the built-in one.")
-    block: Any = option(None, "Your block: `{_target_: module.Class, …}`; null for the built-in one.")
+    attention: Any = option(
+        None, "Your attention layer, `{_target_: module.Class, …}` with further arguments; null for the built-in one."
+    )
+    mlp: Any = option(
+        None, "Your MLP, `{_target_: module.Class, …}` with further arguments; null for the built-in one."
+    )
+    block: Any = option(
+        None, "Your block, `{_target_: module.Class, …}` with further arguments; null for the built-in one."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
