@@ -6,8 +6,9 @@ mathematics; it hands each part its plain arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,13 @@ class Training:
         placements = stage_placements(self.stages)
         moments = moment_items(self.step.optimizer.moments(), placements, self.mesh)
         steps = StateItem.replicated("optim/step", self.step.optimizer.steps)
-        trainer = self.progress.as_json() | self._stamp()
+        trainer = self.progress.as_json() | identity(self.config, self.dataset)
         return State([*model_items(self.stages, self.mesh), *moments, steps], trainer)
 
     def gradient_items(self) -> list[StateItem]:
         """The gradients as checkpoint items, complete after their reduction."""
         placements = stage_placements(self.stages)
         return items_of("gradients", self.step.buckets.named_gradients(), placements, self.mesh)
-
-    def _stamp(self) -> dict[str, Any]:
-        batch = self.config.batch
-        return {"seed": self.config.seed, "data": self.dataset.fingerprint, "batch": asdict(batch)}
 
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint: weights, moments and progress.
@@ -109,19 +106,33 @@ class Training:
         state = self.state()
         load(path, state, self.mesh, strict=self.config.checkpoint.strict)
         self.step.optimizer.load_steps(int(self.step.optimizer.steps))
-        changed = [
-            f"{key}={value!r}: the checkpoint has {state.trainer.get(key)!r}"
-            for key, value in self._stamp().items()
-            if state.trainer.get(key) != value
-        ]
-        if changed:
-            raise CheckpointError(f"{path}: resuming would not continue the same run\n" + "\n".join(changed))
+        if faults := identity_faults(state.trainer, identity(self.config, self.dataset)):
+            raise CheckpointError("\n".join([f"resume={path}: would not continue the same run", *faults]))
         self.progress.__dict__.update(Progress.from_json(state.trainer).__dict__)
 
     def load_weights(self, path: Path) -> None:
         """Start from the weights of a checkpoint, everything else fresh."""
         load(path, self.state(), self.mesh, strict=self.config.checkpoint.strict, weights_only=True)
         self.step.optimizer.refresh_masters()
+
+
+def identity(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
+    """What has to stay as it is from a run to its resume, since sample order and dropout follow from it."""
+    batch = {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length}
+    return {"seed": config.seed, "batch": batch, "data": dataset.fingerprint}
+
+
+def identity_faults(trainer: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """What a checkpoint's trainer state has against being continued by a run of this :func:`identity`."""
+    before = trainer.get("batch") or {}
+    pairs = {"seed": (own["seed"], trainer.get("seed"))}
+    pairs |= {f"batch.{name}": (value, before.get(name)) for name, value in own["batch"].items()}
+    faults = [
+        f"{key}={new}: the checkpoint's run has {old}; use {old}" for key, (new, old) in pairs.items() if new != old
+    ]
+    if trainer.get("data") != own["data"]:
+        faults.append("data: not the samples of the checkpoint's run; use the same files, data.* and sequence length")
+    return faults
 
 
 def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = None) -> Training:
@@ -166,8 +177,24 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation)
 
 
-def build_loop(training: Training, folder: RunFolder, stop: StopRequest, hooks: Hooks | None = None) -> Loop:
-    """The loop of a run that writes into ``folder``; the mesh's first rank records."""
+def build_loop(
+    training: Training,
+    folder: RunFolder,
+    stop: StopRequest,
+    hooks: Hooks | None = None,
+    resumed: Path | None = None,
+    pid: int | None = None,
+) -> Loop:
+    """The loop of a run; the mesh's first rank records.
+
+    Args:
+        training: in the state that the run starts from.
+        folder: what it writes into.
+        stop: this rank's requests to stop.
+        hooks: what to call on the way.
+        resumed: the checkpoint that the state came from.
+        pid: the process to signal when the run is to stop; this one if not given.
+    """
     config, mesh = training.config, training.mesh
     return Loop(
         options=LoopOptions(
@@ -183,7 +210,7 @@ def build_loop(training: Training, folder: RunFolder, stop: StopRequest, hooks: 
         step=training.step,
         stages=training.stages,
         progress=training.progress,
-        recorder=_recorder(training, folder),
+        recorder=_recorder(training, folder, resumed, pid),
         stop=stop,
         folder=folder.path,
         save=_saver(training, folder),
@@ -237,7 +264,7 @@ def _learning_rate(config: TrainConfig) -> LearningRate:
     )
 
 
-def _recorder(training: Training, folder: RunFolder) -> Recorder:
+def _recorder(training: Training, folder: RunFolder, resumed: Path | None, pid: int | None) -> Recorder:
     config, mesh = training.config, training.mesh
     records = mesh.rank == 0
     wanted = config.observe.tensorboard
@@ -253,6 +280,8 @@ def _recorder(training: Training, folder: RunFolder) -> Recorder:
         log_every=config.run.log_every,
         metrics=MetricsWriter(folder.metrics, tensorboard=tensorboard) if records else None,
         status=folder.status if records else None,
+        pid=os.getpid() if pid is None else pid,
+        last_checkpoint=resumed,
         baseline=lambda: bigram_loss(split.train.samples, split.validation.samples, size, chosen=chosen),
     )
 

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megastack.errors import ConfigError
+from megastack.launch.environment import is_first_rank
 
-REFUSED = 78
+INTERRUPTED, REFUSED = 130, 78
 VERBS = {
     "train": "train a model over the grid of ranks that the degrees describe",
     "show": "explain a configuration, or one KEY of it, without starting anything",
@@ -24,36 +25,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Classes of the current folder can be named in ``_target_``."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    options = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    options = _parse(sys.argv[1:] if arguments is None else list(arguments))
     run: Callable[[argparse.Namespace], int] = {"train": _train, "show": _show}[options.verb]
     try:
         return run(options)
     except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        if is_first_rank():  # every rank of a world refuses, one says why
+            print(error, file=sys.stderr)  # noqa: T201
         return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megastack", description="Train Transformers over DP × TP × PP from YAML.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb, meaning in VERBS.items():
-        command = verbs.add_parser(verb, help=meaning, description=meaning)
-        command.add_argument("overrides", nargs="*", help="group=option and key=value choices over the YAML")
-        command.add_argument("--config-dir", help="a folder with YAML of yours, searched before the packaged one")
-        command.add_argument("--config-name", default="train", help="the YAML file to start from (default: train)")
-        if verb == "train":
-            command.add_argument("-m", "--multirun", action="store_true", help="run the product of a=1,2 b=3,4")
-        if verb == "show":
-            command.add_argument("--format", choices=("text", "svg", "chrome"), default="text")
-        command.add_argument("--json", metavar="FILE", help="also write the result to FILE")
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """The verb and its options; overrides and flags may be mixed in any order."""
+    if not arguments or arguments[0] not in VERBS:
+        _verbs_parser().parse_args(arguments)
+    options = _parser(arguments[0]).parse_intermixed_args(arguments[1:])
+    options.verb = arguments[0]
+    return options
+
+
+def _verbs_parser() -> argparse.ArgumentParser:
+    verbs = "\n".join(f"  {verb:<8} {meaning}" for verb, meaning in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="megastack",
+        usage="megastack VERB [group=option] [key=value]… [flags]",
+        description="Train Transformers over DP × TP × PP from YAML.",
+        epilog=f"verbs:\n{verbs}\n\nmegastack VERB --help tells the flags of a verb.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("verb", metavar="VERB", choices=VERBS, help=argparse.SUPPRESS)
+    return parser
+
+
+def _parser(verb: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"megastack {verb}", description=VERBS[verb], allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*", help="group=option and key=value choices over the YAML")
+    parser.add_argument("--config-dir", metavar="D", help="a folder with YAML of yours, searched first")
+    parser.add_argument(
+        "--config-name", metavar="N", default="train", help="the YAML file to start from (default: train)"
+    )
+    if verb == "train":
+        parser.add_argument("-m", "--multirun", action="store_true", help="run the product of a=1,2 b=3,4")
+    if verb == "show":
+        parser.add_argument("--format", choices=("text", "svg", "chrome"), default="text")
+    parser.add_argument("--json", metavar="FILE", help="also write the result to FILE")
     return parser
 
 
 def _train(options: argparse.Namespace) -> int:
-    if options.multirun:
-        from megastack.launch.sweep import sweep_command
-
-        return sweep_command(options)
     from megastack.launch.command import train_command
 
     return train_command(options)

@@ -4,53 +4,60 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from megastack.config.compose import compose
-from megastack.config.rules import violations
+from megastack.config.rules import require_legal
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError
 from megastack.launch.environment import is_worker, world_size
 from megastack.plan.describe import short
+from megastack.training.hooks import Hooks
 from megastack.training.state import RunResult
 
 
-def checked(options: argparse.Namespace) -> TrainConfig:
-    """The configuration of a command line.
+def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
+    """Train what a configuration describes.
+
+    Starts the ranks on this machine; under torchrun or srun this process is one of the ranks, and every rank calls.
+    Where ranks have several CPU threads they come from a fork server, which imports the main module anew: a script then
+    calls this under ``if __name__ == "__main__":``.
+
+    Args:
+        config: from :func:`megastack.compose`.
+        hooks: what to call on every rank after steps, validations and checkpoints.
+
+    Returns:
+        How the run ended; a failed or diverged one raises nothing.
 
     Raises:
-        ConfigError: every violation, one a line.
+        ConfigError: the configuration, its data, its resume path or its run folder cannot be used; nothing was trained.
     """
-    config = compose(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
-    found = violations(config, world_size())
-    if found:
-        raise ConfigError("\n".join(str(violation) for violation in found), found)
-    return config
+    return _train(config, (), hooks, cold=False)
 
 
-def train(config: TrainConfig, overrides: list[str] | None = None) -> RunResult:
-    """Train what a configuration describes; under torchrun or srun this process is one of the ranks.
-
-    Raises:
-        ConfigError: the configuration, its data, its resume path or its run folder cannot be used.
-    """
-    found = violations(config, world_size())
-    if found:
-        raise ConfigError("\n".join(str(violation) for violation in found), found)
+def _train(config: TrainConfig, overrides: Sequence[str], hooks: Hooks | None, *, cold: bool) -> RunResult:
+    require_legal(config, world_size())
+    opening = short(config, world_size())
     if is_worker():
         from megastack.launch.external import join
 
-        return join(config, overrides or [], opening=short(config, world_size()))
+        return join(config, overrides, opening=opening, hooks=hooks)
     from megastack.launch.local import launch
 
-    return launch(config, overrides or [], opening=short(config))
+    return launch(config, overrides, opening=opening, hooks=hooks, cold=cold)
 
 
 def train_command(options: argparse.Namespace) -> int:
     """The verb ``train``; returns the exit code."""
-    result = train(checked(options), options.overrides)
+    if options.multirun:
+        from megastack.launch.sweep import sweep_command
+
+        return sweep_command(options)
+    config = compose(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
+    result = _train(config, options.overrides, None, cold=True)
     if options.json:
-        Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n", encoding="utf-8")
     return result.exit_code
 
 

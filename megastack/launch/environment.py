@@ -44,6 +44,12 @@ def first_node(nodes: str) -> str:
     return nodes if match is None else "".join(part or "" for part in match.groups())
 
 
+def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this process speaks for its world: rank 0, and any process that is no rank."""
+    env = os.environ if environment is None else environment
+    return not is_worker(env) or env.get("RANK", env.get("SLURM_PROCID")) == "0"
+
+
 def world_size(environment: Mapping[str, str] | None = None) -> int | None:
     """The number of ranks that the launcher started; ``None`` without a launcher."""
     env = os.environ if environment is None else environment

@@ -1,18 +1,21 @@
 """Start all ranks of a run on this machine and turn their ends into one result.
 
-Torch's elastic agent forks the ranks, watches them and leaves nothing running. This parent runs no torch operation
-before it forks, so that ranks may use several threads. Ranks return how the run ended; when one fails, the accounts
-that ranks wrote are sorted by time, and the first is shown last.
+Torch's elastic agent starts the ranks, watches them and leaves nothing running. Ranks return how the run ended; when
+one fails, the accounts that ranks wrote are sorted, and the first is shown last.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import multiprocessing
+import os
 import signal
+import sys
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -20,95 +23,161 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
+from megastack.data.dataset import Dataset
+from megastack.errors import ConfigError
 from megastack.launch.preflight import Prepared, prepare
-from megastack.launch.worker import work
+from megastack.launch.stopping import SIGNALS, StopForwarder
+from megastack.launch.worker import Assignment, threads_per_rank, work
 from megastack.mesh.shape import MeshShape, describe_coordinates
 from megastack.observe.console import Console
-from megastack.observe.failure import first_failure
+from megastack.observe.failure import read_failures, silent_ranks
 from megastack.observe.folder import RunFolder
-from megastack.observe.status import read_status, write_status
+from megastack.observe.status import read_status, update_status
+from megastack.training.hooks import Hooks
 from megastack.training.state import RunResult
 
+QUIET = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+"""Loggers of the agent; what they have to say about failures is said better by the ranks."""
 
-def launch(config: TrainConfig, overrides: Sequence[str] = (), *, opening: str = "") -> RunResult:
+
+def launch(
+    config: TrainConfig,
+    overrides: Sequence[str] = (),
+    *,
+    opening: str = "",
+    hooks: Hooks | None = None,
+    cold: bool = False,
+) -> RunResult:
     """Train on as many local ranks as the degrees multiply to.
 
     Args:
         config: a legal configuration.
         overrides: the command line it came from, for the run folder.
         opening: what to print before the run starts.
+        hooks: what ranks call on the way.
+        cold: this process ran no torch operation, so that ranks with several threads may be forked from it too.
 
     Raises:
-        ConfigError: data, resume path or run folder cannot be used; nothing was started.
+        ConfigError: data, resume path, run folder or checkpoint cannot be used; nothing was trained.
     """
     prepared = prepare(config, overrides)
     console, folder = Console(), RunFolder(prepared.assignment.folder)
     for line in (opening, *prepared.notes, f"run folder {folder.path}"):
         if line:
             console.line(line)
-    shape = mesh_shape(config)
-    write_status(folder.status, "running", step=0)
+    world_size = mesh_shape(config).world_size
+    method = "fork" if cold or threads_per_rank(config, world_size) == 1 else "forkserver"
+    with StopForwarder(config.launch.grace_s) as stop:
+        result = _result(prepared, _agent(config, world_size, method), hooks, stop)
+    return replace(result, interrupted=stop.received is not None)
+
+
+def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: StopForwarder) -> RunResult:
+    folder = RunFolder(prepared.assignment.folder)
     try:
-        returned = elastic_launch(_agent(config, shape), work)(prepared.assignment, prepared.dataset)
+        returned = elastic_launch(agent, _rank)(prepared.assignment, prepared.dataset, hooks)
     except ChildFailedError as error:
-        return _failed(error, prepared, shape, console)
+        return _failed(error, prepared, stop)
     except SignalException as error:
-        return _interrupted(error, prepared, console)
+        reason = f"{error} before the ranks started"
+        status = update_status(folder.status, "preempted", reason=reason)
+        Console(stderr=True).line(reason, style="red")
+        return RunResult("preempted", status["step"] or 0, None, folder.path, reason)
     result: RunResult = returned[0]
     return result
 
 
-def _agent(config: TrainConfig, shape: MeshShape) -> LaunchConfig:
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+def _rank(assignment: Assignment, dataset: Dataset, hooks: Hooks | None) -> RunResult:
+    """A rank of this launcher: it ends with it, and is asked to stop by SIGTERM only, never by a terminal's SIGINT."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    result = work(assignment, dataset, hooks, signals=(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    return result
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent is gone, a killed one included (Linux only)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
+
+
+def _agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConfig:
+    for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    if start_method == "forkserver":
+        multiprocessing.set_forkserver_preload(["megastack.launch.worker"])
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=shape.world_size,
+        nproc_per_node=world_size,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="fork",
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        start_method=start_method,
+        signals_to_handle="",
         shutdown_timeout=math.ceil(config.launch.grace_s),
     )
 
 
-def _failed(error: ChildFailedError, prepared: Prepared, shape: MeshShape, console: Console) -> RunResult:
-    """Show the first failure and write it into ``status.json``, unless the ranks did so themselves."""
+@dataclass(frozen=True)
+class _Account:
+    """Which failure ended the run."""
+
+    rank: int
+    coordinates: str
+    reason: str
+    text: str
+    step: int = 0
+    refused: bool = False
+
+
+def _failed(error: ChildFailedError, prepared: Prepared, stop: StopForwarder) -> RunResult:
+    """Show the first failure and write it into ``status.json``.
+
+    Raises:
+        ConfigError: the ranks found, before they trained, that they cannot do what was asked.
+    """
     folder = RunFolder(prepared.assignment.folder)
-    record = first_failure(folder.path / "failures")
-    if record is not None:
-        rank, coordinates, reason, account = record.rank, record.coordinates, record.error, record.describe()
-        step: int = record.step
-    else:
-        rank, failure = error.get_first_failure()
-        coordinates, step = describe_coordinates(shape.coordinates(rank)), _last_step(folder)
-        reason = f"ended by {_cause(failure.exitcode)}"
-        account = f"[rank {rank} | {coordinates}] {reason}, pid {failure.pid}"
-    write_status(folder.status, "failed", step=step, reason=reason, rank=rank, coordinates=coordinates, exit_code=1)
-    console.line(account, style="red")
-    return RunResult("failed", step, None, folder.path, reason)
+    account = _first(error, folder, mesh_shape(prepared.assignment.config), stop)
+    step = account.step or (read_status(folder.status) or {}).get("step") or 0
+    update_status(
+        folder.status,
+        "failed",
+        step=step,
+        reason=account.reason,
+        rank=account.rank,
+        coordinates=account.coordinates,
+        exit_code=78 if account.refused else 1,
+        pid=os.getpid(),
+    )
+    if account.refused:
+        raise ConfigError(account.reason)
+    Console(stderr=True).line(f"failed after step {step}; everything is in {folder.path}\n{account.text}", style="red")
+    return RunResult("failed", step, None, folder.path, account.reason)
 
 
-def _interrupted(error: Any, prepared: Prepared, console: Console) -> RunResult:
-    """The launcher was asked to stop and passed it on; the ranks have had their grace to save."""
-    folder = RunFolder(prepared.assignment.folder)
-    status = read_status(folder.status) or {}
-    name = signal.Signals(error.sigval).name
-    if status.get("status") == "running":
-        reason = f"received {name}; the ranks did not save in time"
-        write_status(folder.status, "failed", step=status.get("step"), reason=reason, exit_code=1)
-        console.line(reason, style="red")
-        return RunResult("failed", status.get("step") or 0, None, folder.path, reason)
-    return RunResult(status["status"], status["step"], None, folder.path, status["reason"])
-
-
-def _last_step(folder: RunFolder) -> int:
-    return (read_status(folder.status) or {}).get("step") or 0
+def _first(error: ChildFailedError, folder: RunFolder, shape: MeshShape, stop: StopForwarder) -> _Account:
+    """The rank that failed by itself first, else one that died without a word, else the first to miss another."""
+    records = read_failures(folder.failures)
+    silent = silent_ranks(records, shape.world_size)
+    if not silent:
+        record = records[0]
+        reason = record.message if record.refused else record.error
+        return _Account(record.rank, record.coordinates, reason, record.describe(), record.step, record.refused)
+    rank, failure = error.get_first_failure()
+    reason = f"ended by {_cause(failure.exitcode)}" if rank in silent else "ended without a traceback (killed?)"
+    if stop.killed and stop.received is not None:
+        reason = f"received {stop.received.name} and did not stop in launch.grace_s"
+    rank = rank if rank in silent else silent[0]
+    coordinates = describe_coordinates(shape.coordinates(rank))
+    step = max((record.step for record in records), default=0)
+    return _Account(rank, coordinates, reason, f"[rank {rank} | {coordinates}] {reason}", step)
 
 
 def _cause(exitcode: int) -> str:

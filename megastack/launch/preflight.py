@@ -6,11 +6,15 @@ run folder comes last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from megastack.build import read_dataset
+from megastack.build import identity, identity_faults, read_dataset
 from megastack.checkpoint.folder import Resume, resolve_resume
+from megastack.checkpoint.manifest import read_trainer
 from megastack.config.compose import to_yaml
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
@@ -18,6 +22,9 @@ from megastack.errors import ConfigError, MegastackError
 from megastack.launch.worker import Assignment
 from megastack.observe.folder import RunFolder, claim
 from megastack.observe.metrics import tensorboard_installed
+from megastack.observe.status import write_status
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,24 +43,33 @@ def prepare(config: TrainConfig, overrides: Sequence[str] = ()) -> Prepared:
         ConfigError: every fault found, one a line.
     """
     faults: list[str] = []
-    dataset, resume = None, Resume()
-    try:
-        dataset = read_dataset(config)
-    except (MegastackError, OSError) as error:
-        faults.append(str(error))
-    try:
-        resume = resolve_resume(
-            config.resume, config.run.dir, config.run.root, on_corrupt=config.checkpoint.on_corrupt.value
-        )
-    except (MegastackError, OSError) as error:
-        faults.append(str(error))
+    dataset = _tried(faults, lambda: read_dataset(config))
+    resume = _tried(faults, lambda: resolve(config))
+    if dataset is not None and resume is not None and resume.checkpoint is not None:
+        faults += identity_faults(read_trainer(resume.checkpoint), identity(config, dataset))
     if config.observe.tensorboard and not tensorboard_installed():
         faults.append("observe.tensorboard=true: tensorboard is not installed; use null, false, or install it")
-    if faults or dataset is None:
+    if faults or dataset is None or resume is None:
         raise ConfigError("\n".join(faults))
     folder = _folder(config, resume)
     _describe(folder, config, overrides)
-    return Prepared(Assignment(config, folder.path, resume.checkpoint), dataset, _notes(config, resume, dataset))
+    write_status(folder.status, "running", checkpoint=None if resume.checkpoint is None else str(resume.checkpoint))
+    assignment = Assignment(config, folder.path, resume.checkpoint, os.getpid())
+    return Prepared(assignment, dataset, _notes(config, resume, dataset))
+
+
+def resolve(config: TrainConfig) -> Resume:
+    """What ``resume`` means for this configuration on this file system."""
+    run = config.run
+    return resolve_resume(config.resume, run.dir, run.root, on_corrupt=config.checkpoint.on_corrupt.value)
+
+
+def _tried(faults: list[str], ask: Callable[[], T]) -> T | None:
+    try:
+        return ask()
+    except (MegastackError, OSError) as error:
+        faults.append(str(error))
+        return None
 
 
 def _folder(config: TrainConfig, resume: Resume) -> RunFolder:
@@ -67,13 +83,13 @@ def _folder(config: TrainConfig, resume: Resume) -> RunFolder:
 
 
 def _describe(folder: RunFolder, config: TrainConfig, overrides: Sequence[str]) -> None:
-    hydra = folder.path / ".hydra"
-    hydra.mkdir(exist_ok=True)
-    named = replace(config, run=replace(config.run, dir=str(folder.path)))
-    folder.config.write_text(to_yaml(named), encoding="utf-8")
-    (hydra / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    (hydra / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides) or "[]\n")
-    for record in (folder.path / "failures").glob("rank_*.json"):
+    """The configuration and the choices that it came from; accounts of failures of an earlier try go."""
+    folder.hydra.mkdir(exist_ok=True)
+    for path in (folder.config, folder.hydra / "config.yaml"):
+        path.write_text(to_yaml(config), encoding="utf-8")
+    choices = "".join(f"- {json.dumps(override, ensure_ascii=False)}\n" for override in overrides)
+    (folder.hydra / "overrides.yaml").write_text(choices or "[]\n", encoding="utf-8")
+    for record in folder.failures.glob("rank_*.json"):
         record.unlink()
 
 

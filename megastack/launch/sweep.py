@@ -1,6 +1,6 @@
 """``megastack train -m``: the product of the values as written, one world and one folder for each job, one table.
 
-Jobs run one after another; each forks its own ranks from this parent, which stays free of anything that one job could
+Jobs run one after another; each starts its own ranks from this parent, which stays free of anything that one job could
 leave to the next. An illegal job is listed as refused with its reason and the rest run.
 """
 
@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console as RichConsole
-from rich.table import Table
-
+from megastack.config.compose import compose
 from megastack.config.overrides import sweep_jobs
+from megastack.config.rules import require_legal
+from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
 from megastack.launch.environment import is_worker
 from megastack.launch.local import launch
-from megastack.observe.console import Console
+from megastack.observe.console import Console, number
 from megastack.observe.folder import RunFolder, claim
 from megastack.observe.metrics import read_metrics
 from megastack.plan.describe import short
+from megastack.training.state import RunResult
 
 REFUSED = 78
 
@@ -42,6 +42,7 @@ class Job:
     step_time_s: float | None = None
     folder: str | None = None
     reason: str | None = None
+    interrupted: bool = False
 
 
 def sweep_command(options: argparse.Namespace) -> int:
@@ -50,84 +51,94 @@ def sweep_command(options: argparse.Namespace) -> int:
         raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun or srun")
     jobs = sweep_jobs(options.overrides, config_dir=options.config_dir)
     varied = [key for key in _keys(jobs[0]) if len({_value(job, key) for job in jobs}) > 1]
-    done: list[Job] = []
-    root: Path | None = None
-    for number, overrides in enumerate(jobs, 1):
-        shown = " ".join(f"{key}={_value(overrides, key)}" for key in varied)
-        Console().line(f"job {number}/{len(jobs)}  {shown}", style="bold")
-        done_job, root = _run(options, overrides, number, root)
-        done.append(done_job)
-        if done_job.status == "preempted":
+    folders, done = _Folders(), list[Job]()
+    for position, overrides in enumerate(jobs, 1):
+        shown = "  ".join(f"{key}={_value(overrides, key)}" for key in varied)
+        Console().line(f"\njob {position} of {len(jobs)}  {shown}", style="bold")
+        done.append(_run(options, overrides, position, folders))
+        if done[-1].interrupted:
             break
-    RichConsole().print(_table(done, varied))
+    _show(done, varied, left_out=len(jobs) - len(done))
     if options.json:
-        Path(options.json).write_text(json.dumps([asdict(job) for job in done], indent=1) + "\n")
+        Path(options.json).write_text(json.dumps([_record(job) for job in done], indent=1) + "\n", encoding="utf-8")
     codes = {job.exit_code for job in done}
     return next((code for code in (1, 75, REFUSED) if code in codes), 0)
 
 
-def _run(
-    options: argparse.Namespace, overrides: Sequence[str], number: int, root: Path | None
-) -> tuple[Job, Path | None]:
-    """One job; the folder of the sweep is made with the first that is legal."""
-    from megastack.launch.command import checked
+class _Folders:
+    """The folder of a sweep, taken with its first legal job, and in it one for each job."""
 
-    named = tuple(overrides)
+    def __init__(self) -> None:
+        self._root: Path | None = None
+
+    def job(self, config: TrainConfig, position: int) -> str:
+        """Where the job at ``position`` goes."""
+        if self._root is None:
+            try:
+                self._root = claim(config.run.dir, Path(config.run.root) / "multirun").path
+            except OSError as error:
+                raise ConfigError(f"run.dir={config.run.dir or config.run.root}: cannot be made ({error})") from None
+        return str(self._root / str(position))
+
+
+def _run(options: argparse.Namespace, overrides: Sequence[str], position: int, folders: _Folders) -> Job:
     try:
-        config = checked(argparse.Namespace(**vars(options) | {"overrides": list(overrides)}))
-        if root is None:
-            root = claim(config.run.dir, Path(config.run.root) / "multirun").path
-        folder = str(root / str(number))
-        final = [*overrides, f"run.dir={folder}"]
-        config = checked(argparse.Namespace(**vars(options) | {"overrides": final}))
-        result = launch(config, final, opening=short(config))
+        config = compose(overrides, config_dir=options.config_dir, config_name=options.config_name)
+        require_legal(config)
+        config = replace(config, run=replace(config.run, dir=folders.job(config, position)))
+        result = launch(config, overrides, opening=short(config), cold=True)
     except ConfigError as error:
-        Console().line(str(error), style="red")
-        return Job(named, "refused", REFUSED, reason=str(error).splitlines()[0]), root
-    return _job(named, result), root
+        Console(stderr=True).line(str(error), style="red")
+        return Job(tuple(overrides), "refused", REFUSED, reason=str(error))
+    return _job(overrides, result)
 
 
-def _job(overrides: tuple[str, ...], result: Any) -> Job:
-    folder = RunFolder(result.folder)
-    rows = read_metrics(folder.metrics) if folder.metrics.exists() else []
-    scored = read_metrics(folder.metrics, "validation") if folder.metrics.exists() else []
-    times = sorted(row["step_time_s"] for row in rows[len(rows) // 4 :])
+def _job(overrides: Sequence[str], result: RunResult) -> Job:
+    metrics = RunFolder(result.folder).metrics
+    rows, scored = ((read_metrics(metrics, kind) if metrics.exists() else []) for kind in ("train", "validation"))
+    times = [row["step_time_s"] for row in rows[len(rows) // 4 :]]
     return Job(
-        overrides,
-        result.status,
-        result.exit_code,
-        result.step,
-        rows[-1]["loss"] if rows else None,
-        scored[-1]["loss"] if scored else None,
-        times[len(times) // 2] if times else None,
-        str(result.folder),
-        result.reason,
+        overrides=tuple(overrides),
+        status=result.status,
+        exit_code=result.exit_code,
+        step=result.step,
+        loss=rows[-1]["loss"] if rows else None,
+        validation_loss=scored[-1]["loss"] if scored else None,
+        step_time_s=statistics.median(times) if times else None,
+        folder=str(result.folder),
+        reason=result.reason,
+        interrupted=result.interrupted,
     )
 
 
-def _table(jobs: Sequence[Job], varied: Sequence[str]) -> Table:
-    table = Table(title=f"{len(jobs)} jobs, {time.strftime('%Y-%m-%d %H:%M')}")
-    for name in (*varied, "status", "step", "loss", "validation", "step time", "folder"):
-        table.add_column(name, overflow="fold")
-    for job in jobs:
-        table.add_row(
-            *(_value(job.overrides, key) for key in varied),
-            job.status,
-            str(job.step),
-            _number(job.loss, ".4f"),
-            _number(job.validation_loss, ".4f"),
-            _number(job.step_time_s and job.step_time_s * 1e3, ".0f", " ms"),
-            job.reason if job.status == "refused" else job.folder,
-        )
-    return table
+def _record(job: Job) -> dict[str, object]:
+    return {name: value for name, value in asdict(job).items() if name != "interrupted"}
 
 
-def _number(value: float | None, spec: str, unit: str = "") -> str:
-    return "–" if value is None else format(value, spec) + unit
+def _show(jobs: Sequence[Job], varied: Sequence[str], *, left_out: int) -> None:
+    console = Console()
+    console.table(
+        [*varied, "status", "step", "loss", "validation", "step ms", "folder or reason"],
+        [[*(_value(job.overrides, key) for key in varied), *_cells(job)] for job in jobs],
+    )
+    if left_out:
+        console.line(f"interrupted; {left_out} more jobs were not started")
+
+
+def _cells(job: Job) -> list[str]:
+    milliseconds = None if job.step_time_s is None else job.step_time_s * 1e3
+    return [
+        job.status,
+        str(job.step),
+        number(job.loss, ".4f"),
+        number(job.validation_loss, ".4f"),
+        number(milliseconds, ".0f"),
+        job.folder or (job.reason or "").splitlines()[0],
+    ]
 
 
 def _keys(overrides: Sequence[str]) -> list[str]:
-    return [override.partition("=")[0] for override in overrides]
+    return list(dict.fromkeys(override.partition("=")[0] for override in overrides))
 
 
 def _value(overrides: Sequence[str], key: str) -> str:

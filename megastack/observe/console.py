@@ -6,7 +6,7 @@ that they can be searched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -32,6 +32,13 @@ class Console:
                 f"  lr {row['lr']:.2e}  {row['tokens_per_s']:>9,.0f} tok/s  {row['step_time_s'] * 1e3:>6.0f} ms",
             )
         )
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Aligned columns; as wide as they need to be, so that paths stay whole."""
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        for at, cells in enumerate([header, *rows]):
+            text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+            self.line(text.rstrip(), style="bold" if at == 0 else "")
 
     def validation(self, row: Mapping[str, Any]) -> None:
         """The line of a validation."""

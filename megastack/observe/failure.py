@@ -1,14 +1,16 @@
 """The record that a failing rank leaves before it goes: when, where on the mesh, doing what, and its own traceback.
 
-A launcher sorts these records by time. That is how the first failure is told from the "connection closed" of its peers.
+A launcher sorts these records. A rank whose error only echoes that another one is gone ("connection closed") comes
+after those that failed by themselves, and after those that died without writing anything.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +19,20 @@ from megastack.mesh.shape import Axis, describe_coordinates
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """One rank's account of its failure; ``time_ns`` is unix time."""
+    """One rank's account of its failure.
+
+    Attributes:
+        rank: the global rank.
+        coordinates: its place on the mesh, in words.
+        time_ns: unix time.
+        step: completed optimizer steps.
+        action: what it was doing.
+        error: class and message.
+        trace: its traceback.
+        message: the message alone.
+        echo: the error says no more than that another rank is gone.
+        refused: nothing was trained yet, and the error is the user's to mend.
+    """
 
     rank: int
     coordinates: str
@@ -26,25 +41,61 @@ class FailureRecord:
     action: str
     error: str
     trace: str
+    message: str
+    echo: bool = False
+    refused: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        error: BaseException,
+        rank: int,
+        coordinates: Mapping[Axis, int],
+        *,
+        step: int,
+        action: str,
+        echo: bool = False,
+        refused: bool = False,
+    ) -> FailureRecord:
+        """The account of ``error``, now."""
+        return cls(
+            rank=rank,
+            coordinates=describe_coordinates(coordinates),
+            time_ns=time.time_ns(),
+            step=step,
+            action=action,
+            error=f"{type(error).__name__}: {error}",
+            trace="".join(traceback.format_exception(error)),
+            message=str(error),
+            echo=echo,
+            refused=refused,
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the record; readers see all of it or nothing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+    def summary(self) -> str:
+        """The account in one line (or as many as the error has)."""
+        return f"[rank {self.rank} | {self.coordinates}] failed in {self.action}: {self.error}"
 
     def describe(self) -> str:
-        """The account for a person, the traceback included."""
-        return f"{self.trace.rstrip()}\n[rank {self.rank} | {self.coordinates}] failed in {self.action}: {self.error}"
+        """The account for a person, its traceback first, so that the last lines say who, where and what."""
+        return f"{self.trace.rstrip()}\n{self.summary()}"
 
 
-def write_failure(
-    path: Path, error: BaseException, rank: int, coordinates: Mapping[Axis, int], step: int, action: str
-) -> FailureRecord:
-    """Write the record of ``error``, which is being handled."""
-    text = f"{type(error).__name__}: {error}"
-    trace = "".join(traceback.format_exception(error))
-    record = FailureRecord(rank, describe_coordinates(coordinates), time.time_ns(), step, action, text, trace)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(record), indent=1))
-    return record
+def read_failures(folder: Path) -> list[FailureRecord]:
+    """The records in a folder: ranks that failed by themselves first, the earliest first."""
+    records = [FailureRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank_*.json")]
+    return sorted(records, key=lambda record: (record.echo, record.time_ns))
 
 
-def first_failure(folder: Path) -> FailureRecord | None:
-    """The earliest record in a folder of records, if there is any."""
-    records = [FailureRecord(**json.loads(path.read_text())) for path in folder.glob("rank_*.json")]
-    return min(records, key=lambda record: record.time_ns, default=None)
+def silent_ranks(records: Sequence[FailureRecord], world_size: int) -> list[int]:
+    """The ranks that ended without a word, where no rank gave a cause of its own; else none."""
+    if any(not record.echo for record in records):
+        return []
+    heard = {record.rank for record in records}
+    return [rank for rank in range(world_size) if rank not in heard]

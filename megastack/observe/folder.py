@@ -42,13 +42,23 @@ class RunFolder:
         """The checkpoint of one step."""
         return self.checkpoints / f"step_{step:08d}"
 
+    @property
+    def hydra(self) -> Path:
+        """The command line's choices; whoever makes this folder owns the run."""
+        return self.path / ".hydra"
+
+    @property
+    def failures(self) -> Path:
+        """What ranks wrote about their own failures."""
+        return self.path / "failures"
+
     def log(self, rank: int) -> Path:
         """The log of one rank."""
         return self.path / "logs" / f"rank_{rank:05d}.log"
 
     def failure(self, rank: int) -> Path:
         """What one rank wrote about its own failure."""
-        return self.path / "failures" / f"rank_{rank:05d}.json"
+        return self.failures / f"rank_{rank:05d}.json"
 
     def dump(self, step: int) -> Path:
         """Gradients and weights of one step."""
@@ -58,13 +68,15 @@ class RunFolder:
 def claim(directory: str | Path | None, root: str | Path, now: float | None = None) -> RunFolder:
     """Create the folder of a new run.
 
+    A folder belongs to whoever makes ``.hydra`` in it, so an empty one that was there already will do, for one run.
+
     Args:
         directory: ``run.dir``; ``None`` makes ``root/<date>/<time>``.
         root: ``run.root``.
         now: unix seconds, for the name.
 
     Returns:
-        The folder, which did not exist before; a taken name gets ``-2``, ``-3``, …
+        The folder, which no other run has; a taken name gets ``-2``, ``-3``, …
     """
     if directory is None:
         moment = time.localtime(now)
@@ -73,11 +85,19 @@ def claim(directory: str | Path | None, root: str | Path, now: float | None = No
     base.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         path = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        try:
-            path.mkdir()
-        except FileExistsError:
-            if number == 1 and path.is_dir() and not any(path.iterdir()):
-                return RunFolder(path)
-            continue
-        return RunFolder(path)
+        if _take(path):
+            return RunFolder(path)
     raise AssertionError("unreachable")
+
+
+def _take(path: Path) -> bool:
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir() or any(path.iterdir()):
+            return False
+    try:
+        (path / ".hydra").mkdir()
+    except FileExistsError:
+        return False
+    return True

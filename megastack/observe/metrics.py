@@ -12,8 +12,9 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+Row = dict[str, Any]
 
 TAGS = {
     "loss": "train/loss",
@@ -36,6 +37,11 @@ def tensorboard_installed() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
+def row(kind: str, step: int, fields: Mapping[str, Any]) -> Row:
+    """A row of ``metrics.jsonl`` as it reads back: with its time, and null for what is not finite."""
+    return {"kind": kind, "step": step, "time": time.time()} | {name: _plain(value) for name, value in fields.items()}
+
+
 class MetricsWriter:
     """Writes the rows of one run; made on one rank only.
 
@@ -52,34 +58,13 @@ class MetricsWriter:
 
             self._events = SummaryWriter(str(path.parent / "tensorboard"))
 
-    def train(self, step: int, **fields: Any) -> dict[str, Any]:
-        """A training row; returns it as written."""
-        row = self._write("train", step, fields)
-        self._scalars(step, {TAGS[name]: value for name, value in row.items() if name in TAGS})
-        self._scalars(step, {f"comm/{axis}/wire_bytes": value for axis, value in row.get("wire_bytes", {}).items()})
-        return row
-
-    def validation(self, step: int, **fields: Any) -> dict[str, Any]:
-        """A validation row; returns it as written."""
-        row = self._write("validation", step, fields)
-        self._scalars(step, {"val/loss": row["loss"]})
-        return row
-
-    def event(self, step: int, name: str, **fields: Any) -> dict[str, Any]:
-        """An event (``start``, ``resume``, ``checkpoint``, ``preempt``, ``nonfinite``, ``end``) and its fields."""
-        return self._write("event", step, {"name": name} | fields)
-
-    def _write(self, kind: str, step: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-        row = {"kind": kind, "step": step, "time": time.time()} | {name: _plain(x) for name, x in fields.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+    def write(self, entry: Row) -> None:
+        """Append a row, and its scalars to TensorBoard."""
+        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
         self._file.flush()
-        return row
-
-    def _scalars(self, step: int, values: Mapping[str, Any]) -> None:
         if self._events is not None:
-            for tag, value in values.items():
-                if value is not None:
-                    self._events.add_scalar(tag, value, step)
+            for tag, value in scalars(entry).items():
+                self._events.add_scalar(tag, value, entry["step"])
 
     def close(self) -> None:
         """Flush and close."""
@@ -87,13 +72,16 @@ class MetricsWriter:
         if self._events is not None:
             self._events.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+def scalars(entry: Row) -> dict[str, float]:
+    """The TensorBoard scalars of a row by tag; the x axis is the optimizer step."""
+    if entry["kind"] == "validation":
+        found = {"val/loss": entry["loss"]}
+    else:
+        found = {TAGS[name]: value for name, value in entry.items() if name in TAGS}
+        found |= {f"comm/{axis}/wire_bytes": value for axis, value in entry.get("wire_bytes", {}).items()}
+        found |= {f"comm/{axis}/exposed_s": value for axis, value in entry.get("exposed_s", {}).items()}
+    return {tag: value for tag, value in found.items() if value is not None}
 
 
 def _plain(value: Any) -> Any:
@@ -104,11 +92,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def read_metrics(path: Path, kind: str = "train") -> list[dict[str, Any]]:
+def read_metrics(path: Path, kind: str = "train") -> list[Row]:
     """The rows of a kind by ascending step, the last one of each step."""
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[int, Row] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if row["kind"] == kind:
-            rows[row["step"]] = row
+        found = json.loads(line)
+        if found["kind"] == kind:
+            rows[found["step"]] = found
     return [rows[step] for step in sorted(rows)]

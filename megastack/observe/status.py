@@ -12,21 +12,29 @@ FIELDS = ("status", "step", "checkpoint", "reason", "rank", "coordinates", "exit
 EXIT_CODES = {"completed": 0, "preempted": 75, "failed": 1, "diverged": 1}
 
 
-def write_status(path: Path, status: str, **fields: Any) -> None:
-    """Replace the file at once; fields that are not given are null."""
+def write_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
+    """Replace the file at once; fields that are not given are null. Returns the record."""
     unknown = set(fields) - set(FIELDS)
     assert not unknown, unknown
-    record = dict.fromkeys(FIELDS) | {"pid": os.getpid(), "time": time.time(), "exit_code": EXIT_CODES.get(status)}
-    record |= {"status": status} | fields
+    record = dict.fromkeys(FIELDS) | {"pid": os.getpid(), "exit_code": EXIT_CODES.get(status)} | fields
+    record |= {"status": status, "time": time.time()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
+    return record
+
+
+def update_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
+    """Like :func:`write_status`, but step, checkpoint and pid that are not given stay as they are."""
+    former = read_status(path) or {}
+    kept = {name: former.get(name) for name in ("step", "checkpoint", "pid")}
+    return write_status(path, status, **kept | fields)
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
     """The record, or ``None`` where there is none to be read."""
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return record

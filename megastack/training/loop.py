@@ -19,7 +19,7 @@ from megastack.data.validation import ValidationBatches
 from megastack.mesh.mesh import Mesh
 from megastack.observe.memory import peak_memory_bytes
 from megastack.training.hooks import Hooks
-from megastack.training.report import Recorder
+from megastack.training.report import Recorder, Spent
 from megastack.training.signals import StopRequest, describe_stop
 from megastack.training.state import Progress, RunResult
 from megastack.training.step import StepOutcome, TrainStep
@@ -68,12 +68,13 @@ class Loop:
     def run(self) -> RunResult:
         """Train until the last step, a request to stop, or a loss that is not finite."""
         self._saved = self.progress.step if self.progress.step else -1
-        reason = self._agree()[0]
+        self.recorder.start(self.progress.step)
+        reason, _ = self._agree()
         while self.progress.step < self.options.steps and not reason:
             began = time.perf_counter()
             outcome = self._train_step()
             reason, memory = self._agree()
-            if not self._report(outcome, time.perf_counter() - began, memory) and not self.options.skip_nonfinite:
+            if not self._report(outcome, Spent(time.perf_counter() - began, memory)):
                 return self._end("diverged", f"non-finite loss or gradient in step {self.progress.step + 1}")
             self._every(self.options.validate_every, self._validate)
             self._every(self.options.save_every or 0, self._checkpoint)
@@ -101,8 +102,8 @@ class Loop:
         code, memory = all_reduce(own.to(self.mesh.device), self.mesh.world, "max").tolist()
         return code, int(memory)
 
-    def _report(self, outcome: StepOutcome, seconds: float, memory: int) -> bool:
-        """Count the step and write its row; whether its loss and gradient were finite."""
+    def _report(self, outcome: StepOutcome, spent: Spent) -> bool:
+        """Count the step and write its row; False, and nothing counted, where the run is to end here."""
         loss, norm = float(outcome.loss), float(outcome.grad_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if not finite:
@@ -113,11 +114,11 @@ class Loop:
         self.progress.skipped += not finite
         self.progress.consumed_tokens += outcome.tokens
         self.progress.consumed_samples += self.options.samples_per_step
-        self._loss = loss
-        row = self.recorder.train(self.progress, outcome, loss, norm, seconds, memory, self.mesh.ledger)
+        self._loss = loss if math.isfinite(loss) else None
+        row = self.recorder.train(self.progress, outcome, (loss, norm), spent, self.mesh.ledger)
         for hook in self.hooks.on_step:
             hook(row)
-        return finite
+        return True
 
     def _every(self, period: int, action: Callable[[], None]) -> None:
         if period and self.progress.step % period == 0 and self.progress.step < self.options.steps:

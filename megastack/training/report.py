@@ -6,6 +6,7 @@ branch on who writes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import Any
 
 from megastack.comm.ledger import Ledger
 from megastack.observe.console import Console
-from megastack.observe.metrics import MetricsWriter
+from megastack.observe.metrics import MetricsWriter, Row, row
 from megastack.observe.status import write_status
 from megastack.training.state import Progress, RunResult
 from megastack.training.step import StepOutcome
+
+STATUS_PERIOD_S = 1.0
+"""``status.json`` follows the steps of a running run, at most this often."""
 
 
 @dataclass
@@ -30,6 +34,8 @@ class Recorder:
         peak_flops: of one device, in the compute dtype; ``None`` where it is not known, and then there is no MFU.
         metrics: ``None`` on ranks that do not record.
         status: the path of ``status.json``, ``None`` likewise.
+        pid: the process to signal when the run is to stop.
+        last_checkpoint: the newest one that the run can be resumed from.
         baseline: nats per token of a bigram model on the validation split, computed when it is asked for.
     """
 
@@ -41,91 +47,103 @@ class Recorder:
     log_every: int = 1
     metrics: MetricsWriter | None = None
     status: Path | None = None
+    pid: int | None = None
+    last_checkpoint: Path | None = None
     baseline: Callable[[], float | None] | None = None
     _validation_loss: float | None = None
-    _checkpoint: str | None = None
-    _last_status: str = "running"
+    _status_at: float = 0.0
+
+    def start(self, step: int) -> None:
+        """The run begins, or goes on from a checkpoint."""
+        if self.last_checkpoint is None:
+            self.event(step, "start", ranks=self.devices)
+        else:
+            self.event(step, "resume", ranks=self.devices, path=str(self.last_checkpoint))
+        self._running(step)
 
     def train(
-        self,
-        progress: Progress,
-        outcome: StepOutcome,
-        loss: float,
-        norm: float,
-        seconds: float,
-        memory: int,
-        ledger: Ledger,
+        self, progress: Progress, outcome: StepOutcome, losses: tuple[float, float], spent: Spent, ledger: Ledger
+    ) -> Row:
+        """The row of a step that was just counted in ``progress``; ``losses`` are its loss and gradient norm."""
+        fields = self._train_fields(progress, outcome, losses, spent)
+        entry = row("train", progress.step, fields | {"wire_bytes": wire_bytes(ledger)})
+        if self._write(entry):
+            if progress.step % self.log_every == 0 or progress.step == self.steps:
+                self.console.train(entry, self.steps)
+            if time.monotonic() - self._status_at >= STATUS_PERIOD_S:
+                self._running(progress.step)
+        return entry
+
+    def _train_fields(
+        self, progress: Progress, outcome: StepOutcome, losses: tuple[float, float], spent: Spent
     ) -> dict[str, Any]:
-        """The row of a step that was just counted in ``progress``."""
-        rate = outcome.tokens / seconds
+        rate = outcome.tokens / spent.seconds
         used = rate * self.flops_per_token / self.devices
-        fields = {
-            "loss": loss,
-            "grad_norm": norm,
+        return {
+            "loss": losses[0],
+            "grad_norm": losses[1],
             "lr": outcome.lr,
             "tokens": outcome.tokens,
             "consumed_tokens": progress.consumed_tokens,
             "consumed_samples": progress.consumed_samples,
             "skipped": progress.skipped,
-            "step_time_s": seconds,
+            "step_time_s": spent.seconds,
             "tokens_per_s": rate,
             "tokens_per_s_per_device": rate / self.devices,
-            "peak_memory_bytes": memory,
+            "peak_memory_bytes": spent.memory_bytes,
             "mfu": used / self.peak_flops if self.peak_flops else None,
             "bubble": None,
             "step_bubble": None,
-            "wire_bytes": _wire_bytes(ledger),
+            "wire_bytes": {},
             "exposed_s": {},
             "loss_scale": None,
         }
-        if self.metrics is None:
-            return {"kind": "train", "step": progress.step} | fields
-        row = self.metrics.train(progress.step, **fields)
-        if progress.step % self.log_every == 0 or progress.step == self.steps:
-            self.console.train(row, self.steps)
-        return row
 
-    def validation(self, step: int, loss: float, tokens: int, samples: int) -> dict[str, Any]:
+    def validation(self, step: int, loss: float, tokens: int, samples: int) -> Row:
         """The row of a validation after ``step``."""
         self._validation_loss = loss
-        fields = {"loss": loss, "tokens": tokens, "samples": samples}
-        if self.metrics is None:
-            return {"kind": "validation", "step": step} | fields
-        row = self.metrics.validation(step, **fields)
-        self.console.validation(row)
-        return row
+        entry = row("validation", step, {"loss": loss, "tokens": tokens, "samples": samples})
+        if self._write(entry):
+            self.console.validation(entry)
+        return entry
 
     def checkpoint(self, step: int, path: Path, seconds: float) -> None:
         """A published checkpoint."""
-        self._checkpoint = str(path)
+        self.last_checkpoint = path
         self.event(step, "checkpoint", path=str(path), seconds=seconds)
         self.console.line(f"  saved {path}  ({seconds:.2f} s)")
-        self.running(step)
+        self._running(step)
 
     def event(self, step: int, name: str, **fields: Any) -> None:
         """Something that happened."""
-        if self.metrics is not None:
-            self.metrics.event(step, name, **fields)
-
-    def running(self, step: int) -> None:
-        """Say in ``status.json`` that the run goes on."""
-        if self.status is not None:
-            write_status(self.status, "running", step=step, checkpoint=self._checkpoint)
+        self._write(row("event", step, {"name": name} | fields))
 
     def end(self, result: RunResult) -> None:
         """The last row, the last lines, the final status."""
-        if self.metrics is None:
-            return
         if result.status == "preempted":
             self.event(result.step, "preempt", reason=result.reason)
         self.event(result.step, "end", status=result.status, reason=result.reason)
-        self.metrics.close()
+        self._status(result.status, step=result.step, reason=result.reason)
+        if self.metrics is not None:
+            for line in self._closing_lines(result):
+                self.console.line(line)
+            self.metrics.close()
+
+    def _write(self, entry: Row) -> bool:
+        """Write a row where this rank records; whether it does."""
+        if self.metrics is not None:
+            self.metrics.write(entry)
+        return self.metrics is not None
+
+    def _running(self, step: int) -> None:
+        self._status_at = time.monotonic()
+        self._status("running", step=step)
+
+    def _status(self, status: str, **fields: Any) -> None:
         if self.status is not None:
-            write_status(
-                self.status, result.status, step=result.step, checkpoint=self._checkpoint, reason=result.reason
-            )
-        for line in self._closing_lines(result):
-            self.console.line(line)
+            last = self.last_checkpoint
+            path = None if last is None else str(last)
+            write_status(self.status, status, checkpoint=path, pid=self.pid, **fields)
 
     def _closing_lines(self, result: RunResult) -> list[str]:
         lines = []
@@ -139,6 +157,15 @@ class Recorder:
         return [*lines, f"{result.status} after step {result.step}{why}; everything is in {result.folder}"]
 
 
-def _wire_bytes(ledger: Ledger) -> Mapping[str, int]:
+@dataclass(frozen=True)
+class Spent:
+    """What a step took: wall seconds, and the most memory that any rank has held so far."""
+
+    seconds: float
+    memory_bytes: int
+
+
+def wire_bytes(ledger: Ledger) -> Mapping[str, int]:
+    """The bytes on the wire of the recording rank, by axis."""
     axes = sorted({axis for axis, _ in ledger.records()})
     return {axis: ledger.total(axis=axis).wire_bytes for axis in axes}

@@ -45,6 +45,7 @@ class RunResult:
         loss: the last training loss, mean nats per valid token; ``None`` when no step was made.
         folder: the run folder.
         reason: why, unless it completed.
+        interrupted: a signal asked the launcher to stop.
     """
 
     status: str
@@ -52,6 +53,7 @@ class RunResult:
     loss: float | None
     folder: Path
     reason: str | None = None
+    interrupted: bool = False
 
     @property
     def exit_code(self) -> int:

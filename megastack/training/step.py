@@ -49,7 +49,7 @@ class TrainStep:
     clip_norm: float | None
 
     def __call__(self, step: int, on_gradients: Callable[[], None] | None = None) -> StepOutcome:
-        """Do the 0-based ``step``. Parameters stay as they are, on every rank, if the gradient is not finite."""
+        """Do the 0-based ``step``. Parameters stay as they are, on every rank, if loss or gradient are not finite."""
         tokens = self.loader.global_valid_tokens(step)
         microbatches = [microbatch.to(self.mesh.device) for microbatch in self.loader.step(step)]
         self.buckets.zero_()
@@ -59,5 +59,5 @@ class TrainStep:
             on_gradients()
         norm = clip_gradients_(self.buckets, self.clip_norm, self.mesh)
         rate = self.learning_rate.at(step)
-        self.optimizer.step(rate, found_inf=is_nonfinite(norm))
+        self.optimizer.step(rate, found_inf=is_nonfinite(norm + loss))
         return StepOutcome(loss, norm, rate, tokens)

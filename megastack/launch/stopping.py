@@ -1,0 +1,100 @@
+"""Signals that ask a run to stop, on the side of the launcher: passed on to the ranks, which save and return.
+
+The elastic agent would pass a signal on as well, but then it no longer listens: ranks that saved and returned would
+wait for it until they are killed. Here it goes on listening, and the run ends as fast as the ranks do. Ranks that
+outlast the grace are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+REPEAT_S = 1.0
+
+
+class StopForwarder:
+    """A context in which signals to stop go to the children that this process starts in it.
+
+    A second SIGINT kills them at once. Where there are no children yet, a signal raises torch's ``SignalException``.
+
+    Args:
+        grace_s: seconds from the signal to the end of patience.
+
+    Attributes:
+        received: the first signal.
+        killed: whether ranks had to be killed.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.received: signal.Signals | None = None
+        self.killed = False
+        self._grace_s = grace_s
+        self._owner = os.getpid()
+        self._impatient = self._over = False
+        self._wake = threading.Event()
+        self._others = {child.pid for child in multiprocessing.active_children()}
+        self._thread: threading.Thread | None = None
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopForwarder:
+        if threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._over = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            return  # a forked rank that has not yet set its own handlers; it is asked again
+        name = signal.Signals(number)
+        if self.received is not None:
+            if number == signal.SIGINT:
+                self._impatient = True
+                self._wake.set()
+            return
+        self.received = name
+        children = {child.pid for child in multiprocessing.active_children()} - self._others
+        ranks = [pid for pid in children if pid is not None]
+        if not ranks:
+            raise SignalException(f"received {name.name}", sigval=name)
+        _say(f"{name.name}: the ranks finish their step, save and stop (a second SIGINT kills them)\n")
+        self._thread = threading.Thread(target=self._press, args=(ranks,), daemon=True)
+        self._thread.start()
+
+    def _press(self, ranks: Sequence[int]) -> None:
+        """Ask until the run is over, for a rank may not have been listening; after the grace, kill."""
+        deadline = time.monotonic() + self._grace_s
+        while not (self._over or self.killed):
+            self.killed = self._impatient or time.monotonic() >= deadline
+            for pid in ranks:
+                _send(pid, signal.SIGKILL if self.killed else signal.SIGTERM)
+            self._wake.wait(REPEAT_S)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _say(text: str) -> None:
+    """Straight to the descriptor: a handler may have interrupted a write of the same stream."""
+    os.write(2, text.encode())
