@@ -1,8 +1,9 @@
 """Load a checkpoint of any layout into the state of this one.
 
-Every rank calls :func:`load`. First all ranks look: each compares its items with the manifest and checks its share of
-the files, and what they found is put together, so that every rank comes to the same verdict before a value changes.
-Then each rank reads its own boxes and no others, straight into place.
+Every rank calls :func:`load`. First all ranks look: each compares its items with the manifest and looks at the sizes of
+its share of the files, and what they found is put together, so that every rank comes to the same verdict before a value
+changes. Then each rank reads its own boxes, straight into place. The content of the files is checked in that same pass,
+each file by one rank; a rank that finds damage tells all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from megastack.checkpoint.items import DTYPE_NAMES, DTYPES, State, StateItem
-from megastack.checkpoint.manifest import TRAINER, Manifest, file_fault, read_manifest, read_trainer
+from megastack.checkpoint.manifest import TRAINER, Manifest, file_fault, read_manifest, read_trainer, size_fault
 from megastack.checkpoint.planners import BoxLoadPlanner
 from megastack.checkpoint.publish import listed
 from megastack.checkpoint.storage import BoxReader
@@ -69,6 +70,9 @@ def load(
 ) -> LoadReport:
     """Fill ``state`` from the checkpoint folder ``path``; nothing changes unless everything fits.
 
+    Only damage that no file's size shows comes out while tensors are being filled: the error then says so, and the
+    state is of no use until another checkpoint is loaded into it.
+
     Args:
         path: a checkpoint folder, the same on all ranks.
         state: this rank's items, whose tensors are written to; its ``trainer`` becomes the stored one, except after a
@@ -98,7 +102,7 @@ def load(
     stored = set(_chosen(dict(manifest.tensors), weights_only))
     _judge(folder, everyone, stored, strict)
     here = {name: item for name, item in items.items() if name in stored}
-    with one_error(f"{folder}: was not loaded"):
+    with one_error(f"{folder}: was not loaded, and left the state half filled"):
         dcp.load(
             {},
             storage_reader=BoxReader(folder, manifest),
@@ -138,10 +142,10 @@ def _compare(items: dict[str, StateItem], manifest: Manifest, cast: bool, findin
 
 
 def _file_faults(folder: Path, manifest: Manifest, world: AxisGroup) -> list[str]:
-    """Check this rank's share of the files, byte by byte; the trainer's small one on every rank."""
-    files = list(manifest.files.values())
-    mine = {file.name: file for file in files[world.rank :: world.size]} | {TRAINER: manifest.files[TRAINER]}
-    return [fault for file in mine.values() if (fault := file_fault(folder, file))]
+    """Look at the sizes of this rank's share of the files; the trainer's small one is read on every rank."""
+    files = list(manifest.files.values())[world.rank :: world.size]
+    faults = [size_fault(folder, file) for file in files if file.name != TRAINER]
+    return [fault for fault in (*faults, file_fault(folder, manifest.files[TRAINER])) if fault]
 
 
 def _union(all_findings: list[_Findings]) -> _Findings:

@@ -32,7 +32,7 @@ ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 """Bytes per element by safetensors dtype name."""
 
 _FORMAT, _VERSION = "megastack-checkpoint", 1
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,24 @@ def read_manifest(folder: Path) -> Manifest:
 
 def size_faults(folder: Path, manifest: Manifest) -> list[str]:
     """What is wrong with the files at first sight (missing, or of another size), one message a file."""
-    return [fault for file in manifest.files.values() if (fault := _size_fault(folder / file.name, file))]
+    return [fault for file in manifest.files.values() if (fault := size_fault(folder, file))]
+
+
+def size_fault(folder: Path, file: FileRecord) -> str | None:
+    """What is wrong with a file at first sight, naming it."""
+    path = folder / file.name
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return f"{path}: missing"
+    kind = "truncated" if size < file.size else "too long"
+    return None if size == file.size else f"{path}: {size} bytes, must be {file.size} ({kind})"
 
 
 def file_fault(folder: Path, file: FileRecord) -> str | None:
     """What is wrong with a file's size or content, naming it; ``None`` when it is what the manifest says."""
     path = folder / file.name
-    if fault := _size_fault(path, file):
+    if fault := size_fault(folder, file):
         return fault
     try:
         found = crc32_of(path)
@@ -137,10 +148,10 @@ def file_fault(folder: Path, file: FileRecord) -> str | None:
 
 def crc32_of(path: Path) -> int:
     """The crc32 of a file's content."""
-    crc = 0
+    crc, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
+        while count := file.readinto(chunk):
+            crc = zlib.crc32(chunk[:count], crc)
     return crc
 
 
@@ -157,15 +168,6 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     return dict(trainer)
-
-
-def _size_fault(path: Path, file: FileRecord) -> str | None:
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return f"{path}: missing"
-    kind = "truncated" if size < file.size else "too long"
-    return None if size == file.size else f"{path}: {size} bytes, must be {file.size} ({kind})"
 
 
 def _checksum(body: Any) -> int:

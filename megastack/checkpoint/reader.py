@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megastack.checkpoint.cover import whole
 from megastack.checkpoint.items import DTYPES
 from megastack.checkpoint.manifest import (
     TRAINER,
@@ -18,8 +19,8 @@ from megastack.checkpoint.manifest import (
     read_manifest,
     read_trainer,
 )
+from megastack.checkpoint.parts import Part, read_parts
 from megastack.checkpoint.publish import listed
-from megastack.checkpoint.tensorfile import TensorFile
 from megastack.errors import CheckpointError
 
 
@@ -35,7 +36,7 @@ class CheckpointReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._manifest = read_manifest(self.path)
-        self._files: dict[str, TensorFile] = {}
+        self._checked: set[str] = set()
 
     @property
     def manifest(self) -> Manifest:
@@ -70,7 +71,9 @@ class CheckpointReader:
         tensor = self._record(name)
         result = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
         for record in tensor.boxes:
-            result[record.box.slices] = self._file(record.file).tensor(record, tensor.dtype)
+            self._check(record.file)
+            part = Part(record, tensor.dtype, whole(record.box.size), result[record.box.slices])
+            read_parts(self.path / record.file, [part])
         return result
 
     def verify(self) -> None:
@@ -88,12 +91,9 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path}: holds no {name!r}; it has {listed(self.names)}")
         return self._manifest.tensors[name]
 
-    def _file(self, name: str) -> TensorFile:
-        if name not in self._files:
-            self._check(name)
-            self._files[name] = TensorFile(self.path / name)
-        return self._files[name]
-
     def _check(self, name: str) -> None:
+        if name in self._checked:
+            return
         if fault := file_fault(self.path, self._manifest.files[name]):
             raise CheckpointError(fault)
+        self._checked.add(name)

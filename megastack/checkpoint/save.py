@@ -52,7 +52,7 @@ def save(path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = Fal
     if asynchronous:
         raise CheckpointError("asynchronous=True: is not available yet; use asynchronous=False")
     target, world = Path(path).absolute(), mesh.world
-    writer = BoxWriter(target, world.rank, world.size, state.trainer)
+    writer = BoxWriter(target, world.rank, state.trainer)
     try:
         with one_error(f"{target}: was not saved"):
             dcp.save(

@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint, behind the storage interfaces of ``torch.distributed.checkpoint``.
+"""The bytes behind ``torch.distributed.checkpoint``.
 
 torch's own storage pickles its metadata; this one keeps one safetensors file a rank, and JSON. The writer's folder is
 made once the plan is approved, every rank writes its file into it, and when all have reported the coordinator adds
@@ -7,11 +7,8 @@ made once the plan is approved, every rank writes its file into it, and when all
 
 from __future__ import annotations
 
-import json
-import time
-import zlib
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +17,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megastack.checkpoint.items import DTYPE_NAMES, DTYPES
-from megastack.checkpoint.manifest import (
-    MANIFEST,
-    TRAINER,
-    BoxRecord,
-    FileRecord,
-    Manifest,
-    TensorRecord,
-    box_key,
-    dump_manifest,
-    rank_file,
-)
-from megastack.checkpoint.planners import narrow
-from megastack.checkpoint.publish import begin, note_latest, publish, write_text, writing_folder
-from megastack.checkpoint.tensorfile import Block, TensorFile, write_tensors
-from megastack.errors import CheckpointError
+from megastack.checkpoint.items import DTYPES
+from megastack.checkpoint.manifest import ITEM_SIZES, BoxRecord, Manifest, TensorRecord
+from megastack.checkpoint.parts import Part, read_parts
+from megastack.checkpoint.publish import begin
+from megastack.checkpoint.write import RankReport, complete, trainer_text, write_share
 from megastack.placement.boxes import Box
-
-
-@dataclass(frozen=True)
-class _Written:
-    """Where a box went."""
-
-    file: FileRecord
-    record: BoxRecord
 
 
 class BoxWriter(StorageWriter):
@@ -60,14 +39,12 @@ class BoxWriter(StorageWriter):
     Args:
         path: the folder that the checkpoint will be.
         rank: this rank; it names the file.
-        world_size: the number of ranks, for the record.
         trainer: the trainer's state; the coordinator's is written.
     """
 
-    def __init__(self, path: Path, rank: int, world_size: int, trainer: dict[str, Any]) -> None:
+    def __init__(self, path: Path, rank: int, trainer: dict[str, Any]) -> None:
         self._path = path
         self._rank = rank
-        self._world_size = world_size
         self._trainer = trainer
         self._trainer_text = ""
 
@@ -83,51 +60,47 @@ class BoxWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder; only the coordinator is asked, and nobody writes before it answers."""
-        self._trainer_text = _json_text(self._trainer)
+        self._trainer_text = trainer_text(self._trainer)
         begin(self._path)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; a rank without boxes writes none."""
+        """Write this rank's file; the one result is its report."""
+
+        def tensor(item: WriteItem) -> Tensor:
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)
+            return data
+
+        report = write_share(self._path, self._rank, plan.items, tensor)
+        size = report.file.size if report.file else 0
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan.items, planner) if plan.items else [])
+        done.set_result([WriteResult(MetadataIndex(f"rank {self._rank}"), size, report)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Add the trainer's state and the manifest, and publish; called on the coordinator after all ranks wrote."""
-        folder, data = writing_folder(self._path), self._trainer_text.encode()
-        trainer = FileRecord(TRAINER, write_text(folder / TRAINER, self._trainer_text), zlib.crc32(data))
-        written = [result for rank in results for result in rank]
-        manifest = _manifest(metadata, written, trainer, self._world_size)
-        write_text(folder / MANIFEST, dump_manifest(manifest))
-        publish(self._path)
-        note_latest(self._path)
+        reports: list[RankReport] = [result.storage_data for rank in results for result in rank]
+        complete(self._path, metadata, reports, self._trainer_text)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """Writers are made with their path."""
         return False
 
-    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        path = writing_folder(self._path) / rank_file(self._rank)
-        boxes = {box_key(item.index.fqn, _box(item).offset): item for item in items}
-        try:
-            file, begins = write_tensors(path, [_block(key, item, planner) for key, item in boxes.items()])
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{path}: cannot be written ({error})") from error
-        return [
-            WriteResult(item.index, _block(key, item, planner).nbytes, _Written(file, record))
-            for key, item in boxes.items()
-            for record in [BoxRecord(_box(item), file.name, begins[key])]
-        ]
-
 
 class BoxReader(StorageReader):
-    """Reads planned boxes from the files of a checkpoint whose manifest and files the caller has checked."""
+    """Reads planned boxes from the files of a checkpoint, whose manifest and file sizes the caller has checked.
+
+    Every file that any rank reads from is checked by one rank, the one that reads most of it, in the same pass.
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path = path
         self._manifest = manifest
+        self._records = {
+            (name, record.box.offset): record for name, tensor in manifest.tensors.items() for record in tensor.boxes
+        }
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """A reader serves one checkpoint."""
@@ -140,30 +113,29 @@ class BoxReader(StorageReader):
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, as it is."""
-        return plan
+        """The plan, with the bytes that this rank reads of each file."""
+        wanted: dict[str, int] = defaultdict(int)
+        for item in plan.items:
+            size = ITEM_SIZES[self._manifest.tensors[item.storage_index.fqn].dtype]
+            wanted[self._record(item).file] += item.lengths.numel() * size
+        return replace(plan, storage_data=dict(wanted))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, as they are."""
-        return plans
+        """Tell each rank which files it is to check; only the coordinator is asked."""
+        checks = share_checks([plan.storage_data for plan in plans])
+        return [replace(plan, storage_data=mine) for plan, mine in zip(plans, checks, strict=True)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy each planned part into its place, one file after another."""
-        names = {item.storage_index.fqn for item in plan.items}
-        tensors = {name: self._manifest.tensors[name] for name in names}
-        records = {(name, record.box.offset): record for name in names for record in tensors[name].boxes}
-        by_file = defaultdict(list)
+        """Fill this rank's tensors, one file after another."""
+        parts = defaultdict(list)
         for item in plan.items:
-            name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-            record = records[name, offset]
-            by_file[record.file].append((item, record, tensors[name].dtype))
-        for name, reads in by_file.items():
-            file = TensorFile(self._path / name)
-            for item, record, dtype in reads:
-                stored = narrow(file.tensor(record, dtype), tuple(item.storage_offsets), tuple(item.lengths))
-                target = planner.resolve_tensor(item)
-                target.copy_(stored)
-                planner.commit_tensor(item, target)
+            record = self._record(item)
+            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            dtype = self._manifest.tensors[item.storage_index.fqn].dtype
+            parts[record.file].append(Part(record, dtype, box, planner.resolve_tensor(item)))
+        for name in sorted({*parts, *plan.storage_data}):
+            check = self._manifest.files[name] if name in plan.storage_data else None
+            read_parts(self._path / name, parts[name], check=check)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -173,43 +145,29 @@ class BoxReader(StorageReader):
         """Readers are made with their path."""
         return False
 
-
-def _block(key: str, item: WriteItem, planner: SavePlanner) -> Block:
-    assert item.tensor_data is not None
-
-    def tensor() -> Tensor:
-        data = planner.resolve_data(item)
-        assert isinstance(data, Tensor)
-        return data
-
-    return Block(key, DTYPE_NAMES[item.tensor_data.properties.dtype], _box(item).size, tensor)
+    def _record(self, item: ReadItem) -> BoxRecord:
+        return self._records[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
 
 
-def _box(item: WriteItem) -> Box:
-    assert item.tensor_data is not None
-    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+def share_checks(wanted: list[dict[str, int]]) -> list[set[str]]:
+    """Which rank checks which file, from the bytes that each rank reads of each: who reads most, then who checks least.
 
-
-def _manifest(metadata: Metadata, written: list[WriteResult], trainer: FileRecord, world_size: int) -> Manifest:
-    files = {result.storage_data.file.name: result.storage_data.file for result in written}
-    boxes = defaultdict(list)
-    for result in written:
-        boxes[result.index.fqn].append(result.storage_data.record)
-    tensors = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata)
-        records = tuple(sorted(boxes[name], key=lambda record: record.box.offset))
-        tensors[name] = TensorRecord(DTYPE_NAMES[tensor.properties.dtype], tuple(tensor.size), records)
-    return Manifest(dict(sorted(files.items())) | {TRAINER: trainer}, tensors, world_size, time.time())
+    The checks go from the largest file to the smallest, so that ranks that read the same have equal shares.
+    """
+    most: dict[str, int] = defaultdict(int)
+    for files in wanted:
+        for name, count in files.items():
+            most[name] = max(most[name], count)
+    checks: list[set[str]] = [set() for _ in wanted]
+    load = [0] * len(wanted)
+    for name, count in sorted(most.items(), key=lambda pair: (-pair[1], pair[0])):
+        readers = [rank for rank, files in enumerate(wanted) if files.get(name, 0) == count]
+        rank = min(readers, key=lambda reader: (load[reader], reader))
+        checks[rank].add(name)
+        load[rank] += count
+    return checks
 
 
 def _storage_metadata(tensor: TensorRecord) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(r.box.offset), torch.Size(r.box.size)) for r in tensor.boxes]
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[tensor.dtype]), torch.Size(tensor.shape), chunks)
-
-
-def _json_text(trainer: dict[str, Any]) -> str:
-    try:
-        return json.dumps(trainer, indent=2, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"trainer state: must be plain JSON ({error})") from error

@@ -1,14 +1,13 @@
 """One safetensors file: written in a single pass with its checksum, read box by box.
 
 Sizes are known before the first byte, so the header goes first and the data follows, tensor by tensor, with the crc32
-taken from each block while it is warm, and one fsync at the end. Blocks are ordered by falling element size, which
-keeps every tensor aligned to its elements. Reading maps the file: only the pages of the wanted boxes are touched.
+taken from each chunk while it is warm, and one fsync at the end. Blocks are ordered by falling element size, which
+keeps every tensor aligned to its elements. Nothing is copied on the way from a contiguous tensor to the file.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -19,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megastack.checkpoint.items import DTYPES
-from megastack.checkpoint.manifest import ITEM_SIZES, BoxRecord, FileRecord
+from megastack.checkpoint.manifest import ITEM_SIZES, FileRecord
 
-_CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
+"""What is read or written at a time: it stays in the cache between its copy and its checksum."""
 _ALIGNMENT = 8
 
 
@@ -52,27 +51,10 @@ def write_tensors(path: Path, blocks: Sequence[Block]) -> tuple[FileRecord, dict
     with open(path, "xb", buffering=0) as file:
         crc = _write(file.fileno(), memoryview(header), 0)
         for block in ordered:
-            crc = _write(file.fileno(), _bytes_of(block.tensor()), crc)
+            crc = _write(file.fileno(), bytes_of(block.tensor().detach().cpu().contiguous()), crc)
         os.fsync(file.fileno())
         size = file.tell()
     return FileRecord(path.name, size, crc), begins
-
-
-class TensorFile:
-    """A mapped safetensors file; :meth:`tensor` gives a box as a view of the mapping."""
-
-    def __init__(self, path: Path) -> None:
-        with open(path, "rb") as file:
-            # A private mapping counts as writable, which torch wants of a buffer; nothing ever writes to it.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    def tensor(self, record: BoxRecord, dtype: str) -> Tensor:
-        """The elements of a box, on the CPU."""
-        count = prod(record.box.size)
-        if not count:
-            return torch.empty(record.box.size, dtype=DTYPES[dtype])
-        flat = torch.frombuffer(self._map, dtype=DTYPES[dtype], count=count, offset=record.begin)
-        return flat.view(record.box.size)
 
 
 def _header(blocks: Sequence[Block]) -> tuple[bytes, dict[str, int]]:
@@ -92,15 +74,16 @@ def _header(blocks: Sequence[Block]) -> tuple[bytes, dict[str, int]]:
     return len(text).to_bytes(8, "little") + text, {key: base + start for key, start in starts.items()}
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    # reshape would keep an odd stride where there is one element, and such a tensor has no view as bytes
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _write(descriptor: int, data: memoryview, crc: int) -> int:
     """Write all of the data and return the crc32 that includes it."""
-    for start in range(0, len(data), _CHUNK_BYTES):
-        chunk = data[start : start + _CHUNK_BYTES]
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES]
         crc = zlib.crc32(chunk, crc)
         while chunk:  # a write may take only a part, the first one before a full disk does
             chunk = chunk[os.write(descriptor, chunk) :]

@@ -2,7 +2,7 @@
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.checkpoint.cover import cover_fault, overlap, whole, within
@@ -34,6 +34,7 @@ def elements(box: Box) -> set[tuple[int, ...]]:
     return set(itertools.product(*(range(s, s + n) for s, n in zip(box.offset, box.size, strict=True))))
 
 
+@settings(deadline=None)
 @given(box_pairs())
 def test_overlap_is_the_intersection(pair: tuple[Box, Box]) -> None:
     first, second = pair
@@ -45,6 +46,7 @@ def test_overlap_is_the_intersection(pair: tuple[Box, Box]) -> None:
         assert len(elements(within(common, first))) == len(elements(common))
 
 
+@settings(deadline=None)
 @given(covers())
 def test_a_cut_of_a_tensor_covers_it(cover: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, parts = cover
@@ -52,6 +54,7 @@ def test_a_cut_of_a_tensor_covers_it(cover: tuple[tuple[int, ...], list[Box]]) -
     assert cover_fault(shape, parts[::-1]) is None
 
 
+@settings(deadline=None)
 @given(covers(), st.data())
 def test_a_lost_or_doubled_or_moved_box_is_noticed(
     cover: tuple[tuple[int, ...], list[Box]], data: st.DataObject

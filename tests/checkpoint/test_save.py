@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megastack.checkpoint import storage
+from megastack.checkpoint import write
 from megastack.checkpoint.folder import list_checkpoints, newest_complete, read_latest
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
@@ -192,7 +192,7 @@ def die_while_writing(root: Path) -> None:
     state = State([StateItem.replicated(f"model/w{mesh.rank}", torch.ones(5))])
     save(root / "step_00000002", state, mesh)
     if mesh.rank == 1:
-        vars(storage)["write_tensors"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        vars(write)["write_tensors"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     save(root / "step_00000004", state, mesh)
 
 
