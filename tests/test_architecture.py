@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
         *("comm.objects",),
     },
     "testing": {
-        *("build", "config", "checkpoint", "comm", "gradients", "mesh", "optim", "placement", "random", "training"),
+        *("build", "config", "checkpoint", "comm", "data", "gradients", "mesh", "optim", "placement", "random"),
+        "training",
     },
     "cli": {"launch", "plan", "testing"},
     "__init__": set(),

@@ -18,3 +18,12 @@ def all_gather_objects(value: T, group: AxisGroup) -> list[T]:
     values: list[T | None] = [None] * group.size
     dist.all_gather_object(values, value, group=group.group)
     return cast("list[T]", values)
+
+
+def gather_objects(value: T, group: AxisGroup) -> list[T]:
+    """Every rank's value, in group order, on the group's first rank; empty on the others."""
+    if group.size == 1:
+        return [value]
+    values: list[T | None] | None = [None] * group.size if group.rank == 0 else None
+    dist.gather_object(value, values, dst=group.ranks[0], group=group.group)
+    return cast("list[T]", values or [])

@@ -4,8 +4,8 @@ A send is posted and never blocks; its tensor is kept until the message is match
 buffer and waited for at first use. Because the lines are ordered, a receiver posts its receives in the sender's order;
 :func:`megastack.pipeline.check.check` proves that a schedule does.
 
-On gloo the ranks' axis group carries all lines. NCCL runs all operations of a pair of ranks on one stream, where a send
-and a receive in crossing orders would wait for each other, so there every line has a process group of its own.
+Lines to higher places run in one process group and lines to lower places in another, because NCCL runs all operations
+of a pair of ranks in a group one after another: a send and a receive in crossing orders would wait for each other.
 """
 
 from __future__ import annotations
@@ -28,26 +28,15 @@ class Lines:
 
     Args:
         group: the axis along which messages travel; peers are named by their place in it.
+        backward: a second process group of the same ranks, which carries messages to lower places.
         device: where message tensors live.
-        peers: the places this rank exchanges messages with.
     """
 
-    def __init__(self, group: AxisGroup, device: torch.device, peers: Sequence[int]) -> None:
+    def __init__(self, group: AxisGroup, backward: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
+        self._backward = backward
         self._device = device
-        self._posted: deque[tuple[Any, Tensor]] = deque()
-        self._lines: dict[tuple[int, int], Any] = {}
-        for peer in sorted(peers):
-            for line in (
-                (min(peer, group.rank), max(peer, group.rank)),
-                (max(peer, group.rank), min(peer, group.rank)),
-            ):
-                self._lines[line] = self._open(line)
-
-    def _open(self, line: tuple[int, int]) -> Any:
-        if self._device.type == "cpu":
-            return self._group.group
-        return dist.new_group([self._group.ranks[end] for end in sorted(line)], use_local_synchronization=True)
+        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, x: Tensor, peer: int) -> None:
         """Post ``x`` to a peer; it must not be written to afterwards."""
@@ -57,7 +46,7 @@ class Lines:
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
         """Post a receive for the peer's next message, whose shape and dtype are known."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        line = self._lines[peer, self._group.rank]
+        line = self._line(peer, self._group.rank)
         return Pending(dist.irecv(buffer, src=self._group.ranks[peer], group=line), lambda: buffer)
 
     def send_header(self, value: Any, peer: int) -> None:
@@ -73,8 +62,12 @@ class Lines:
 
     def _post(self, x: Tensor, peer: int) -> None:
         self._release()
-        line = self._lines[self._group.rank, peer]
-        self._posted.append((dist.isend(x, dst=self._group.ranks[peer], group=line), x))
+        work = dist.isend(x, dst=self._group.ranks[peer], group=self._line(self._group.rank, peer))
+        assert work is not None
+        self._posted.append((work, x))
+
+    def _line(self, source: int, destination: int) -> dist.ProcessGroup | None:
+        return self._group.group if source < destination else self._backward
 
     def _release(self) -> None:
         """Let go of the tensors of messages that were matched."""

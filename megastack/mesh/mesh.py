@@ -2,6 +2,11 @@
 
 A mesh is a value that is passed; two can live in one process. Groups come from torch's ``DeviceMesh``, so that FSDP2
 and distributed checkpoints use the same objects; axes of size 1 exist and communicate nothing.
+
+Making a group is itself collective. Those that training needs are made with the mesh, each by all ranks of the world.
+:meth:`Mesh.subgroup` is called by its members alone, and torch names such a group by its ranks *and* the number of
+groups that its maker holds: members whose numbers differ would wait for each other for ever. So whoever calls it makes
+sure that the members have made the same subgroups before.
 """
 
 from __future__ import annotations
@@ -20,9 +25,8 @@ from megastack.errors import MeshError
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinates
 
 _FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
-"""The fused groups that training needs, opened with the mesh. torch names a new group by its ranks *and* the number of
-groups its maker holds, so members that hold unlike numbers wait for each other for ever; a subgroup of a tied parameter
-makes them unlike between stages. Therefore these come first."""
+"""The fused groups that training needs."""
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Mesh:
@@ -30,6 +34,17 @@ class Mesh:
 
     ``mesh[Axis.TP]`` is the group along one axis, ``mesh[Axis.DP, Axis.CP]`` a fused one. Use :meth:`single` for one
     rank without any process group, :meth:`from_environment` for a worker of torchrun, Slurm or megastack's launcher.
+
+    Attributes:
+        shape: the degrees.
+        rank: this rank.
+        device: where its tensors live.
+        coordinates: this rank's place on every axis.
+        device_mesh: torch's view of the axes larger than 1; ``None`` without any.
+        ledger: what this rank has sent on any group of this mesh.
+        backward_lines: a second group of the ``pp`` ranks, for messages to lower places. NCCL runs all operations of a
+            pair of ranks in one group one after another, where a send and a receive in crossing orders would wait for
+            each other. ``None`` where ``pp`` is 1.
     """
 
     def __init__(self, shape: MeshShape, rank: int, device: torch.device, device_mesh: DeviceMesh | None) -> None:
@@ -40,8 +55,12 @@ class Mesh:
         self.ledger = Ledger()
         self.coordinates = shape.coordinates(rank)
         self._groups: dict[tuple[object, ...], AxisGroup] = {}
-        for axes in _FUSED if device_mesh is not None else ():
-            self[axes]
+        self.backward_lines: dist.ProcessGroup | None = None
+        if device_mesh is not None:
+            for axes in _FUSED:
+                self[axes]
+            if shape.pp > 1:
+                self.backward_lines = self._new_group((Axis.PP,))
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> Mesh:
@@ -57,19 +76,17 @@ class Mesh:
         after ``timeout_s`` seconds (torch's default if not given).
 
         Raises:
-            MeshError: the shape's world size is not the number of ranks.
+            MeshError: the shape's world size is not the number of ranks, there is no launcher, or no such device.
         """
         target = pick_device(device)
         if not dist.is_initialized():
             if "RANK" not in os.environ and shape.world_size == 1:
                 return cls.single(target)
+            _require_launcher(shape)
+            _require_size(shape, int(os.environ["WORLD_SIZE"]))
             limit = None if timeout_s is None else timedelta(seconds=timeout_s)
             dist.init_process_group(backend_of(target), timeout=limit)
-        if dist.get_world_size() != shape.world_size:
-            raise MeshError(
-                f"pp={shape.pp} dp={shape.dp} cp={shape.cp} tp={shape.tp}: the product {shape.world_size} must be the "
-                f"number of ranks, {dist.get_world_size()}"
-            )
+        _require_size(shape, dist.get_world_size())
         return cls(shape, dist.get_rank(), target, _device_mesh(shape, target))
 
     @property
@@ -88,60 +105,97 @@ class Mesh:
             self._groups[key] = self._axis_group(real, _label(wanted, real))
         return self._groups[key]
 
-    def subgroup(self, axis: Axis, indices: Sequence[int]) -> AxisGroup:
-        """The members of this rank's ``axis`` group at the given coordinates; only those members call.
+    def subgroup(self, axis: Axis | tuple[Axis, ...], indices: Sequence[int]) -> AxisGroup:
+        """The members of this rank's ``axis`` group at the given coordinates; only those members call, and only after
+        the same subgroups as each other (see the top of this file).
 
         Raises:
             MeshError: this rank is not one of them.
         """
         whole, chosen = self[axis], tuple(sorted(set(indices)))
         if whole.rank not in chosen:
-            raise MeshError(f"{axis}{whole.rank}: not a member of the subgroup {chosen}")
+            raise MeshError(
+                f"{axis}={whole.rank}: is no member of the subgroup {chosen}; only its members may ask for it"
+            )
+        if chosen[0] < 0 or chosen[-1] >= whole.size:
+            raise MeshError(f"subgroup {chosen}: coordinates of {axis} are 0 … {whole.size - 1}")
         if len(chosen) == whole.size:
             return whole
         if len(chosen) == 1:
-            return AxisGroup.single(axis, self.ledger, self.rank)
+            return AxisGroup.single(whole.axis, self.ledger, self.rank)
         key = (axis, "sub", chosen)
         if key not in self._groups:
             ranks = [whole.ranks[i] for i in chosen]
             group = dist.new_group(ranks, use_local_synchronization=True)
-            self._groups[key] = AxisGroup(chosen.index(whole.rank), len(chosen), tuple(ranks), group, axis, self.ledger)
+            self._groups[key] = AxisGroup(
+                chosen.index(whole.rank), len(chosen), tuple(ranks), group, whole.axis, self.ledger
+            )
         return self._groups[key]
 
     def _axis_group(self, axes: tuple[Axis, ...], label: str) -> AxisGroup:
         if not axes:
             return AxisGroup.single(label, self.ledger, self.rank)
-        assert self.device_mesh is not None
+        assert self.device_mesh is not None, f"{self.shape}: a mesh without process groups has no group along {label}"
         group: dist.ProcessGroup | None
         if len(axes) == 1:
             group = self.device_mesh.get_group(axes[0].value)
         elif len(axes) == self.device_mesh.ndim:
             group = dist.group.WORLD
         else:
-            ranks = next(group for group in self.shape.groups(*axes) if self.rank in group)
-            group = dist.new_group(ranks, use_local_synchronization=True)
+            group = self._new_group(axes)
         assert group is not None
         members = tuple(dist.get_process_group_ranks(group))
         return AxisGroup(members.index(self.rank), len(members), members, group, label, self.ledger)
+
+    def _new_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
+        """This rank's group along ``axes``; all ranks of the world call, and take part in making every group."""
+        made = [(ranks, dist.new_group(ranks)) for ranks in self.shape.groups(*axes)]
+        return next(group for ranks, group in made if self.rank in ranks)
 
     def __repr__(self) -> str:
         return f"Mesh({self.shape}, rank {self.rank} | {describe_coordinates(self.coordinates)}, {self.device})"
 
 
 def pick_device(device: str) -> torch.device:
-    """``auto`` is this process's GPU where there is one, else the CPU."""
+    """``auto`` is this process's GPU where there is one, else the CPU.
+
+    Raises:
+        MeshError: there is no GPU, or fewer than ranks on this machine.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        index = int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count())
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    return torch.device(device)
+    if device != "cuda":
+        return torch.device(device)
+    seen, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    index = 0 if seen == 1 else local  # a launcher may show each rank its own GPU alone
+    if index >= seen:
+        raise MeshError(
+            f"device=cuda: local rank {local} of this machine, which has {seen} GPUs; use device=cpu, or fewer ranks"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def backend_of(device: torch.device) -> str:
     """The backends of a job on this device; a GPU job keeps gloo beside NCCL for host messages."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _require_launcher(shape: MeshShape) -> None:
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise MeshError(
+            f"{shape}: {shape.world_size} ranks need a launcher, but {', '.join(missing)} are not set; start with "
+            "`megastack train`, torchrun or srun, or use run_ranks"
+        )
+
+
+def _require_size(shape: MeshShape, ranks: int) -> None:
+    if ranks != shape.world_size:
+        raise MeshError(
+            f"pp={shape.pp} dp={shape.dp} cp={shape.cp} tp={shape.tp}: the product {shape.world_size} must be the "
+            f"number of ranks, {ranks}"
+        )
 
 
 def _device_mesh(shape: MeshShape, device: torch.device) -> DeviceMesh | None:
@@ -154,7 +208,5 @@ def _device_mesh(shape: MeshShape, device: torch.device) -> DeviceMesh | None:
 
 def _label(wanted: tuple[Axis, ...], real: tuple[Axis, ...]) -> str:
     """The ledger's name of a group: ``dp`` stands for ``dp·cp``; other fusions join their names."""
-    named = tuple(axis for axis in (real or wanted) if axis is not Axis.CP or Axis.DP not in wanted)
-    if not named or named == (Axis.CP,):
-        named = (Axis.DP,) if Axis.DP in wanted else named
-    return "_".join(axis.value for axis in named)
+    names = (Axis.DP if axis is Axis.CP and Axis.DP in wanted else axis for axis in real or wanted)
+    return "_".join(dict.fromkeys(names))

@@ -4,14 +4,16 @@ It walks this rank's action list, once a step. A forward takes its carry from th
 over when that stage sits on the same rank), a backward its gradients from the next one. One rank is a schedule of one
 stage, not a branch. Nothing here reads a tensor on the host.
 
-What crosses a boundary is a function of the microbatch's shapes. The first time that a stage sees a shape, the sender
-says in a header what follows; from then on receives are posted one computation ahead of their use.
+What crosses a boundary is a function of the microbatch's shapes. The first time that a stage gives something for a
+shape, it says in a header what follows, and the receiver waits for that at first use; from then on receives are posted
+where the schedule lists them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +24,27 @@ from megastack.comm.p2p import Lines
 from megastack.errors import ScheduleError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.pipeline.action import Action
+from megastack.pipeline.action import Action, Op
+from megastack.pipeline.boundary import has_communication
 from megastack.pipeline.communication import with_communication
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules.forward_only import forward_only
 from megastack.pipeline.stage import Carry, Slot, Stage, leaf
 
-_SUPPORTED = {"F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"}
+_SUPPORTED = {Op.F, Op.B, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
 Signature = tuple[tuple[int, ...], bool, bool]
-Wire = list[tuple[Slot, Pending | None]]
+Boundary = tuple[int, Signature]
+"""The stage before a boundary, and the kind of microbatch that crosses it."""
+
+
+@dataclass
+class _Receive:
+    """A receive of the schedule: what crosses which boundary, and its messages once they are posted."""
+
+    peer: int
+    boundary: Boundary
+    gradients: bool
+    messages: list[tuple[Slot, Pending | None]] | None = None
 
 
 class Pipeline:
@@ -38,7 +52,8 @@ class Pipeline:
 
     Args:
         stages: the modules of this rank's chunks, in the order of their stage numbers.
-        schedule: computations by rank, as :func:`megastack.pipeline.schedules.build_schedule` gives them.
+        schedule: the actions of every rank, as :func:`megastack.pipeline.schedules.registry.build_schedule` gives them;
+            sends and receives are added where it names none.
         mesh: messages travel along ``pp``, the loss is summed over ``pp``, ``dp`` and ``cp``.
         on_last_backward: called with the number of a chunk (its place in ``stages``) right before its last backward of
             a step, when its gradients are about to be complete.
@@ -62,23 +77,29 @@ class Pipeline:
         self.schedule = schedule
         self.current: Action | None = None
         self._axis = mesh[Axis.PP]
+        own = _own_stages(schedule, self._axis.rank, self._axis.size, len(stages))
+        self._stages = {index: Stage(module, index) for index, module in zip(own, stages, strict=True)}
+        self._chunk_of = {index: chunk for chunk, index in enumerate(own)}
         self._on_last_backward = on_last_backward or (lambda chunk: None)
-        self._program = _Program(schedule, self._axis.rank)
-        self._stages = {index: Stage(module, index) for index, module in zip(self._own(), stages, strict=True)}
-        self._chunk_of = {index: chunk for chunk, index in enumerate(self._stages)}
-        peers = {self._rank_of(stage + step) for stage in self._stages for step in (-1, 1)}
-        self._lines = Lines(self._axis, mesh.device, sorted(peers - {self._axis.rank, -1}))
-        self._posts_early = mesh.device.type == "cpu"  # elsewhere it could queue in front of a send the peer needs
-        self._slots: dict[tuple[int, Signature], list[Slot]] = {}
-        self._announced: set[tuple[int, Signature]] = set()
+        # Elsewhere than on gloo an early receive could queue in front of a send that the peer needs.
+        self._ahead = 1 if mesh.device.type == "cpu" else 0
+        self._program = _Program(schedule, self._axis.rank, self._ahead)
+        self._forwards: dict[int, _Program] = {}
+        self._lines = Lines(self._axis, mesh.backward_lines, mesh.device)
+        self._slots: dict[Boundary, list[Slot]] = {}
+        self._announced: set[Boundary] = set()
+        self._peak = 0
         self._forget()
 
     @property
-    def peaks(self) -> dict[int, int]:
-        """The most microbatches whose activations were held at once, by stage, since the pipeline was built."""
-        return {index: stage.peak for index, stage in self._stages.items()}
+    def peak(self) -> float:
+        """The most activations that this rank held at once so far, in microbatches of all its chunks, as
+        :func:`megastack.pipeline.check.check` foretells them."""
+        return self._peak / self.schedule.chunks
 
-    def run(self, microbatches: Sequence[Microbatch], denominator: Tensor | float) -> Tensor:
+    def run(
+        self, microbatches: Sequence[Microbatch], denominator: Tensor | float, *, loss_scale: Tensor | None = None
+    ) -> Tensor:
         """Forward and backward of one step.
 
         Gradients of ``sum of objectives / denominator`` are added to the parameters'; reducing them is the business of
@@ -87,50 +108,53 @@ class Pipeline:
         Args:
             microbatches: this ``dp`` coordinate's, as many as the schedule has.
             denominator: the valid tokens of the whole step, over ``dp``, ``cp`` and microbatches.
+            loss_scale: multiplies the gradients, not the loss that is returned.
 
         Returns:
             The reported loss, divided by ``denominator``, a scalar alike on every rank.
         """
         if len(microbatches) != self.schedule.microbatches:
-            raise ScheduleError(f"microbatches={len(microbatches)}: the schedule has {self.schedule.microbatches}")
+            raise ScheduleError(
+                f"microbatches={len(microbatches)}: the schedule has {self.schedule.microbatches}; use one for as many"
+            )
         scale = 1.0 / torch.clamp(torch.as_tensor(denominator, dtype=torch.float64), min=1.0)
-        self._execute(self._program, microbatches, scale)
-        return self._total() * scale.to(self.mesh.device)
+        scale = scale.to(self.mesh.device)
+        self._execute(self._program, microbatches, scale if loss_scale is None else scale * loss_scale)
+        return self._total() * scale
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Forward only: the sum of reported losses over all microbatches of all ``dp`` coordinates, on every rank."""
-        plan = self.schedule
-        schedule = forward_only(plan.pp, plan.chunks, len(microbatches), stage_ranks=plan.stage_ranks)
-        self._execute(_Program(schedule, self._axis.rank), microbatches, torch.ones((), dtype=torch.float64))
+        """Forward only, of any number of microbatches: the sum of reported losses over all of them and all ``dp``
+        coordinates, on every rank."""
+        plan, count = self.schedule, len(microbatches)
+        if count not in self._forwards:
+            forwards = forward_only(plan.pp, plan.chunks, count, stage_ranks=plan.stage_ranks)
+            self._forwards[count] = _Program(forwards, self._axis.rank, self._ahead)
+        self._execute(self._forwards[count], microbatches, torch.ones((), dtype=torch.float64))
         return self._total()
-
-    def _own(self) -> list[int]:
-        return [stage for stage in range(self.schedule.stages) if self._rank_of(stage) == self._axis.rank]
 
     def _rank_of(self, stage: int) -> int:
         return self.schedule.stage_rank(stage) if 0 <= stage < self.schedule.stages else -1
 
     def _forget(self) -> None:
-        self._carries: dict[tuple[int, int], Wire | Carry] = {}
-        self._gradients: dict[tuple[int, int], Wire | dict[str, Tensor]] = {}
-        self._sum: Tensor | None = None
+        """Begin a step; one that raised leaves nothing behind."""
+        self._carries: dict[tuple[int, int], _Receive | Carry] = {}
+        self._gradients: dict[tuple[int, int], _Receive | Mapping[str, Tensor]] = {}
+        self._unposted: dict[int, deque[_Receive]] = defaultdict(deque)
+        self._sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for stage in self._stages.values():
             stage.drop()
 
     def _total(self) -> Tensor:
         """The sum of reported losses over pipeline, data and context ranks, in fp64."""
-        own = torch.zeros((), dtype=torch.float64, device=self.mesh.device) if self._sum is None else self._sum
-        return all_reduce(own, self.mesh[Axis.PP, Axis.DP, Axis.CP])
+        return all_reduce(self._sum, self.mesh[Axis.PP, Axis.DP, Axis.CP])
 
     def _execute(self, program: _Program, microbatches: Sequence[Microbatch], scale: Tensor) -> None:
-        """Walk the program; a step that raised before left nothing behind."""
         self._forget()
         self._microbatches = microbatches
         self._signatures = [_signature(microbatch) for microbatch in microbatches]
         self._scale = scale.to(self.mesh.device)
-        early = self._posts_early and all(map(self._is_known, program.receives))
-        for self.current in program.early if early else program.plain:
+        for self.current in program.actions:
             self._dispatch(self.current, program)
         self._lines.finish()
         self.current = None
@@ -138,107 +162,134 @@ class Pipeline:
     def _dispatch(self, action: Action, program: _Program) -> None:
         stage, number = action.stage, action.microbatch
         assert number is not None
-        match str(action.op):
-            case "F":
+        match action.op:
+            case Op.F:
                 self._forward(stage, number)
-            case "B":
+            case Op.B:
                 if program.is_last_backward(action):
                     self._on_last_backward(self._chunk_of[stage])
                 self._backward(stage, number)
-            case "SEND_F":
+            case Op.SEND_F:
                 self._send(stage, number)
-            case "RECV_F":
-                self._carries[stage, number] = self._receive(stage, number)
-            case "SEND_B":
+            case Op.SEND_B:
                 self._send_gradients(stage, number)
-            case "RECV_B":
-                self._gradients[stage, number] = self._receive_gradients(stage, number)
+            case Op.RECV_F:
+                self._carries[stage, number] = self._receive(stage - 1, stage - 1, number)
+            case Op.RECV_B:
+                self._gradients[stage, number] = self._receive(stage + 1, stage, number, gradients=True)
 
     # Forward: the carry comes in, the output goes to the next stage or into the loss.
 
     def _forward(self, index: int, number: int) -> None:
-        carry = _arrived(self._carries.pop((index, number), {}))
+        carry = self._arrived(self._carries.pop((index, number), {}))
         output = self._stages[index].forward(carry, self._microbatches[number], number)
+        self._peak = max(self._peak, sum(stage.live for stage in self._stages.values()))
         if isinstance(output, StageLoss):
-            report = output.report.detach().double()
-            self._sum = report if self._sum is None else self._sum + report
+            self._sum += output.report.detach()
             self._gradients[index, number] = {"objective": self._scale.to(output.objective.dtype)}
             return
-        self._slots[index, self._signatures[number]] = [Slot.of(name, x) for name, x in output.items()]
+        self._describe((index, self._signatures[number]), output)
         if self._rank_of(index + 1) == self._axis.rank:
             output = {name: leaf(x, x is not None and x.requires_grad) for name, x in output.items()}
         self._carries[index + 1, number] = output
 
+    def _describe(self, boundary: Boundary, output: Carry) -> None:
+        """Note what crosses a boundary; it must be the same for every microbatch of a kind."""
+        slots = [Slot.of(name, x) for name, x in output.items()]
+        known = self._slots.setdefault(boundary, slots)
+        if slots != known:
+            before, now = ("; ".join(map(str, side)) for side in (known, slots))
+            raise ScheduleError(
+                f"stage {boundary[0]} gave ({before}) for one microbatch and ({now}) for another of the same shape; "
+                "what blocks name in boundary() may depend on the shape of a microbatch alone"
+            )
+
     def _send(self, index: int, number: int) -> None:
         """``SEND_F`` of a stage: its output, after a header if the receiver cannot know what comes."""
-        peer, signature = self._rank_of(index + 1), self._signatures[number]
-        if (index, signature) not in self._announced:
-            self._lines.send_header([asdict(slot) for slot in self._slots[index, signature]], peer)
-            self._announced.add((index, signature))
+        peer, boundary = self._rank_of(index + 1), (index, self._signatures[number])
+        if boundary not in self._announced:
+            self._lines.send_header([asdict(slot) for slot in self._slots[boundary]], peer)
+            self._announced.add(boundary)
         for x in _tensors(self._carries.pop((index + 1, number))):
             self._lines.send(x.detach(), peer)
-
-    def _receive(self, index: int, number: int) -> Wire:
-        """``RECV_F`` of a stage: post a receive for each tensor of the previous stage's output."""
-        peer, key = self._rank_of(index - 1), (index - 1, self._signatures[number])
-        if key not in self._slots:
-            slots = self._lines.receive_header(peer)
-            self._slots[key] = [Slot(**slot | {"shape": slot["shape"] and tuple(slot["shape"])}) for slot in slots]
-        return [(slot, self._post(slot, peer)) for slot in self._slots[key]]
-
-    def _post(self, slot: Slot, peer: int) -> Pending | None:
-        return None if slot.shape is None else self._lines.receive(slot.shape, slot.torch_dtype, peer)
 
     # Backward: gradients of the output come in, gradients of the carry go to the previous stage.
 
     def _backward(self, index: int, number: int) -> None:
-        gradients = _arrived(self._gradients.pop((index, number), {}))
+        gradients = self._arrived(self._gradients.pop((index, number), {}))
         produced = self._stages[index].backward(number, {name: g for name, g in gradients.items() if g is not None})
         if index > 0:
             self._gradients[index - 1, number] = produced
 
     def _send_gradients(self, index: int, number: int) -> None:
-        peer = self._rank_of(index - 1)
         for gradient in _tensors(self._gradients.pop((index - 1, number))):
-            self._lines.send(gradient, peer)
+            self._lines.send(gradient, self._rank_of(index - 1))
 
-    def _receive_gradients(self, index: int, number: int) -> Wire:
-        slots = self._slots[index, self._signatures[number]]
-        return [(slot, self._post(slot, self._rank_of(index + 1))) for slot in slots if slot.needs_grad]
+    # Receives of a peer are posted in the order of the schedule, as far as it is known what they bring.
 
-    def _is_known(self, action: Action) -> bool:
-        stage = action.stage - 1 if action.op == "RECV_F" else action.stage
-        assert action.microbatch is not None
-        return (stage, self._signatures[action.microbatch]) in self._slots
+    def _receive(self, neighbour: int, before: int, number: int, *, gradients: bool = False) -> _Receive:
+        """A receive from a neighbouring stage; ``before`` is the stage in front of the boundary between the two."""
+        receive = _Receive(self._rank_of(neighbour), (before, self._signatures[number]), gradients)
+        queue = self._unposted[receive.peer]
+        queue.append(receive)
+        while queue and queue[0].boundary in self._slots:
+            self._post(queue.popleft())
+        return receive
+
+    def _arrived(self, value: _Receive | Carry) -> Carry:
+        """Wait for what was received; what was handed over on this rank is there already."""
+        if not isinstance(value, _Receive):
+            return value
+        while value.messages is None:
+            self._post(self._unposted[value.peer].popleft())
+        return {slot.name: leaf(None if x is None else x.wait(), slot.needs_grad) for slot, x in value.messages}
+
+    def _post(self, receive: _Receive) -> None:
+        if receive.boundary not in self._slots:
+            assert not receive.gradients, "gradients of an output that was never made"
+            header = self._lines.receive_header(receive.peer)
+            self._slots[receive.boundary] = [Slot.from_record(record) for record in header]
+        slots = [slot for slot in self._slots[receive.boundary] if slot.needs_grad or not receive.gradients]
+        receive.messages = [(slot, self._post_slot(slot, receive.peer)) for slot in slots]
+
+    def _post_slot(self, slot: Slot, peer: int) -> Pending | None:
+        return None if slot.shape is None else self._lines.receive(slot.shape, slot.torch_dtype, peer)
 
 
 class _Program:
-    """A rank's actions with their communication, receives right before their use and one computation earlier."""
+    """A rank's actions with their communication."""
 
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        self.plain = with_communication(schedule, ahead=0).ranks[rank]
-        self.early = with_communication(schedule, ahead=1).ranks[rank]
-        unknown = {str(action.op) for action in self.plain} - _SUPPORTED
+    def __init__(self, schedule: Schedule, rank: int, ahead: int) -> None:
+        complete = schedule if has_communication(schedule) else with_communication(schedule, ahead=ahead)
+        self.actions = complete.ranks[rank]
+        unknown = {str(action.op) for action in self.actions if action.op not in _SUPPORTED}
         if unknown:
             raise ScheduleError(f"schedule={schedule.name}: the runtime does not execute {', '.join(sorted(unknown))}")
-        self.receives = [action for action in self.plain if action.op.startswith("RECV")]
-        self._last = {action.stage: action for action in self.plain if action.op == "B"}
+        self._last = {action.stage: action for action in self.actions if action.op is Op.B}
 
     def is_last_backward(self, action: Action) -> bool:
         return self._last[action.stage] == action
+
+
+def _own_stages(schedule: Schedule, rank: int, ranks: int, given: int) -> list[int]:
+    """The numbers of this rank's stages."""
+    if schedule.pp != ranks:
+        raise ScheduleError(
+            f"schedule={schedule.name}: is for pp={schedule.pp}, the mesh has pp={ranks}; use that many"
+        )
+    own = schedule.rank_stages(rank)
+    if len(own) != given:
+        raise ScheduleError(
+            f"schedule={schedule.name}: rank {rank} of the pipeline has stages {own}, but {given} modules came; "
+            "give one module for each stage"
+        )
+    return own
 
 
 def _signature(microbatch: Microbatch) -> Signature:
     return tuple(microbatch.tokens_BS.shape), microbatch.documents_BS is not None, torch.is_grad_enabled()
 
 
-def _arrived(wire: Wire | Carry) -> Carry:
-    """Wait for what was received; what was handed over on this rank is there already."""
-    if not isinstance(wire, list):
-        return wire
-    return {slot.name: leaf(None if pending is None else pending.wait(), slot.needs_grad) for slot, pending in wire}
-
-
-def _tensors(carry: Wire | Carry) -> list[Tensor]:
-    assert not isinstance(carry, list)
+def _tensors(carry: _Receive | Carry) -> list[Tensor]:
+    assert not isinstance(carry, _Receive)
     return [x for x in carry.values() if x is not None]

@@ -1,14 +1,15 @@
 """One stage of a pipeline on its rank: forward and backward of a microbatch, and what must be kept between them.
 
 A stage's module takes a *carry*, the named tensors that cross the boundary before it (``{}`` on the first stage), and
-the microbatch; it returns the carry for the next stage or, on the last one, a :class:`~megastack.batch.StageLoss`. Of the
-output only its gradient edges are kept, so that its memory is free as soon as it was sent.
+the microbatch; it returns the carry for the next stage or, on the last one, a :class:`~megastack.batch.StageLoss`. Of
+the output only its gradient edges are kept, so that its memory is free as soon as it was sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,15 @@ class Slot:
         if x is None:
             return Slot(name, None)
         return Slot(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad)
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> Slot:
+        """The inverse of ``dataclasses.asdict``, after a journey as JSON, which has no tuples."""
+        shape = record["shape"]
+        return Slot(record["name"], None if shape is None else tuple(shape), record["dtype"], record["needs_grad"])
+
+    def __str__(self) -> str:
+        return f"{self.name}: None" if self.shape is None else f"{self.name}: {self.dtype} {list(self.shape)}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -61,7 +71,6 @@ class Stage:
         self.module = module
         self.index = index
         self._held: dict[int, _Held] = {}
-        self.peak = 0
 
     @property
     def live(self) -> int:
@@ -74,7 +83,6 @@ class Stage:
         if torch.is_grad_enabled():
             inputs = {name: x for name, x in carry.items() if x is not None and x.requires_grad}
             self._held[number] = _Held(inputs, _edges(output))
-            self.peak = max(self.peak, len(self._held))
         return output
 
     def backward(self, number: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

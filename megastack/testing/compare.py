@@ -2,8 +2,9 @@
 
 The metric: a gradient may differ by ``tol`` times the largest element of its tensor, or of a thousandth of the largest
 of the whole model where the tensor is smaller than that; weights likewise after SGD and, in fp64, after AdamW. After
-AdamW in fp32 a weight may differ by a tenth of a learning rate, for Adam turns the rounding of a gradient that is nearly zero
-into a whole step. Losses and norms are compared relatively, the worst step counts.
+AdamW in fp32 a weight may differ by a tenth of a learning rate, for Adam turns the rounding of a gradient that is
+nearly zero into a whole step. Losses and norms are compared relatively, the worst step counts. What several ranks hold
+copies of must be the same bits on each of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Trace:
         gradients: of each step before clipping.
         weights: after each update.
         rates: the learning rate of each step.
+        spreads: of each step, by ``gradient NAME`` or ``weight NAME``, how far the copies of several ranks are apart,
+            where they are.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -36,6 +39,17 @@ class Trace:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    spreads: list[dict[str, float]] = field(default_factory=list)
+
+    def add_gradients(self, whole: dict[str, Tensor], spread: Mapping[str, float]) -> None:
+        """Begin a step with its gradients."""
+        self.gradients.append(whole)
+        self.spreads.append({f"gradient {name}": distance for name, distance in spread.items()})
+
+    def add_weights(self, whole: dict[str, Tensor], spread: Mapping[str, float]) -> None:
+        """End a step with its updated weights."""
+        self.weights.append(whole)
+        self.spreads[-1] |= {f"weight {name}": distance for name, distance in spread.items()}
 
 
 @dataclass(frozen=True)
@@ -43,22 +57,24 @@ class Difference:
     """One thing that differs by more than it may.
 
     Attributes:
-        kind: ``loss``, ``norm``, ``gradient`` or ``weight``.
+        kind: ``loss``, ``norm``, ``gradient``, ``weight``, or ``copies of`` the last two, where ranks disagree.
         name: the parameter, empty for a scalar.
         step: 0-based.
         distance: how far apart, in units of what is allowed (1 is the limit).
-        ratio: the least-squares factor from the reference to the other; near a whole number it tells a cause.
+        ratio: the least-squares factor from the reference to the other; near a whole number it tells a cause. ``None``
+            for copies.
     """
 
     kind: str
     name: str
     step: int
     distance: float
-    ratio: float
+    ratio: float | None
 
     def __str__(self) -> str:
-        what = f"{self.kind} {self.name}".rstrip()
-        return f"step {self.step}: {what} differs by {self.distance:.3g} × the tolerance (ratio {self.ratio:.6g})"
+        what = f"step {self.step}: {self.kind} {self.name}".rstrip()
+        ratio = "between ranks" if self.ratio is None else f"(ratio {self.ratio:.6g})"
+        return f"{what} differs by {self.distance:.3g} × the tolerance {ratio}"
 
 
 def differences(reference: Trace, other: Trace, *, tolerance: float, adam_fp32: bool = False) -> list[Difference]:
@@ -79,7 +95,16 @@ def differences(reference: Trace, other: Trace, *, tolerance: float, adam_fp32: 
         found += _tensors("gradient", step, reference.gradients[step], other.gradients[step], tolerance)
         limit = 0.1 * sum(reference.rates[: step + 1]) if adam_fp32 else None
         found += _tensors("weight", step, reference.weights[step], other.weights[step], tolerance, limit)
+        found += _copies(step, reference, other, tolerance)
     return found
+
+
+def _copies(step: int, reference: Trace, other: Trace, tolerance: float) -> Iterator[Difference]:
+    for what, spread in other.spreads[step].items():
+        kind, _, name = what.partition(" ")
+        whole = (reference.gradients if kind == "gradient" else reference.weights)[step]
+        scale = max(float(whole[name].abs().max()), 1e-300)
+        yield Difference(f"copies of {kind}", name, step, spread / scale / tolerance, None)
 
 
 def _tensors(
@@ -91,20 +116,27 @@ def _tensors(
     absolute: float | None = None,
 ) -> Iterator[Difference]:
     assert set(expected) == set(actual), f"{kind}: other names, {sorted(set(expected) ^ set(actual))}"
-    largest = max((float(x.abs().max()) for x in expected.values() if x.numel()), default=0.0)
-    for name, x in expected.items():
-        if not x.numel():
-            continue
-        scale = max(float(x.abs().max()), SMALL_TENSOR * largest, 1e-300)
+    for name, scale in scales(expected).items():
         limit = tolerance * scale if absolute is None else absolute
-        distance = float((actual[name] - x).abs().max()) / limit
-        yield from _beyond(kind, name, step, distance, _ratio(x, actual[name]))
+        distance = float((actual[name] - expected[name]).abs().max()) / limit
+        yield from _beyond(kind, name, step, distance, least_squares_ratio(expected[name], actual[name]))
+
+
+def scales(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """What a difference in each tensor is measured by: its largest element, or a thousandth of the largest of all.
+
+    Tensors without elements are left out.
+    """
+    peaks = {name: float(x.abs().max()) for name, x in tensors.items() if x.numel()}
+    largest = max(peaks.values(), default=0.0)
+    return {name: max(peak, SMALL_TENSOR * largest, 1e-300) for name, peak in peaks.items()}
 
 
 def _beyond(kind: str, name: str, step: int, distance: float, ratio: float) -> list[Difference]:
     return [] if distance <= 1.0 else [Difference(kind, name, step, distance, ratio)]
 
 
-def _ratio(expected: Tensor, actual: Tensor) -> float:
+def least_squares_ratio(expected: Tensor, actual: Tensor) -> float:
+    """The factor that takes the expected tensor nearest to the actual one; infinite where it is zero."""
     norm = float((expected.double() ** 2).sum())
     return float((expected.double() * actual.double()).sum()) / norm if norm else float("inf")

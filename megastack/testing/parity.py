@@ -2,8 +2,8 @@
 
 A module-level factory builds the layer on a mesh. The layer is initialised by global name, its zeros and ones are moved
 off by noise (a bias of zero hides a bias added once too often), and it is trained for a few steps on the same global
-input. Outputs, input gradients, parameter gradients and weights must agree by the metric of
-:mod:`megastack.testing.compare`.
+input. Outputs, input gradients, parameter gradients, their norm and weights must agree by the metric of
+:mod:`megastack.testing.compare`, and what several ranks hold copies of must stay the same on each.
 
 Example::
 
@@ -15,34 +15,34 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megastack.checkpoint.collect import items_of, model_items, stage_placements
-from megastack.checkpoint.dump import gather_items
-from megastack.comm.collectives import all_gather
-from megastack.comm.group import AxisGroup
-from megastack.errors import MeshError
+from megastack.checkpoint.items import StateItem
+from megastack.errors import MeshError, PlacementError
 from megastack.gradients.buckets import GradientBuckets
+from megastack.gradients.norm import grad_norm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.optim.optimizer import OptimizerOptions, build_optimizer
 from megastack.placement.boxes import Box
 from megastack.placement.module import initialise_, placements_of
-from megastack.placement.placement import Normal
+from megastack.placement.placement import Normal, Placement
 from megastack.random import counter_normal
 from megastack.testing.compare import TOLERANCES, Trace, differences
+from megastack.testing.gather import gather_whole
 from megastack.testing.ranks import run_ranks
 
 SEED, RATE = 1234, 0.05
 
 
 @dataclass(frozen=True)
-class Task:
-    """The global input of a parity run: B sequences per data-parallel rank of the reference, S long."""
+class _Task:
+    """What is trained: steps over a global batch of sequences, and how; ``hidden`` is None where the layer tells it."""
 
     steps: int
     dtype: torch.dtype
@@ -50,6 +50,7 @@ class Task:
     sequence_parallel: bool
     batch: int
     sequence: int
+    hidden: int | None
 
 
 def assert_parity(
@@ -62,13 +63,14 @@ def assert_parity(
     sequence_parallel: bool = False,
     batch: int = 4,
     sequence: int = 8,
+    hidden: int | None = None,
     timeout: float = 60,
 ) -> None:
     """Assert that a layer trained on ``shape`` equals the same layer on one rank.
 
     Args:
-        factory: builds the layer on a mesh; its forward takes and gives (B, S, D), D being the last dim of the first
-            parameter it declares. Module-level functions run on a standing pool of ranks.
+        factory: builds the layer on a mesh; its forward takes and gives (B, S, D). Module-level functions run on a
+            standing pool of ranks.
         shape: the mesh, with ``dp`` and ``tp``; ``pp`` and ``cp`` are 1.
         steps: optimizer steps.
         dtype: fp64 is compared to 1e-10, fp32 to 1e-5.
@@ -76,52 +78,67 @@ def assert_parity(
         sequence_parallel: whether the layer takes and gives sequence shards (B, S/t, D).
         batch: global batch, a multiple of ``dp``.
         sequence: S, a multiple of ``tp`` under sequence parallelism.
+        hidden: D; by default the last dim of the first parameter that is called ``weight``.
         timeout: seconds after which the ranks are killed.
 
     Raises:
         AssertionError: naming everything that differs, by how much and by which factor.
-        MeshError: the shape has a pipeline or context axis.
+        MeshError: the shape has a pipeline or context axis, or does not divide the batch or the sequence.
     """
+    _check(shape, batch, sequence if sequence_parallel else shape.tp)
+    task = _Task(steps, dtype, optimizer, sequence_parallel, batch, sequence, hidden)
+    alone = run_ranks(_trace, 1, factory, MeshShape(), task, timeout=timeout)[0]
+    together = run_ranks(_trace, shape.world_size, factory, shape, task, timeout=timeout)[0]
+    lenient = optimizer == "adamw" and dtype == torch.float32
+    found = differences(alone, together, tolerance=TOLERANCES[dtype], adam_fp32=lenient)
+    assert not found, f"{shape} against one rank\n" + "\n".join(map(str, found))
+
+
+def _check(shape: MeshShape, batch: int, sequence: int) -> None:
     if shape.pp > 1 or shape.cp > 1:
         raise MeshError(f"{shape}: a single layer has no pipeline or context axis; use dp and tp")
-    task = Task(steps, dtype, optimizer, sequence_parallel, batch, sequence)
-    alone = run_ranks(_trace, 1, factory, MeshShape(), task, timeout=timeout)[0]
-    together = run_ranks(_trace, shape.world_size, factory, shape, task, timeout=timeout)
-    lenient = optimizer == "adamw" and dtype == torch.float32
-    for rank, trace in enumerate(together):
-        found = differences(alone, trace, tolerance=TOLERANCES[dtype], adam_fp32=lenient)
-        assert not found, f"rank {rank} of {shape}\n" + "\n".join(map(str, found))
+    for name, size, degree in (("batch", batch, shape.dp), ("sequence", sequence, shape.tp)):
+        if size % degree:
+            raise MeshError(f"{name}={size}: must be a multiple of {degree}, its number of parts on {shape}")
 
 
-def _trace(factory: Callable[[Mesh], nn.Module], shape: MeshShape, task: Task) -> Trace:
-    """The layer's training on one mesh; its outputs and input gradients count as gradients."""
-    mesh = Mesh.from_environment(shape)
+def _trace(factory: Callable[[Mesh], nn.Module], shape: MeshShape, task: _Task) -> Trace | None:
+    """The layer's training on one mesh, on its first rank; outputs and input gradients count as gradients."""
+    mesh = Mesh.from_environment(shape, device="cpu")
     layer = factory(mesh)
     initialise_(layer, mesh, SEED, dtype=task.dtype)
     perturb_(layer, mesh)
     buckets = GradientBuckets([layer], mesh)
     optimizer = build_optimizer(buckets, OptimizerOptions(task.optimizer))
-    width = next(iter(placements_of(layer).values())).shape[-1]
+    placements = stage_placements([layer])
+    width = task.hidden or _width(placements)
     trace = Trace()
     for step in range(task.steps):
         buckets.zero_()
-        x, weight = (_slice(_global(name, width, step, task), mesh, task) for name in ("input", "weight"))
-        x.requires_grad_()
+        inputs, weights = (_global(name, width, step, task) for name in ("input", "weight"))
+        x = _slice(inputs, mesh, task).requires_grad_()
         output = layer(x)
-        loss = (output * weight).sum() / (task.batch * task.sequence)
         buckets.arm(0)
-        loss.backward()
+        ((output * _slice(weights, mesh, task)).sum() / (task.batch * task.sequence)).backward()
         buckets.finish()
-        assert x.grad is not None
-        named = gather_items(items_of("", buckets.named_gradients(), stage_placements([layer]), mesh), mesh)
-        seen = {"<output>": _whole(output.detach(), mesh, task), "<input gradient>": _whole(x.grad, mesh, task)}
-        trace.gradients.append(named | seen)
-        trace.losses.append(float((seen["<output>"] * _global("weight", width, step, task)).sum()))
-        trace.norms.append(0.0)
+        assert x.grad is not None, "the output does not depend on the input"
+        seen = [_item(name, part, mesh, task) for name, part in (("<output>", output), ("<input gradient>", x.grad))]
+        items = [*items_of("gradient", buckets.named_gradients(), placements, mesh), *seen]
+        trace.add_gradients(*gather_whole(items, mesh))
+        trace.norms.append(float(grad_norm(buckets, mesh)))
         optimizer.step(RATE)
         trace.rates.append(RATE)
-        trace.weights.append(gather_items(model_items([layer], mesh), mesh))
-    return trace
+        trace.add_weights(*gather_whole(model_items([layer], mesh), mesh))
+        if mesh.rank == 0:
+            trace.losses.append(float((trace.gradients[-1]["<output>"] * weights).sum()))
+    return trace if mesh.rank == 0 else None
+
+
+def _width(placements: Mapping[str, Placement]) -> int:
+    weights = [placement for name, placement in placements.items() if name.split(".")[-1] == "weight"]
+    if not weights:
+        raise PlacementError("the layer has no parameter called weight that tells the width of its input; pass hidden")
+    return weights[0].shape[-1]
 
 
 @torch.no_grad()
@@ -129,29 +146,31 @@ def perturb_(module: nn.Module, mesh: Mesh, *, seed: int = SEED, std: float = 0.
     """Add counter noise to every parameter that starts at one value, the same on every layout."""
     parameters = dict(module.named_parameters())
     for name, placement in placements_of(module).items():
-        if not isinstance(placement.init, Normal):
+        if not isinstance(placement.init, Normal) or placement.init.std == 0:
             item = items_of("", [(name, parameters[name])], {name: placement}, mesh)[0]
             box, part = item.boxes[0]
             part += counter_normal(seed, f"{name}/noise", placement.shape, box, std=std, dtype=part.dtype)
 
 
-def _global(name: str, width: int, step: int, task: Task) -> Tensor:
+def _global(name: str, width: int, step: int, task: _Task) -> Tensor:
     shape = (task.batch, task.sequence, width)
     box = Box((0, 0, 0), shape)
     return counter_normal(SEED, f"{name}/{step}", shape, box, std=1.0, dtype=task.dtype)
 
 
-def _slice(x: Tensor, mesh: Mesh, task: Task) -> Tensor:
-    x = x.chunk(mesh[Axis.DP].size, 0)[mesh[Axis.DP].rank]
-    if task.sequence_parallel:
-        x = x.chunk(mesh[Axis.TP].size, 1)[mesh[Axis.TP].rank]
-    return x.clone()
+def _slice(x: Tensor, mesh: Mesh, task: _Task) -> Tensor:
+    """This rank's part of a global (B, S, D) tensor."""
+    return x[_box(x.shape[-1], mesh, task).slices].clone()
 
 
-def _whole(x: Tensor, mesh: Mesh, task: Task) -> Tensor:
-    cuts: Sequence[tuple[AxisGroup, int]] = [(mesh[Axis.DP], 0)]
-    if task.sequence_parallel:
-        cuts = [(mesh[Axis.TP], 1), *cuts]
-    for group, dim in cuts:
-        x = all_gather(x, group, dim)
-    return x
+def _box(width: int, mesh: Mesh, task: _Task) -> Box:
+    rows = task.batch // mesh.shape.dp
+    columns = task.sequence // mesh.shape.tp if task.sequence_parallel else task.sequence
+    first = mesh.coordinates[Axis.TP] * columns if task.sequence_parallel else 0
+    return Box((mesh.coordinates[Axis.DP] * rows, first, 0), (rows, columns, width))
+
+
+def _item(name: str, part: Tensor, mesh: Mesh, task: _Task) -> StateItem:
+    """A part of a global (B, S, D) tensor as an item, so that it is gathered like a parameter."""
+    width = part.shape[-1]
+    return StateItem(f"seen/{name}", (task.batch, task.sequence, width), ((_box(width, mesh, task), part.detach()),))
