@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -26,7 +25,7 @@ from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError
 from megastack.launch.preflight import Prepared, prepare
-from megastack.launch.stopping import SIGNALS, StopForwarder
+from megastack.launch.stopping import SIGNALS, StopForwarder, StoppedEarly
 from megastack.launch.worker import Assignment, threads_per_rank, work
 from megastack.mesh.shape import MeshShape, describe_coordinates
 from megastack.observe.console import Console
@@ -78,8 +77,8 @@ def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: 
         returned = elastic_launch(agent, _rank)(prepared.assignment, prepared.dataset, hooks)
     except ChildFailedError as error:
         return _failed(error, prepared, stop)
-    except SignalException as error:
-        reason = f"{error} before the ranks started"
+    except StoppedEarly as error:
+        reason = str(error)
         status = update_status(folder.status, "preempted", reason=reason)
         Console(stderr=True).line(reason, style="red")
         return RunResult("preempted", status["step"] or 0, None, folder.path, reason)
@@ -171,7 +170,9 @@ def _first(error: ChildFailedError, folder: RunFolder, shape: MeshShape, stop: S
         reason = record.message if record.refused else record.error
         return _Account(record.rank, record.coordinates, reason, record.describe(), record.step, record.refused)
     rank, failure = error.get_first_failure()
-    reason = f"ended by {_cause(failure.exitcode)}" if rank in silent else "ended without a traceback (killed?)"
+    reason = "ended without a traceback, as when it is killed or out of memory"
+    if rank in silent:
+        reason = f"ended by {_cause(failure.exitcode)}"
     if stop.killed and stop.received is not None:
         reason = f"received {stop.received.name} and did not stop in launch.grace_s"
     rank = rank if rank in silent else silent[0]

@@ -17,16 +17,18 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 REPEAT_S = 1.0
+
+
+class StoppedEarly(Exception):
+    """A signal to stop came before there was anything to pass it on to."""
 
 
 class StopForwarder:
     """A context in which signals to stop go to the children that this process starts in it.
 
-    A second SIGINT kills them at once. Where there are no children yet, a signal raises torch's ``SignalException``.
+    A second SIGINT kills them at once. Where there are no children yet, a signal raises :class:`StoppedEarly`.
 
     Args:
         grace_s: seconds from the signal to the end of patience.
@@ -75,7 +77,7 @@ class StopForwarder:
         children = {child.pid for child in multiprocessing.active_children()} - self._others
         ranks = [pid for pid in children if pid is not None]
         if not ranks:
-            raise SignalException(f"received {name.name}", sigval=name)
+            raise StoppedEarly(f"received {name.name} before the ranks started")
         _say(f"{name.name}: the ranks finish their step, save and stop (a second SIGINT kills them)\n")
         self._thread = threading.Thread(target=self._press, args=(ranks,), daemon=True)
         self._thread.start()
