@@ -27,8 +27,6 @@ WORKS: Mapping[str, tuple[Any, ...]] = {
     "precision.compute": ("fp32", "fp64"),
     "precision.keep_fp32": (["norm", "router"],),
     "precision.loss_scale": (None,),
-    "recompute.mode": ("none",),
-    "recompute.pattern": (None,),
     "data.source": ("builtin", "text", "jsonl"),
     "checkpoint.asynchronous": (False,),
     "checkpoint.keep_every": (None,),

@@ -234,8 +234,14 @@ class PrecisionOptions:
 class RecomputeOptions:
     """Activation recomputation."""
 
-    mode: RecomputeMode = option(RecomputeMode.none, "What the backward computes again instead of keeping.")
-    pattern: str | None = option(None, "Modules to recompute, by global name, for `recompute.mode=pattern`.")
+    mode: RecomputeMode = option(
+        RecomputeMode.none,
+        "What the backward computes again instead of keeping: the attention core, whole blocks, or modules by name.",
+    )
+    pattern: str | None = option(
+        None,
+        "Regular expression that matches the whole name of each module to recompute, such as `blocks\\.\\d+\\.mlp`.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

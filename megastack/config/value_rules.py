@@ -74,6 +74,19 @@ def patterns_are_regular(config: TrainConfig, world_size: int | None) -> Iterato
         yield from _pattern(f"optim.groups[{at}].pattern", group.pattern)
 
 
+def recompute_is_clear(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """A pattern of modules to recompute belongs to the mode that reads it, and the mode to a pattern."""
+    mode, pattern = config.recompute.mode, config.recompute.pattern
+    if mode == "pattern" and pattern is None:
+        rule = "needs the names of the modules in recompute.pattern"
+        yield Violation("recompute.mode", mode, rule, (r"recompute.pattern='blocks\.\d+\.mlp'", "full", "selective"))
+    elif mode != "pattern" and pattern is not None:
+        rule = f"is read by recompute.mode=pattern, not by {mode}"
+        yield Violation("recompute.pattern", pattern, rule, (None, "recompute.mode=pattern"))
+    elif pattern is not None:
+        yield from _pattern("recompute.pattern", pattern)
+
+
 def _pattern(key: str, pattern: str) -> Iterator[Violation]:
     try:
         re.compile(pattern)
@@ -144,6 +157,7 @@ def recorded_steps_exist(config: TrainConfig, world_size: int | None) -> Iterato
     for key in ("observe.dump_steps", "observe.trace_steps"):
         beyond = [step for step in value_of(config, key) if step > config.run.steps]
         if beyond:
+    recompute_is_clear,
             rule = f"has steps beyond run.steps={config.run.steps}"
             yield Violation(key, value_of(config, key), rule, (f"steps from 1 to {config.run.steps}",))
 

@@ -30,6 +30,7 @@ class Context:
         scope: prefix of the names under which layers draw dropout, like ``blocks.17``.
         rotary: rotary tables of these positions.
         mask_B1SS: True where a query (third dim) may see a key (fourth dim); None where causality says it all.
+        recomputing: this forward is run again for the backward; counters and other side effects belong to the first.
     """
 
     positions_BS: Tensor | None = None
@@ -40,6 +41,7 @@ class Context:
     scope: str = ""
     rotary: RotaryTables | None = None
     mask_B1SS: Tensor | None = None
+    recomputing: bool = False
 
     @classmethod
     def of(

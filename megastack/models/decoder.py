@@ -41,6 +41,7 @@ from megastack.models.families import (
     vocabulary_layer,
 )
 from megastack.placement.module import ParallelModule
+from megastack.models.recompute import recompute_blocks_
 
 Carry = Mapping[str, Any]
 """What one stage gives the next: ``hidden``, and blocks' extra values by name (a tensor or None)."""
@@ -87,6 +88,9 @@ class Decoder(ParallelModule):
         self.norm = norm_factory(config, mesh)() if self.has_head else None
         self.head = vocabulary_layer(VocabParallelHead, config, mesh) if projects else None
 
+        recompute_blocks_(
+            dict(self.blocks.items()), config.recompute.mode, config.recompute.pattern, layers=config.model.layers
+        )
     def forward(self, carry: Carry, microbatch: Microbatch) -> dict[str, Any] | StageLoss:
         """Run the stage on one microbatch.
 

@@ -182,6 +182,24 @@ BROKEN: list[tuple[dict[str, Any], int | None, str]] = [
         "model.block={target: a.B}: must be null or name a class by its module and name under _target_; "
         "use {_target_: my_file.MyBlock} or null",
     ),
+    # recompute
+    (
+        {"recompute.mode": "pattern"},
+        None,
+        r"recompute.mode=pattern: needs the names of the modules in recompute.pattern; "
+        r"use recompute.pattern='blocks\.\d+\.mlp', full or selective",
+    ),
+    (
+        {"recompute.mode": "full", "recompute.pattern": "blocks"},
+        None,
+        "recompute.pattern=blocks: is read by recompute.mode=pattern, not by full; use null or recompute.mode=pattern",
+    ),
+    (
+        {"recompute.mode": "pattern", "recompute.pattern": "blocks("},
+        None,
+        r"recompute.pattern=blocks(: is no regular expression (missing ), unterminated subpattern at position 6); "
+        r"use blocks\(",
+    ),
     # patterns and optimizer
     (
         {"optim.freeze": ["embed", "("]},
