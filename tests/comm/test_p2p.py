@@ -1,0 +1,126 @@
+"""Messages between pipeline ranks: order on a line, headers, crossing lines, what is counted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from megastack.comm.ledger import Traffic
+from megastack.comm.p2p import Lines
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis, MeshShape
+from megastack.testing.ranks import run_ranks
+
+
+def lines_of(mesh: Mesh) -> Lines:
+    return Lines(mesh[Axis.PP], mesh.backward_lines, mesh.device)
+
+
+def in_order() -> list[list[float]]:
+    """The first rank sends five tensors of growing size; the second posts all receives before it looks at any."""
+    mesh = Mesh.from_environment(MeshShape(pp=2))
+    lines = lines_of(mesh)
+    if mesh.rank == 0:
+        for size in range(1, 6):
+            lines.send(torch.full((size,), float(size)), 1)
+        lines.finish()
+        return []
+    pending = [lines.receive((size,), torch.float32, 0) for size in range(1, 6)]
+    return [operation.wait().tolist() for operation in reversed(pending)][::-1]
+
+
+def test_a_line_is_first_in_first_out() -> None:
+    assert run_ranks(in_order, 2)[1] == [[float(size)] * size for size in range(1, 6)]
+
+
+def exchange_all() -> list[list[int]]:
+    """Every rank posts its sends to all others before any receive: nothing blocks, whatever the order of the peers."""
+    mesh = Mesh.from_environment(MeshShape(pp=4))
+    lines = lines_of(mesh)
+    others = [rank for rank in range(4) if rank != mesh.rank]
+    for count in range(3):
+        for peer in others if mesh.rank % 2 else reversed(others):
+            lines.send(torch.tensor([mesh.rank, peer, count]), peer)
+    pending = [lines.receive((3,), torch.int64, peer) for _ in range(3) for peer in others]
+    received = [operation.wait().tolist() for operation in pending]
+    lines.finish()
+    return received
+
+
+def test_lines_cross_without_blocking_and_do_not_mix() -> None:
+    for rank, received in enumerate(run_ranks(exchange_all, 4)):
+        assert received == [[peer, rank, count] for count in range(3) for peer in range(4) if peer != rank]
+
+
+def slow_receiver() -> float:
+    mesh = Mesh.from_environment(MeshShape(pp=2))
+    lines = lines_of(mesh)
+    if mesh.rank == 1:
+        time.sleep(0.5)
+        for _ in range(4):
+            lines.receive((1000,), torch.float64, 0).wait()
+        return 1.0
+    began = time.perf_counter()
+    for _ in range(4):
+        lines.send(torch.zeros(1000, dtype=torch.float64), 1)
+    posted = time.perf_counter() - began
+    lines.finish()
+    return posted
+
+
+def test_a_send_does_not_wait_for_its_receiver() -> None:
+    assert run_ranks(slow_receiver, 2)[0] < 0.4
+
+
+def mixed() -> tuple[Any, list[Any]]:
+    mesh = Mesh.from_environment(MeshShape(pp=2))
+    lines = lines_of(mesh)
+    header = [{"name": "hidden", "shape": [2, 3]}, {"name": "nothing", "shape": None}, "ü"]
+    if mesh.rank == 1:  # to a lower place
+        lines.send_header(header, 0)
+        lines.send(torch.ones(2, 3, dtype=torch.bfloat16).T, 0)
+        lines.send(torch.tensor([True, False]), 0)
+        lines.send_header([], 0)
+        lines.finish()
+        return mesh.ledger.records(), []
+    first = lines.receive_header(1)
+    second = lines.receive((3, 2), torch.bfloat16, 1).wait()
+    third = lines.receive((2,), torch.bool, 1).wait()
+    assert first == header
+    return mesh.ledger.records(), [second.shape, second.dtype, third.tolist(), lines.receive_header(1)]
+
+
+def test_headers_and_tensors_share_a_line_and_only_tensors_are_counted() -> None:
+    (received, seen), (sent, _) = run_ranks(mixed, 2)
+    assert seen == [(3, 2), torch.bfloat16, [True, False], []]
+    assert received == {}, "a receive counts nothing"
+    assert sent == {("pp", "send"): Traffic(2, 14, 14)}
+
+
+def kept_until_matched() -> tuple[int, int]:
+    mesh = Mesh.from_environment(MeshShape(pp=2))
+    lines = lines_of(mesh)
+    if mesh.rank == 1:
+        total = sum(int(lines.receive((1,), torch.int64, 0).wait()) for _ in range(50))
+        return total, 0
+    for number in range(50):
+        lines.send(torch.tensor([number]), 1)  # nobody else holds the tensor
+    lines.finish()
+    return 0, len(lines._posted)
+
+
+def test_a_message_is_kept_until_it_was_matched_and_no_longer() -> None:
+    assert run_ranks(kept_until_matched, 2) == [(0, 0), (sum(range(50)), 0)]
+
+
+@pytest.mark.parametrize("places", [3])
+def test_a_mesh_without_a_pipeline_has_no_second_group(places: int) -> None:
+    assert Mesh.single().backward_lines is None
+    assert run_ranks(second_group, places) == [None] * places
+
+
+def second_group() -> object:
+    return Mesh.from_environment(MeshShape(dp=3)).backward_lines
