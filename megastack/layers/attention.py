@@ -103,6 +103,8 @@ class ParallelAttention(ParallelModule):
         """``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same."""
         q_BSHK, kv_BSG2K = column_parallel(hidden_BSD, self.q, self.kv)
         k_BSGK, v_BSGK = kv_BSG2K.unbind(-2)
+        if self.rope is not None and self.k_norm is None:
+            v_BSGK = v_BSGK.contiguous()  # or the keys before their rotation would be kept with it
         q_BSHK, k_BSGK = self._positioned(q_BSHK, k_BSGK, context)
         attended_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, context)
         return self.out(attended_BSHK.flatten(-2))
@@ -110,7 +112,7 @@ class ParallelAttention(ParallelModule):
     def attend(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, context: Context | None) -> Tensor:
         """The values that each query attends to, of the queries' shape; all of the sequence, this rank's heads."""
         q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
-        mask = None if context is None else context.mask_B1SS
+        mask = None if context is None else context.mask_for(q_BSHK.dtype)
         if self.attention_dropout and self.training and context is not None:
             return self._attend_with_dropout(q_BHSK, k_BGSK, v_BGSK, context).transpose(1, 2)
         grouped = k_BGSK.shape[1] != q_BHSK.shape[1]
@@ -131,17 +133,17 @@ class ParallelAttention(ParallelModule):
 
     def _attend_with_dropout(self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, context: Context) -> Tensor:
         """Attention with explicit weights, so that what is dropped is drawn by global head, query and key."""
-        per_group = q_BHSK.shape[1] // k_BGSK.shape[1]
-        k_BHSK, v_BHSK = (x.repeat_interleave(per_group, dim=1) for x in (k_BGSK, v_BGSK))
-        scores_BHSS = q_BHSK @ k_BHSK.mT * self.head_dim**-0.5
+        batch, heads, length, width = q_BHSK.shape
+        groups = k_BGSK.shape[1]
+        q_BGRK = q_BHSK.reshape(batch, groups, -1, width)  # R: the queries of all heads of a group, one after another
+        scores_BHSS = (q_BGRK @ k_BGSK.mT).view(batch, heads, length, length) * self.head_dim**-0.5
         mask = context.mask_B1SS
         if mask is None:
-            mask = torch.ones(scores_BHSS.shape[-2:], dtype=torch.bool, device=scores_BHSS.device).tril()
-        wide = torch.promote_types(scores_BHSS.dtype, torch.float32)
-        weights_BHSS = scores_BHSS.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(scores_BHSS.dtype)
-        first = self.mesh[Axis.TP].rank * q_BHSK.shape[1]
+            mask = torch.ones(length, length, dtype=torch.bool, device=scores_BHSS.device).tril()
+        weights_BHSS = torch.where(mask, scores_BHSS, -torch.inf).softmax(-1)
+        first = self.mesh[Axis.TP].rank * heads
         kept_BHSS = attention_dropout(weights_BHSS, self.attention_dropout, context, "weights", first_head=first)
-        return kept_BHSS @ v_BHSK
+        return (kept_BHSS.view(batch, groups, -1, length) @ v_BGSK).view(q_BHSK.shape)
 
     def _check(self, hidden: int, head_dim: int | None) -> None:
         heads, groups, tp = self.heads, self.kv_groups, self.mesh[Axis.TP].size

@@ -30,6 +30,7 @@ class Context:
         scope: prefix of the names under which layers draw dropout, like ``blocks.17``.
         rotary: rotary tables of these positions.
         mask_B1SS: True where a query (third dim) may see a key (fourth dim); None where causality says it all.
+        bias_B1SS: the mask as numbers to add to the scores, made once so that no layer keeps a copy of its own.
         recomputing: this forward is run again for the backward; counters and other side effects belong to the first.
     """
 
@@ -41,6 +42,7 @@ class Context:
     scope: str = ""
     rotary: RotaryTables | None = None
     mask_B1SS: Tensor | None = None
+    bias_B1SS: Tensor | None = None
     recomputing: bool = False
 
     @classmethod
@@ -58,11 +60,16 @@ class Context:
         """The context of a microbatch, with its rotary tables and its mask computed."""
         rotary = rope.tables(positions_BS, dtype) if rope is not None and positions_BS is not None else None
         mask = None if documents_BS is None else document_mask(documents_BS)
-        return cls(positions_BS, documents_BS, samples_B, step, seed, "", rotary, mask)
+        bias = None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        return cls(positions_BS, documents_BS, samples_B, step, seed, "", rotary, mask, bias)
 
     def within(self, scope: str) -> Context:
         """The same context for a part of the model; dropout drawn with it is drawn under this name."""
         return replace(self, scope=f"{self.scope}.{scope}" if self.scope else scope)
+
+    def mask_for(self, dtype: torch.dtype) -> Tensor | None:
+        """The mask as fused attention takes it: the shared bias if that has the scores' dtype, else True and False."""
+        return self.bias_B1SS if self.bias_B1SS is not None and self.bias_B1SS.dtype == dtype else self.mask_B1SS
 
     def tables(self, rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
         """Rotary tables for these frequencies: the shared ones if they are the same, else computed here."""

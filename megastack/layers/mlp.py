@@ -9,8 +9,12 @@ Shapes: B microbatch, S sequence, D hidden, F inner features, t tensor-parallel 
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megastack.errors import ConfigError
 from megastack.layers.context import Context
@@ -72,5 +76,25 @@ class ParallelMLP(ParallelModule):
         """The inner features: ``(B, S, 2, F/t)``, gate first, or ``(B, S, F/t)`` without a gate, to ``(B, S, F/t)``."""
         if not self.gated:
             return F.gelu(up, approximate="tanh")
-        gate_BSF, up_BSF = up.unbind(-2)
-        return F.silu(gate_BSF) * up_BSF
+        return _SwiGLU.apply(up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """``silu(gate) * value``, of which only the two are kept: the SiLU is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, up: Tensor) -> Tensor:
+        ctx.save_for_backward(up)
+        gate_BSF, value_BSF = up.unbind(-2)
+        return F.silu(gate_BSF).mul_(value_BSF)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSF: Tensor) -> Tensor:
+        (up,) = ctx.saved_tensors
+        gate_BSF, value_BSF = up.unbind(-2)
+        grad_up = torch.empty_like(up)
+        grad_gate_BSF, grad_value_BSF = grad_up.unbind(-2)
+        torch.mul(F.silu(gate_BSF), grad_BSF, out=grad_value_BSF)
+        torch.ops.aten.silu_backward(grad_BSF * value_BSF, gate_BSF, grad_input=grad_gate_BSF)
+        return grad_up

@@ -5,13 +5,17 @@ Nothing is communicated here. What matters is the gradient of the replicated wei
 the gradient partial over tp.
 
 fp32 and fp64 inputs are normalised in their own dtype, lower precisions in fp32, and the output has the input's dtype.
+For backward the input is kept as it came, and one or two numbers a row.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -51,8 +55,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Any shape that ends in ``hidden``."""
-        dtype = torch.promote_types(x_BSD.dtype, torch.float32)
-        return F.rms_norm(x_BSD.to(dtype), (self.hidden,), self.weight.to(dtype), self.eps).to(x_BSD.dtype)
+        return _RMSNorm.apply(x_BSD, self.weight, self.eps)
 
 
 class LayerNorm(_Norm):
@@ -74,6 +77,58 @@ class LayerNorm(_Norm):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Any shape that ends in ``hidden``."""
-        dtype = torch.promote_types(x_BSD.dtype, torch.float32)
-        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-        return F.layer_norm(x_BSD.to(dtype), (self.hidden,), weight, bias, self.eps).to(x_BSD.dtype)
+        if x_BSD.dtype == self.weight.dtype == _wide(x_BSD):
+            return F.layer_norm(x_BSD, (self.hidden,), self.weight, self.bias, self.eps)
+        return _LayerNorm.apply(x_BSD, self.weight, self.bias, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """torch's own keeps the normalised input as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(_wide(x))
+        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad, normed = grad.to(scale.dtype), x * scale
+        grad_weight = grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            scaled = grad * weight
+            along = (scaled * normed).mean(-1, keepdim=True)
+            grad_x = scaled.sub_(normed.mul_(along)).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    """torch's own in a wider dtype than the input's, which is kept as it came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        dtype = _wide(x)
+        normed, mean, scale = torch.native_layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), eps)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        return normed.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        dtype, wanted = mean.dtype, list(ctx.needs_input_grad[:3])
+        grads = torch.ops.aten.native_layer_norm_backward(
+            grad.to(dtype), x.to(dtype), weight.shape, mean, scale, weight.to(dtype), bias.to(dtype), wanted
+        )
+        inputs = zip(grads, (x, weight, bias), wanted, strict=True)
+        return *(g.to(like.dtype) if needed else None for g, like, needed in inputs), None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype to compute in."""
+    return torch.promote_types(x.dtype, torch.float32)
