@@ -26,6 +26,8 @@ from megastack.placement.boxes import Box
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 RANK_FILE = re.compile(r"rank_\d{5,}\.safetensors")
+REPORT_FILE = re.compile(r"rank_\d{5,}\.(json|part)")
+"""What a rank leaves beside its file until the checkpoint is published."""
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1} | {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1
 }  # fmt: skip
@@ -75,6 +77,11 @@ class Manifest:
 def rank_file(rank: int) -> str:
     """The name of a rank's file, ``rank_00003.safetensors``."""
     return f"rank_{rank:05d}.safetensors"
+
+
+def report_file(rank: int) -> str:
+    """The name of a rank's report, ``rank_00003.json``."""
+    return f"rank_{rank:05d}.json"
 
 
 def box_key(name: str, offset: tuple[int, ...]) -> str:

@@ -85,6 +85,10 @@ class BoxSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The tensor behind a planned box, in torch's terms."""
+        return self.tensor(write_item)
+
+    def tensor(self, write_item: WriteItem) -> Tensor:
         """The tensor behind a planned box."""
         return self._tensors[write_item.index]
 

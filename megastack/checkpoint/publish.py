@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from megastack.checkpoint.manifest import MANIFEST, RANK_FILE, TRAINER
+from megastack.checkpoint.manifest import MANIFEST, RANK_FILE, REPORT_FILE, TRAINER
 from megastack.errors import CheckpointError
 
 LATEST = "latest"
@@ -153,4 +153,4 @@ def listed(names: Iterable[str], limit: int = 8) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    return name in (MANIFEST, TRAINER) or RANK_FILE.fullmatch(name) is not None
+    return name in (MANIFEST, TRAINER) or any(kind.fullmatch(name) for kind in (RANK_FILE, REPORT_FILE))

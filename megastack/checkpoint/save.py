@@ -2,18 +2,23 @@
 
 Every rank calls :func:`save` with its own items. Planning gathers the boxes of all ranks on rank 0 and sends each its
 share; then every rank writes its file, rank 0 collects the checksums and publishes. Two object collectives and one
-broadcast over the whole mesh; tensors never travel.
+broadcast over the whole mesh; tensors never travel. An asynchronous save plans in the same way and leaves the rest to
+a thread.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch.distributed.checkpoint as dcp
 
+from megastack.checkpoint.asynchronous import AsynchronousSave
 from megastack.checkpoint.items import State
+from megastack.checkpoint.kept import Kept
 from megastack.checkpoint.planners import BoxSavePlanner
 from megastack.checkpoint.publish import withdraw
 from megastack.checkpoint.storage import BoxWriter
@@ -24,13 +29,51 @@ from megastack.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class SaveHandle:
-    """A checkpoint that was saved."""
+    """A checkpoint that was saved, or is being written.
+
+    Attributes:
+        path: its folder.
+        held_up_s: how long the call to :func:`save` took.
+    """
 
     path: Path
+    held_up_s: float = 0.0
+    _writing: AsynchronousSave | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has nothing left to write; the checkpoint is whole when that is so on all ranks."""
+        return self._writing is None or self._writing.done
+
+    @property
+    def told(self) -> bool:
+        """Whether all ranks know how it ended."""
+        return self._writing is None or self._writing.told
+
+    @property
+    def seconds(self) -> float:
+        """From the call to the end of the writing, on this rank."""
+        return self.held_up_s if self._writing is None else self._writing.seconds
 
     def wait(self) -> Path:
-        """Return its folder once it is published."""
-        return self.path
+        """Return the folder once it is published; after an asynchronous save all ranks call, and all come back.
+
+        Raises:
+            CheckpointError: the same on every rank, when any rank failed; nothing was published then.
+        """
+        return self.path if self._writing is None else self._writing.wait()
+
+
+@dataclass
+class _Writer:
+    """What an asynchronous save of a mesh leaves behind for the next."""
+
+    kept: Kept = field(default_factory=Kept)
+    last: SaveHandle | None = None
+
+
+_WRITERS: WeakKeyDictionary[Mesh, _Writer] = WeakKeyDictionary()
+"""By mesh, which goes with it: two saves at a time would not know of each other's folders and failures."""
 
 
 def save(path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = False) -> SaveHandle:
@@ -43,21 +86,27 @@ def save(path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = Fal
         path: the folder, ``…/checkpoints/step_00000010``; the same on all ranks, on a file system that all of them see.
         state: this rank's items, and the trainer's state (rank 0's is written).
         mesh: all of its ranks call.
-        asynchronous: not available yet.
+        asynchronous: return when this rank's share is copied, and write while training goes on. An earlier one is
+            waited for first.
 
     Raises:
         CheckpointError: on every rank and with the same message, when any rank fails; nothing is published then and
-            what was written is removed.
+            what was written is removed. Also when the mesh's earlier asynchronous save failed and nobody was told.
     """
+    began, target, world = time.perf_counter(), Path(path).absolute(), mesh.world
+    writer = _WRITERS.setdefault(mesh, _Writer())
+    if writer.last is not None and not writer.last.told:
+        writer.last.wait()
     if asynchronous:
-        raise CheckpointError("asynchronous=True: is not available yet; use asynchronous=False")
-    target, world = Path(path).absolute(), mesh.world
-    writer = BoxWriter(target, world.rank, state.trainer)
+        writing = AsynchronousSave(target, state, world, writer.kept)
+        writer.last = SaveHandle(target, time.perf_counter() - began, writing)
+        return writer.last
+    storage = BoxWriter(target, world.rank, state.trainer)
     try:
         with one_error(f"{target}: was not saved"):
             dcp.save(
                 {},
-                storage_writer=writer,
+                storage_writer=storage,
                 planner=BoxSavePlanner(state),
                 process_group=world.group,
                 no_dist=world.group is None,
@@ -68,4 +117,4 @@ def save(path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = Fal
                 withdraw(target)
         gather(True, world)
         raise
-    return SaveHandle(target)
+    return SaveHandle(target, time.perf_counter() - began)

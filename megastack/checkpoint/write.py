@@ -12,6 +12,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,7 @@ def write_share(path: Path, rank: int, items: Sequence[WriteItem], tensor: Calla
         return RankReport()
     target = writing_folder(path) / rank_file(rank)
     boxes = {box_key(item.index.fqn, box_of(item).offset): item for item in items}
-    blocks = [
-        Block(key, _dtype(item), box_of(item).size, lambda item=item: tensor(item)) for key, item in boxes.items()
-    ]
+    blocks = [Block(key, _dtype(item), box_of(item).size, partial(tensor, item)) for key, item in boxes.items()]
     try:
         file, begins = write_tensors(target, blocks)
     except (OSError, RuntimeError) as error:

@@ -100,11 +100,6 @@ def test_trainer_state_must_be_json(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_asynchronous_saving_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="asynchronous=False"):
-        save(tmp_path / "x", state_of("whole", 0, 1), Mesh.single(), asynchronous=True)
-
-
 def save_under_a_file_size_limit(root: Path, weak_rank: int) -> tuple[str, list[str]]:
     """Save step 2, then step 4 with one rank unable to write more than 64 KiB to a file."""
     mesh = Mesh.from_environment(MeshShape(dp=2))

@@ -9,7 +9,7 @@ def test_each_rank_checks_the_file_that_it_reads_most_of() -> None:
 
 
 def test_ranks_that_read_the_same_share_the_checks() -> None:
-    same = {name: 5 for name in "abcdef"}
+    same = dict.fromkeys("abcdef", 5)
     checks = share_checks([same, same, same])
     assert [len(mine) for mine in checks] == [2, 2, 2]
     assert set().union(*checks) == set("abcdef")
