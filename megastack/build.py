@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megastack.checkpoint.collect import items_of, model_items, moment_items, stage_placements
+from megastack.checkpoint.collect import items_of, model_items, optimizer_items, stage_placements
 from megastack.checkpoint.dump import write_dump
 from megastack.checkpoint.folder import keep_last
 from megastack.checkpoint.items import State, StateItem
@@ -39,8 +39,10 @@ from megastack.observe.devices import peak_flops
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, tensorboard_installed
 from megastack.optim.groups import GroupRule, assign_groups, freeze
+from megastack.optim.loss_scale import INITIAL, LossScale
 from megastack.optim.lr import LearningRate
 from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
+from megastack.optim.precision import set_dtypes_
 from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
 from megastack.placement.module import initialise_
@@ -54,20 +56,21 @@ from megastack.training.step import TrainStep
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> list[nn.Module]:
+def build_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> list[Decoder]:
     """This rank's stages with their initial values, tied embeddings shared where one rank holds both ends."""
     slices = stage_slices(config, schedule.stages)
     stages = [_stage(config, mesh, slices[index]) for index in schedule.rank_stages(mesh[Axis.PP].rank)]
     first, last = stages[0], stages[-1]
     if config.model.tied and first is not last and first.has_embedding and last.has_head:
         last.share_embedding(first)
-    return list(stages)
+    return stages
 
 
 def _stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
     with torch.device("meta"):
         stage = Decoder(config, mesh, layers=part.layers, embedding=part.embedding, head=part.head)
-    initialise_(stage, mesh, config.seed, dtype=DTYPES[config.precision.compute], device=mesh.device)
+        set_dtypes_(stage, DTYPES[config.precision.compute], config.precision.keep_fp32)
+    initialise_(stage, mesh, config.seed, device=mesh.device)
     return stage
 
 
@@ -78,7 +81,7 @@ class Training:
     config: TrainConfig
     mesh: Mesh
     schedule: Schedule
-    stages: list[nn.Module]
+    stages: list[Decoder]
     step: TrainStep
     progress: Progress
     dataset: Dataset
@@ -87,10 +90,22 @@ class Training:
     def state(self) -> State:
         """Weights, moments and progress as checkpoint items; the tensors are views of the live ones."""
         placements = stage_placements(self.stages)
-        moments = moment_items(self.step.optimizer.moments(), placements, self.mesh)
-        steps = StateItem.replicated("optim/step", self.step.optimizer.steps)
+        optimizer = self.step.optimizer
+        kinds = optimizer.moments() | ({"master": masters} if (masters := optimizer.masters()) else {})
+        scalars = {"optim/step": optimizer.steps}
+        scalars |= {f"loss_scale/{name}": x for name, x in self.step.loss_scale.state().items()}
+        items = [
+            *self.weight_items(),
+            *optimizer_items(kinds, placements, self.mesh),
+            *(StateItem.replicated(name, x) for name, x in scalars.items()),
+        ]
         trainer = self.progress.as_json() | identity(self.config, self.dataset)
-        return State([*model_items(self.stages, self.mesh), *moments, steps], trainer)
+        return State(items, trainer)
+
+    def weight_items(self) -> list[StateItem]:
+        """The weights as checkpoint items, whole: gathers that are under way are waited for."""
+        self.step.buckets.wait_parameters()
+        return model_items(self.stages, self.mesh)
 
     def gradient_items(self) -> list[StateItem]:
         """The gradients as checkpoint items, complete after their reduction."""
@@ -106,6 +121,7 @@ class Training:
         state = self.state()
         load(path, state, self.mesh, strict=self.config.checkpoint.strict)
         self.step.optimizer.load_steps(int(self.step.optimizer.steps))
+        self.step.optimizer.publish_masters()
         if faults := identity_faults(state.trainer, identity(self.config, self.dataset)):
             raise CheckpointError("\n".join([f"resume={path}: would not continue the same run", *faults]))
         self.progress.__dict__.update(Progress.from_json(state.trainer).__dict__)
@@ -151,8 +167,10 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
         stages,
         mesh,
         zero=config.parallel.zero.stage,
+        shard_size=config.parallel.zero.shard_size,
+        units=[unit for stage in stages for unit in stage.units()],
         groups=_groups(config, stages, names),
-        gradient_dtype=DTYPES[config.precision.reduce] if config.precision.reduce else None,
+        reduce_dtype=DTYPES[config.precision.reduce] if config.precision.reduce else None,
     )
     dataset = dataset or read_dataset(config)
     dp = mesh[Axis.DP]
@@ -173,6 +191,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
         optimizer=_optimizer(config, buckets),
         learning_rate=_learning_rate(config),
         clip_norm=config.optim.clip_norm,
+        loss_scale=_loss_scale(config, mesh),
     )
     return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation)
 
@@ -248,8 +267,16 @@ def read_dataset(config: TrainConfig) -> Dataset:
 
 def _optimizer(config: TrainConfig, buckets: GradientBuckets) -> Optimizer:
     optim = config.optim
-    betas = (optim.betas[0], optim.betas[1])
-    return build_optimizer(buckets, OptimizerOptions(optim.name, betas, optim.eps, optim.momentum))
+    betas, offload = (optim.betas[0], optim.betas[1]), config.parallel.zero.offload
+    options = OptimizerOptions(optim.name, betas, optim.eps, optim.momentum, offload=offload)
+    return build_optimizer(buckets, options)
+
+
+def _loss_scale(config: TrainConfig, mesh: Mesh) -> LossScale:
+    fixed, dynamic = config.precision.loss_scale, config.precision.compute == "fp16"
+    if fixed is not None:
+        return LossScale(fixed, device=mesh.device)
+    return LossScale(INITIAL if dynamic else None, dynamic=dynamic, device=mesh.device)
 
 
 def _learning_rate(config: TrainConfig) -> LearningRate:
@@ -307,7 +334,7 @@ def _dumper(training: Training, folder: RunFolder) -> Callable[[int, str], None]
             copies = ((item, item.boxes[0]) for item in training.gradient_items())
             held[:] = [StateItem(item.name, item.shape, ((box, part.clone()),)) for item, (box, part) in copies]
             return
-        weights = model_items(training.stages, training.mesh)
+        weights = training.weight_items()
         named = [StateItem(f"weights/{item.name.removeprefix('model/')}", item.shape, item.boxes) for item in weights]
         write_dump(folder.dump(step), [*held, *named], training.mesh)
         held.clear()

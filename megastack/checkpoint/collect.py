@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 
 from torch import Tensor, nn
 
 from megastack.checkpoint.items import StateItem
 from megastack.mesh.mesh import Mesh
-from megastack.placement.boxes import local_box
+from megastack.placement.boxes import Box, local_box
 from megastack.placement.module import placements_of
 from megastack.placement.placement import Placement
+
+Part = tuple[Box, Tensor]
+"""A box of the local parameter and the tensor with its elements."""
 
 
 def stage_placements(stages: Sequence[nn.Module]) -> dict[str, Placement]:
@@ -22,13 +26,33 @@ def items_of(
     prefix: str, tensors: Iterable[tuple[str, Tensor]], placements: Mapping[str, Placement], mesh: Mesh
 ) -> list[StateItem]:
     """One item for each named tensor that is laid out like its parameter; padding is left out, a name comes once."""
+    whole = ((name, ((Box((0,) * x.dim(), tuple(x.shape)), x.detach()),)) for name, x in tensors)
+    return part_items(prefix, whole, placements, mesh)
+
+
+def part_items(
+    prefix: str,
+    named_parts: Iterable[tuple[str, Sequence[Part]]],
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+) -> list[StateItem]:
+    """One item for each name, from boxes of this rank's part of the parameter; padding is left out."""
     items: dict[str, StateItem] = {}
-    for name, tensor in tensors:
-        box = local_box(placements[name], mesh.shape, mesh.coordinates)
-        logical = tensor.detach()[tuple(slice(size) for size in box.size)]
-        item = StateItem(f"{prefix}/{name}", tuple(placements[name].shape), ((box, logical),))
-        items.setdefault(item.name, item)
+    for name, parts in named_parts:
+        here = local_box(placements[name], mesh.shape, mesh.coordinates)
+        boxes = tuple(_logical(parts, here))
+        items.setdefault(name, StateItem(f"{prefix}/{name}", tuple(placements[name].shape), boxes))
     return list(items.values())
+
+
+def _logical(parts: Iterable[Part], here: Box) -> Iterator[Part]:
+    """Boxes of the local parameter as boxes of the global one, without what is padding."""
+    for box, tensor in parts:
+        ends = zip(box.offset, box.size, here.size, strict=True)
+        size = tuple(max(0, min(start + length, limit) - start) for start, length, limit in ends)
+        if prod(size) or not prod(box.size):
+            offset = tuple(first + start for first, start in zip(here.offset, box.offset, strict=True))
+            yield Box(offset, size), tensor[tuple(slice(length) for length in size)]
 
 
 def model_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
@@ -37,10 +61,10 @@ def model_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
     return items_of("model", named, stage_placements(stages), mesh)
 
 
-def moment_items(
-    moments: Mapping[str, Mapping[str, Tensor]], placements: Mapping[str, Placement], mesh: Mesh
+def optimizer_items(
+    kinds: Mapping[str, Mapping[str, Sequence[Part]]], placements: Mapping[str, Placement], mesh: Mesh
 ) -> list[StateItem]:
-    """The optimizer's moments, ``moments[kind][name]``, under ``optim/<kind>/…``."""
+    """The optimizer's moments and masters, ``kinds[kind][name]`` as boxes, under ``optim/<kind>/…``."""
     return [
-        item for kind, named in moments.items() for item in items_of(f"optim/{kind}", named.items(), placements, mesh)
+        item for kind, named in kinds.items() for item in part_items(f"optim/{kind}", named.items(), placements, mesh)
     ]

@@ -154,4 +154,26 @@ def schedule_fits(config: TrainConfig, world_size: int | None) -> Iterator[Viola
     )
 
 
-LAYOUT_RULES = (world_fits, nodes_fit, tensor_parallel_fits, heads_fit, layers_fit, batch_fits, schedule_fits)
+def shards_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """The ranks that share the optimizer's state are an equal part of the data ranks."""
+    zero, ranks = config.parallel.zero, data_parallel_degree(config, world_size) * config.parallel.cp
+    if zero.shard_size is None:
+        return
+    if zero.stage == 0:
+        rule = "parallel.zero.stage=0 shares nothing"
+        yield Violation("parallel.zero.shard_size", zero.shard_size, rule, (None, "parallel.zero.stage=1"))
+    elif ranks % zero.shard_size:
+        rule = f"must divide dp·cp = {ranks}"
+        yield Violation("parallel.zero.shard_size", zero.shard_size, rule, tuple(divisors(ranks)))
+
+
+LAYOUT_RULES = (
+    world_fits,
+    nodes_fit,
+    tensor_parallel_fits,
+    heads_fit,
+    layers_fit,
+    batch_fits,
+    schedule_fits,
+    shards_fit,
+)

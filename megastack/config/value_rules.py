@@ -118,14 +118,6 @@ def learning_rate_fits(config: TrainConfig, world_size: int | None) -> Iterator[
         yield Violation("lr.decay_steps", lr.decay_steps, rule, (None, "lr.schedule=wsd"))
 
 
-def gradients_are_wide(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """Gradients are kept in the wider of the compute format and fp32."""
-    precision = config.precision
-    wide = "fp64" if precision.compute == "fp64" else "fp32"
-    if precision.reduce not in (None, wide):
-        yield Violation("precision.reduce", precision.reduce, "not available yet", (None, wide))
-
-
 def data_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
     """Sources have the paths they read, and the vocabulary holds every byte where bytes are the tokens."""
     data = config.data
@@ -157,7 +149,6 @@ def recorded_steps_exist(config: TrainConfig, world_size: int | None) -> Iterato
     for key in ("observe.dump_steps", "observe.trace_steps"):
         beyond = [step for step in value_of(config, key) if step > config.run.steps]
         if beyond:
-    recompute_is_clear,
             rule = f"has steps beyond run.steps={config.run.steps}"
             yield Violation(key, value_of(config, key), rule, (f"steps from 1 to {config.run.steps}",))
 
@@ -166,9 +157,9 @@ VALUE_RULES = (
     positions_fit,
     layers_are_named,
     patterns_are_regular,
+    recompute_is_clear,
     betas_fit,
     learning_rate_fits,
-    gradients_are_wide,
     data_fits,
     continuation_is_clear,
     recorded_steps_exist,

@@ -3,6 +3,8 @@
 A bucket is two flat buffers: each of its parameters becomes a view of the one, its ``.grad`` a view of the other, so
 autograd accumulates microbatches in place and the optimizer updates whole buckets. Gradients are held in
 ``promote_types(dtype, fp32)``; where that is not the parameter's dtype a hook adds each new gradient to the buffer.
+Under ZeRO-1 the sum over data ranks is a reduce-scatter, and each rank updates a slice of every bucket; after that
+:meth:`~GradientBuckets.gather_parameters` puts the parameters together again (:mod:`megastack.gradients.zero1`).
 
 A step goes ``backward…``, :meth:`~GradientBuckets.arm` right before the last backward of a stage, that backward,
 :meth:`~GradientBuckets.finish`, clip, update, :meth:`~GradientBuckets.zero_`. A bucket is ready when every gradient in
@@ -10,24 +12,28 @@ it was stored after its stage was armed; it starts when it *and all before it* a
 collectives in the same order, whatever the order of their backwards, and a parameter that was not used only costs
 overlap: :meth:`~GradientBuckets.finish` starts what is left.
 
-Only the sum over ``dp·cp`` runs under the backward. The small sums over ``tp`` and over tied stages follow in
+Only the sum over ``dp·cp`` runs under the backward. The small sums over ``tp`` and over tied stages (and those over the
+replicas of slices) follow in
 :meth:`~GradientBuckets.finish`: started from a hook they could slip between the backward's own collectives on ``tp``
 in another order on each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megastack.comm.collectives import Pending, start_all_reduce_
+from megastack.comm.collectives import Pending, start_all_gather_, start_all_reduce_
 from megastack.comm.group import AxisGroup
-from megastack.errors import ConfigError
-from megastack.gradients.layout import Entry, Kind, Named, Plan, plan_buckets
+from megastack.gradients.bucket import Bucket
+from megastack.gradients.layout import Kind, Named, plan_buckets
 from megastack.gradients.reduction import Reduction, reduction_of, tied_groups
+from megastack.gradients.sharding import Sharding, sharding_of
+from megastack.gradients.zero1 import ParameterGathers
 from megastack.mesh.mesh import Mesh
 from megastack.optim.groups import OptimGroup
 from megastack.placement.module import placements_of
@@ -35,44 +41,6 @@ from megastack.placement.placement import Placement
 
 BUCKET_BYTES = 25 * 2**20
 """The size of gradients at which a bucket is closed, by default."""
-
-
-class Bucket:
-    """The flat buffers of parameters that are reduced and updated alike.
-
-    Attributes:
-        parameters: the parameters, flat; the modules' own are views of it.
-        gradients: their gradients, flat, with the same offsets.
-        entries: name, shape and offset of each.
-        reduction: the groups over which the gradients are summed.
-        group: the optimizer group, ``None`` if none was given.
-        decay: whether the placements let weight decay apply (``group`` decides where it is given).
-    """
-
-    def __init__(self, plan: Plan, gradient_dtype: torch.dtype) -> None:
-        self.entries: tuple[Entry, ...] = plan.entries
-        self.reduction: Reduction = plan.kind.reduction
-        self.group: OptimGroup | None = plan.kind.group
-        self.decay: bool = plan.kind.decay
-        device = plan.entries[0].parameters[0].device
-        self.parameters = torch.zeros(plan.numel, dtype=plan.kind.dtype, device=device)
-        self.gradients = torch.zeros(plan.numel, dtype=gradient_dtype, device=device)
-        for entry in self.entries:
-            _adopt(entry, self.parameters)
-
-    @property
-    def counted(self) -> bool:
-        """Whether this rank's copy counts in the norm."""
-        return self.reduction.counted
-
-    @property
-    def gradient_bytes(self) -> int:
-        """The size of what is reduced."""
-        return self.gradients.numel() * self.gradients.element_size()
-
-    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's part of a flat buffer of this bucket's layout, by global name."""
-        return ((entry.name, entry.view(flat)) for entry in self.entries)
 
 
 class GradientBuckets:
@@ -83,17 +51,21 @@ class GradientBuckets:
     Args:
         modules: this rank's stages in order; each parameter is declared by a ``placements()``.
         mesh: the mesh; gradients are summed over ``dp·cp``, and over ``tp`` and ``pp`` where the placement says so.
-        zero: the ZeRO stage; only 0 is available.
+        zero: the ZeRO stage; 0 and 1 are available.
+        shard_size: the adjacent ``dp·cp`` ranks that share a bucket under ZeRO-1; ``None`` for all.
+        units: sub-modules that are used only by calling them, in order of use; under ZeRO-1 each waits for its own
+            parameters alone.
         groups: the optimizer group of each global name; ``None`` where nothing but the placement's ``decay`` differs.
         bucket_bytes: the size of gradients at which a bucket is closed.
         tied: the groups that hold a parameter of the same name on other stages; ``None`` finds them.
-        gradient_dtype: the dtype in which gradients gather and travel; ``None`` is ``promote_types(dtype, fp32)``.
+        reduce_dtype: the dtype in which gradients are summed over data ranks; ``None`` is
+            ``promote_types(dtype, fp32)``, in which they accumulate unless this one is wider.
 
     Attributes:
         buckets: in the order in which they are reduced.
 
     Raises:
-        ConfigError: ``zero`` is not 0.
+        ConfigError: a ZeRO stage that is not available, or a shard size that does not divide dp·cp.
         PlacementError: a parameter has no placement, or one that does not fit.
     """
 
@@ -105,21 +77,23 @@ class GradientBuckets:
         mesh: Mesh,
         *,
         zero: int = 0,
+        shard_size: int | None = None,
+        units: Sequence[nn.Module] = (),
         groups: Mapping[str, OptimGroup] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         tied: Mapping[str, AxisGroup] | None = None,
-        gradient_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        if zero != 0:
-            raise ConfigError(f"parallel.zero.stage={zero}: not available yet; use 0")
         self.mesh = mesh
+        self.sharding = sharding_of(mesh, zero, shard_size)
         named = _trained(modules)
         if tied is None:
             tied = tied_groups([(name, parameter) for name, parameter, _ in named], mesh)
-        kind_of = partial(_kind_of, mesh=mesh, tied=tied, groups=groups)
-        dtype_of = _gradient_dtypes(gradient_dtype)
+        kind_of = partial(_kind_of, mesh=mesh, tied=tied, groups=groups, data=self.sharding)
+        dtype_of = _gradient_dtypes(reduce_dtype)
         plans = plan_buckets(named, kind_of, gradient_dtype=dtype_of, bucket_bytes=bucket_bytes)
-        self.buckets = tuple(Bucket(plan, dtype_of(plan.kind.dtype)) for plan in plans)
+        self.buckets = tuple(Bucket(plan, dtype_of(plan.kind.dtype), reduce_dtype) for plan in plans)
+        self._gathers = ParameterGathers(self.buckets, modules, units)
         self._stages = _stages_of(modules)
         self._parameters = [
             frozenset(parameter for entry in bucket.entries for parameter in entry.parameters)
@@ -134,12 +108,14 @@ class GradientBuckets:
         self._armed.add(stage)
 
     def finish(self) -> None:
-        """Complete every sum of the step: afterwards all gradients are those of the global batch."""
+        """Complete every sum of the step: afterwards the own slices hold gradients of the global batch."""
         assert not self._finished, "finish() comes once a step; call zero_() before the next one"
         while len(self._pending) < len(self.buckets):
             self._start_next()
         for pending in self._pending:
             pending.wait()
+        if self.sharding.shard.size > 1:
+            _wait(bucket.start_replica_sum() for bucket in self.buckets)
         self._sum_over(lambda reduction: reduction.tensor, self.buckets)
         by_name = sorted(self.buckets, key=lambda bucket: bucket.entries[0].name)
         self._sum_over(lambda reduction: reduction.tied, by_name)
@@ -154,8 +130,22 @@ class GradientBuckets:
         self._begin()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Each trained parameter's gradient on this rank by global name, as views; whole after :meth:`finish`."""
+        """Each trained parameter's gradient on this rank by global name, as views; the step's after :meth:`finish`.
+
+        Under ZeRO-1 the slices are gathered then, at each call: a collective of all data ranks, for looking at
+        gradients; a step does not need it.
+        """
+        if self._finished:
+            _wait(start_all_gather_(bucket.gradients, bucket.reduction.data.shard) for bucket in self.buckets)
         return (pair for bucket in self.buckets for pair in bucket.views(bucket.gradients))
+
+    def gather_parameters(self) -> None:
+        """Begin to put the parameters together after an update of the own slices; modules wait for them when called."""
+        self._gathers.start()
+
+    def wait_parameters(self) -> None:
+        """Wait until all parameters are whole: before anything but a module's forward reads or changes them."""
+        self._gathers.wait()
 
     # Readiness: hooks run where autograd stores a gradient.
 
@@ -171,7 +161,7 @@ class GradientBuckets:
                 for parameter in entry.parameters:
                     self._views[parameter] = entry.view(bucket.gradients)
                     self._attach(parameter)
-                    parameter.register_post_accumulate_grad_hook(partial(self._stored, number))
+                    parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), number))
 
     def _attach(self, parameter: nn.Parameter) -> None:
         view = self._views[parameter]
@@ -198,17 +188,24 @@ class GradientBuckets:
             self._attach(parameter)
 
     def _start_next(self) -> None:
-        bucket = self.buckets[len(self._pending)]
-        self._pending.append(start_all_reduce_(bucket.gradients, bucket.reduction.data))
+        self._pending.append(self.buckets[len(self._pending)].start_reduction())
 
     def _sum_over(self, group_of: Callable[[Reduction], AxisGroup | None], buckets: Sequence[Bucket]) -> None:
-        pending = []
-        for bucket in buckets:
-            group = group_of(bucket.reduction)
-            if group is not None:
-                pending.append(start_all_reduce_(bucket.gradients, group))
-        for operation in pending:
-            operation.wait()
+        grouped = ((bucket, group_of(bucket.reduction)) for bucket in buckets)
+        _wait(start_all_reduce_(bucket.own_gradients, group) for bucket, group in grouped if group is not None)
+
+
+def _tell(buckets: weakref.ref[GradientBuckets], number: int, parameter: Tensor) -> None:
+    """The hook of a parameter; it must not keep the buckets alive, for Python cannot see a cycle through autograd."""
+    alive = buckets()
+    if alive is not None:
+        alive._stored(number, parameter)
+
+
+def _wait(operations: Iterable[Pending]) -> None:
+    """Start all, then wait for all."""
+    for pending in list(operations):
+        pending.wait()
 
 
 def _trained(modules: Sequence[nn.Module]) -> list[Named]:
@@ -239,21 +236,13 @@ def _kind_of(
     mesh: Mesh,
     tied: Mapping[str, AxisGroup],
     groups: Mapping[str, OptimGroup] | None,
+    data: Sharding,
 ) -> Kind:
-    reduction = reduction_of(name, placement, mesh, tied)
+    reduction = reduction_of(name, placement, mesh, tied, data)
     if groups is None:
         return Kind(parameter.dtype, reduction, None, placement.decay)
     return Kind(parameter.dtype, reduction, groups[name], True)
 
 
 def _gradient_dtypes(wanted: torch.dtype | None) -> Callable[[torch.dtype], torch.dtype]:
-    return lambda dtype: torch.promote_types(dtype, torch.float32) if wanted is None else wanted
-
-
-@torch.no_grad()
-def _adopt(entry: Entry, flat: Tensor) -> None:
-    """Move the values of a parameter into the flat buffer and make its tensors views of it."""
-    view = entry.view(flat)
-    view.copy_(entry.parameters[0])
-    for parameter in entry.parameters:
-        parameter.data = view
+    return lambda dtype: torch.promote_types(torch.promote_types(dtype, torch.float32), wanted or dtype)

@@ -128,11 +128,17 @@ def _cut(kind: Kind, members: Sequence[tuple[int, list[Named]]], limit: int, ali
     last, numel = 0, 0
     for place, same in members:
         if entries and numel + same[0][1].numel() > limit:
-            plans.append((last, Plan(kind, tuple(entries), numel)))
+            plans.append((last, _plan(kind, entries, numel, align)))
             entries, last, numel = [], 0, 0
         entries.append(_entry(same, numel))
         last, numel = max(last, place), numel + -(-entries[-1].numel // align) * align
-    return [*plans, (last, Plan(kind, tuple(entries), numel))]
+    return [*plans, (last, _plan(kind, entries, numel, align))]
+
+
+def _plan(kind: Kind, entries: Sequence[Entry], numel: int, align: int) -> Plan:
+    """A bucket whose size can be cut into equal, aligned slices for the ranks that share it."""
+    unit = kind.reduction.data.shard.size * align if kind.reduction.data.shard.size > 1 else 1
+    return Plan(kind, tuple(entries), -(-numel // unit) * unit)
 
 
 def _entry(same: Sequence[Named], offset: int) -> Entry:

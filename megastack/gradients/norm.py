@@ -1,7 +1,8 @@
 """The norm of the whole gradient, over all axes, each unique element once; and clipping by it.
 
 Every rank adds the squares of the buckets that count on it, and one scalar is summed over ``pp`` and ``tp`` (after the
-reduction the gradients are equal along ``dp`` and ``cp``). Ranks without a parameter take part with zero. Squares are
+reduction the gradients are equal along ``dp`` and ``cp``). Under ZeRO-1 a rank has the sum of its slices alone: it adds
+their squares, and the scalar is summed over all ranks. Ranks without a parameter take part with zero. Squares are
 summed in rows of 1024 elements in the gradients' own dtype and the rows in fp64: a plain fp32 sum over a large bucket
 is wrong by 1e-4 of the norm, this one by 1e-9. An fp32 gradient beyond 1e19, whose square overflows, counts as not
 finite.
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from megastack.comm.collectives import all_reduce
-from megastack.gradients.buckets import Bucket, GradientBuckets
+from megastack.gradients.bucket import Bucket
+from megastack.gradients.buckets import GradientBuckets
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 
@@ -28,12 +30,14 @@ _ROW = 1024
 def grad_norm(buckets: GradientBuckets, mesh: Mesh) -> Tensor:
     """The 2-norm of the gradient of all parameters of the model: an fp64 scalar, alike on every rank.
 
-    One all-reduce of 8 bytes over ``pp·tp``. Call it after :meth:`GradientBuckets.finish`, on every rank.
+    One all-reduce of 8 bytes over ``pp·tp``, or over all ranks under ZeRO-1. Every rank calls, after
+    :meth:`GradientBuckets.finish`.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for bucket in buckets.buckets:
         total = total + _share(bucket)
-    return all_reduce(total, mesh[Axis.PP, Axis.TP]).sqrt()
+    group = mesh.world if buckets.sharding.shard.size > 1 else mesh[Axis.PP, Axis.TP]
+    return all_reduce(total, group).sqrt()
 
 
 def clip_gradients_(buckets: GradientBuckets, max_norm: float | None, mesh: Mesh) -> Tensor:
@@ -52,7 +56,7 @@ def clip_gradients_(buckets: GradientBuckets, max_norm: float | None, mesh: Mesh
     coefficient = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     coefficient = torch.where(torch.isfinite(norm), coefficient, torch.ones_like(coefficient))
     for bucket in buckets.buckets:
-        bucket.gradients.mul_(coefficient.to(bucket.gradients.dtype))
+        bucket.own_gradients.mul_(coefficient.to(bucket.gradients.dtype))
     return norm
 
 
@@ -63,7 +67,7 @@ def is_nonfinite(norm: Tensor) -> Tensor:
 
 def _share(bucket: Bucket) -> Tensor:
     """What a bucket adds to the sum of squares: nothing if another copy counts, unless this one is not finite."""
-    squares = _sum_of_squares(bucket.gradients)
+    squares = _sum_of_squares(bucket.own_gradients)
     return squares if bucket.counted else squares * 0.0
 
 

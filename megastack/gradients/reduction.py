@@ -1,6 +1,8 @@
 """Over which ranks a gradient is summed, and which copy of it counts: all of it follows from the placement.
 
-Every gradient is partial over ``dp·cp``. What else is to be summed depends on how the parameter lies on the mesh:
+Every gradient is partial over ``dp·cp``. Under ZeRO-1 that sum is left in slices, one on each of the ranks that share a
+bucket (:mod:`megastack.gradients.sharding`), and what follows is done to slices. What else is to be summed depends on
+how the parameter lies on the mesh:
 
 ==========================================  =========================================  ==============================
 parameter                                   after ``dp·cp``, also summed over          counts in the norm on
@@ -27,6 +29,7 @@ import torch
 from megastack.comm.collectives import all_gather, all_reduce
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
+from megastack.gradients.sharding import Sharding, sharding_of
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.boxes import counts_here
@@ -38,7 +41,8 @@ class Reduction:
     """How the gradients of one bucket are reduced; parameters share a bucket only if theirs are equal.
 
     Attributes:
-        data: the ``dp·cp`` ranks, over which every gradient is summed first.
+        data: the ``dp·cp`` ranks, over which every gradient is summed first: those that share the parameters' state
+            in slices, and those that hold the same slice.
         tensor: the ``tp`` ranks over which it is summed next, ``None`` for none.
         tied: the stages that hold the same parameter, over which it is summed last, ``None`` for none.
         whole: whether every tp rank holds the whole parameter. Buckets are cut alike on all tp ranks because this is
@@ -46,15 +50,17 @@ class Reduction:
         counted: whether this rank's copy is the one that counts in the norm.
     """
 
-    data: AxisGroup
+    data: Sharding
     tensor: AxisGroup | None
     tied: AxisGroup | None
     whole: bool
     counted: bool
 
 
-def reduction_of(name: str, placement: Placement, mesh: Mesh, tied: Mapping[str, AxisGroup]) -> Reduction:
-    """The reduction of one parameter on this rank.
+def reduction_of(
+    name: str, placement: Placement, mesh: Mesh, tied: Mapping[str, AxisGroup], data: Sharding | None = None
+) -> Reduction:
+    """The reduction of one parameter on this rank; nothing is shared in slices unless ``data`` says so.
 
     Raises:
         PlacementError: the placement is partial or cut over an axis that is not available yet.
@@ -64,7 +70,7 @@ def reduction_of(name: str, placement: Placement, mesh: Mesh, tied: Mapping[str,
     pair = pair if pair is not None and pair.size > 1 else None
     counted = counts_here(placement, mesh.shape, mesh.coordinates) and (pair is None or pair.rank == 0)
     whole = mesh.shape.tp > 1 and Axis.TP not in placement.shards
-    return Reduction(mesh[Axis.DP, Axis.CP], _tensor_group(placement, mesh), pair, whole, counted)
+    return Reduction(data or sharding_of(mesh), _tensor_group(placement, mesh), pair, whole, counted)
 
 
 def _tensor_group(placement: Placement, mesh: Mesh) -> AxisGroup | None:

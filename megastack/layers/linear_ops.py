@@ -46,9 +46,12 @@ def column_product(
         weights: matrices ``(out/t, in)``; frozen ones cost no product in backward.
         biases: as many vectors ``(out/t,)`` or ``None``.
 
+    Parameters of another dtype than ``x`` enter the product in its dtype.
+
     Returns:
         One ``(…, S, out/t)`` per weight.
     """
+    weights, biases = ([_in_dtype_of(x, parameter) for parameter in some] for some in (weights, biases))
     if group.size == 1:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     return _ColumnProduct.apply(x, group, sequence_parallel, *weights, *biases)
@@ -73,6 +76,7 @@ def row_product(
     Raises:
         PlacementError: S is not a multiple of t under sequence parallelism.
     """
+    weight, bias = _in_dtype_of(x, weight), _in_dtype_of(x, bias)
     if group.size == 1:
         return F.linear(x, weight, bias)
     partial = F.linear(x, weight)
@@ -82,6 +86,11 @@ def row_product(
     else:
         out = reduce_from(partial, group)
     return out if bias is None else out + bias
+
+
+def _in_dtype_of(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """A parameter as a product with ``x`` takes it, where it is kept in a higher precision than activations."""
+    return None if parameter is None else parameter.to(x.dtype)
 
 
 def check_sequence(length: int, group: AxisGroup) -> None:

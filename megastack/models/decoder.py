@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megastack.batch import Microbatch, StageLoss
@@ -43,6 +44,8 @@ from megastack.models.families import (
 from megastack.placement.module import ParallelModule
 from megastack.models.recompute import recompute_blocks_
 
+LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Activations below fp32, which begin behind the embedding: its weight may be kept in fp32."""
 Carry = Mapping[str, Any]
 """What one stage gives the next: ``hidden``, and blocks' extra values by name (a tensor or None)."""
 
@@ -108,6 +111,11 @@ class Decoder(ParallelModule):
         """This rank's columns (B, S, V) of the logits, padded vocabulary included; for a stage with the head."""
         return self._logits(self._run(carry, microbatch)["hidden"])
 
+    def units(self) -> list[nn.Module]:
+        """The parts whose parameters are used by calling them alone, in order of use; a tied projection's copy is none."""
+        parts = [self.embedding if self.has_embedding else None, self.positions, *self.blocks.values(), self.norm]
+        return [part for part in (*parts, self.head) if part is not None]
+
     def share_embedding(self, first: Decoder) -> None:
         """Use the embedding of ``first`` as the tied projection, where one rank holds both; there is no copy then."""
         assert self.config.model.tied and first.embedding is not None and self.embedding is not None
@@ -138,6 +146,7 @@ class Decoder(ParallelModule):
         hidden_BSD = self.embedding(microbatch.tokens_BS)
         if self.positions is not None:
             hidden_BSD = hidden_BSD + self.positions(microbatch.positions_BS)
+        hidden_BSD = hidden_BSD.to(LOWER_PRECISION.get(self.config.precision.compute, hidden_BSD.dtype))
         group = self.mesh[Axis.TP] if self.sequence_parallel else None
         return dropout(hidden_BSD, self.config.model.dropout, context, "embedding", group=group, training=self.training)
 

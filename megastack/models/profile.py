@@ -193,7 +193,7 @@ def _bytes_of(config: TrainConfig, name: str, count: int) -> tuple[int, int, int
     if any(re.search(pattern, name) for pattern in optim.freeze):
         return count * compute, 0, 0
     wide = max(compute, 4)
-    gradient = BYTES[precision.reduce] if precision.reduce else wide
+    gradient = max(wide, BYTES[precision.reduce]) if precision.reduce else wide
     moments = 2 if optim.name == "adamw" else int(optim.momentum > 0)
     master = wide if compute < wide else 0
     return count * compute, count * gradient, count * (moments * wide + master)

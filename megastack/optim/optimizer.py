@@ -1,9 +1,9 @@
 """The optimizer of this rank's buckets: options in, one object with ``step`` out.
 
-It updates whole flat buckets with torch's fused kernels, one call for each :class:`OptimGroup`. The learning rate comes
-with each step, from :class:`megastack.optim.lr.LearningRate`; nothing of it is state. Moments are read and loaded by
-global parameter name, so they know nothing of buckets. A rank without a trained parameter has an optimizer that does
-nothing but count.
+It updates flat buckets, or this rank's slices of them, with torch's fused kernels, one call for each
+:class:`OptimGroup`. The learning rate comes with each step, from :class:`megastack.optim.lr.LearningRate`; nothing of
+it is state. Moments and masters are read and loaded by global parameter name, as boxes, so what is saved knows nothing of
+buckets or slices. A rank without a trained parameter has an optimizer that does nothing but count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megastack.errors import ConfigError
-from megastack.gradients.buckets import Bucket, GradientBuckets
+from megastack.gradients.bucket import Bucket, Part
+from megastack.gradients.buckets import GradientBuckets
 from megastack.optim.adamw import AdamW
 from megastack.optim.groups import OptimGroup
 from megastack.optim.precision import Master
@@ -31,6 +32,7 @@ class OptimizerOptions:
         eps: AdamW's addition to the root of the second moment.
         momentum: SGD's momentum.
         weight_decay: for buckets made without groups, where the placement lets it apply.
+        offload: keep masters and moments in the host's memory and update there.
     """
 
     name: str = "adamw"
@@ -38,6 +40,7 @@ class OptimizerOptions:
     eps: float = 1e-8
     momentum: float = 0.0
     weight_decay: float = 0.0
+    offload: bool = False
 
 
 def build_optimizer(buckets: GradientBuckets, options: OptimizerOptions | None = None) -> Optimizer:
@@ -50,7 +53,7 @@ def build_optimizer(buckets: GradientBuckets, options: OptimizerOptions | None =
     if options.name not in ("adamw", "sgd"):
         raise ConfigError(f"optim.name={options.name}: no such optimizer; use adamw or sgd")
     rule = SGD(options.momentum) if options.name == "sgd" else AdamW(options.betas, options.eps)
-    return Optimizer(buckets, rule, options.weight_decay)
+    return Optimizer(buckets, rule, options.weight_decay, offload=options.offload)
 
 
 class Optimizer:
@@ -60,9 +63,12 @@ class Optimizer:
         steps: the updates done, a scalar tensor; skipped steps do not count.
     """
 
-    def __init__(self, buckets: GradientBuckets, rule: AdamW | SGD, weight_decay: float) -> None:
+    def __init__(
+        self, buckets: GradientBuckets, rule: AdamW | SGD, weight_decay: float, *, offload: bool = False
+    ) -> None:
+        self._buckets = buckets
         self._rule = rule
-        self._masters = [Master(bucket) for bucket in buckets.buckets]
+        self._masters = [Master(bucket, offload=offload) for bucket in buckets.buckets]
         self._states = [rule.state(master) for master in self._masters]
         self._groups: dict[OptimGroup, list[int]] = {}
         for number, bucket in enumerate(buckets.buckets):
@@ -71,42 +77,46 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, *, found_inf: Tensor | None = None) -> None:
-        """One update with learning rate ``lr``.
+        """One update with learning rate ``lr``; under ZeRO-1 it leaves the gathers of the parameters under way.
 
         Args:
             lr: the rate of this step, before the groups' scales.
             found_inf: a scalar tensor; where it is 1, parameters, moments and counters stay as they are, decided by
-                the kernels without a read on the host. It must be alike on all ranks.
+                the kernels without a read on the host (with ``offload`` it comes over with the gradients). It must be
+                alike on all ranks.
         """
+        self._buckets.wait_parameters()
         skip = None if found_inf is None else found_inf.to(torch.float32)
         self.steps += 1 if skip is None else (1 - skip).to(torch.int64)
         for group, numbers in self._groups.items():
+            here = self._masters[numbers[0]].values.device
             self._rule.update(
                 [self._masters[number] for number in numbers],
                 [self._states[number] for number in numbers],
                 lr=lr * group.lr_scale,
                 weight_decay=group.weight_decay,
-                found_inf=skip,
+                found_inf=None if skip is None else skip.to(here),
             )
         for master in self._masters:
             master.publish()
+        self._buckets.gather_parameters()
 
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Each kind of moment (``exp_avg``, …) by global parameter name: views, shaped as the local parameter.
+    def moments(self) -> dict[str, dict[str, tuple[Part, ...]]]:
+        """Each kind of moment (``exp_avg``, …) by global parameter name: the boxes of the local parameter held here.
 
-        Writing into a view loads it.
+        They are views: writing into one loads it.
         """
-        found: dict[str, dict[str, Tensor]] = {}
+        found: dict[str, dict[str, tuple[Part, ...]]] = {}
         for master, state in zip(self._masters, self._states, strict=True):
             for kind, flat in state.items():
                 if kind != "step":
-                    found.setdefault(kind, {}).update(master.bucket.views(flat))
+                    found.setdefault(kind, {}).update(master.parts(flat))
         return found
 
-    def masters(self) -> dict[str, Tensor]:
-        """The fp32 masters by global name, of the parameters that have one: views, for reading and loading."""
-        copies = [master for master in self._masters if master.is_copy]
-        return {name: view for master in copies for name, view in master.bucket.views(master.values)}
+    def masters(self) -> dict[str, tuple[Part, ...]]:
+        """The fp32 masters of parameters in a lower precision, by global name and box: views, as of the moments."""
+        wider = [master for master in self._masters if master.is_wider]
+        return {name: parts for master in wider for name, parts in master.parts(master.values)}
 
     @torch.no_grad()
     def load_steps(self, steps: int) -> None:
@@ -121,10 +131,16 @@ class Optimizer:
         for master in self._masters:
             master.refresh()
 
+    @torch.no_grad()
     def publish_masters(self) -> None:
-        """Round loaded masters into the model's parameters."""
+        """Round loaded masters into the model's parameters; mere copies are taken from the parameters instead."""
+        self._buckets.wait_parameters()
         for master in self._masters:
-            master.publish()
+            if master.is_wider:
+                master.publish()
+            else:
+                master.refresh()
+        self._buckets.gather_parameters()
 
 
 def _group_of(bucket: Bucket, weight_decay: float) -> OptimGroup:

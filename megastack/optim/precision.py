@@ -1,44 +1,67 @@
-"""The values that an optimizer really updates: the parameters, or fp32 masters of parameters in a lower precision.
+"""The values that an optimizer really updates: the own slice of a bucket's parameters, or a master copy of it.
 
 A bf16 weight of 1.0 never moves by steps of 1e-3, which are below half its spacing. So parameters below fp32 have a
 master copy in fp32 that takes the updates, and are rounded from it after each. Where parameters are fp32 or fp64 they
 are their own masters and nothing is copied.
+
+Under ``offload`` masters, and with them the moments and the update, live in the host's memory: gradients come over
+before the update, parameters go back after it. On the CPU that is where they are anyway, and nothing changes.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import re
+from collections.abc import Iterator, Sequence
 
-from megastack.gradients.buckets import Bucket
+import torch
+from torch import Tensor, nn
+
+from megastack.gradients.bucket import Bucket, Part
+
+
+def set_dtypes_(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[str]) -> None:
+    """Give each parameter its dtype: ``compute``, but at least fp32 where a pattern is found in its name.
+
+    To be called while the parameters are on the meta device and have no values that it could round.
+    """
+    patterns = [re.compile(pattern) for pattern in keep_fp32]
+    for name, parameter in module.named_parameters():
+        kept = any(pattern.search(name) for pattern in patterns)
+        parameter.data = parameter.data.to(torch.promote_types(compute, torch.float32) if kept else compute)
 
 
 class Master:
-    """The values of one bucket as an optimizer sees them.
+    """The values of this rank's slice of one bucket, as an optimizer sees them.
 
     Attributes:
         bucket: the bucket.
-        values: what is updated, flat; the bucket's own parameters unless it is a copy.
-        is_copy: whether the parameters are of a lower precision and have a master of their own.
+        values: what is updated, flat; the slice of the bucket's own parameters unless it is a copy.
+        is_wider: whether the parameters are of a lower precision, so that ``values`` hold more than they do.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, *, offload: bool = False) -> None:
         self.bucket = bucket
-        dtype = torch.promote_types(bucket.parameters.dtype, torch.float32)
-        self.is_copy = dtype != bucket.parameters.dtype
-        self.values = bucket.parameters.to(dtype)
+        own = bucket.own_parameters
+        dtype = torch.promote_types(own.dtype, torch.float32)
+        self.is_wider = dtype != own.dtype
+        self.values = own.to(device="cpu" if offload else own.device, dtype=dtype)
+        self._is_copy = self.values is not own
 
     @property
     def gradients(self) -> Tensor:
-        """The bucket's gradients, converted where they travel in another dtype."""
-        return self.bucket.gradients.to(self.values.dtype)
+        """The gradients of the slice, where the values are and in their dtype."""
+        return self.bucket.own_gradients.to(self.values)
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[str, tuple[Part, ...]]]:
+        """What a tensor of the values' layout holds of each parameter, by global name."""
+        return self.bucket.parts(flat)
 
     def publish(self) -> None:
-        """Round the master into the model's parameters."""
-        if self.is_copy:
-            self.bucket.parameters.copy_(self.values)
+        """Round the master into the slice of the model's parameters."""
+        if self._is_copy:
+            self.bucket.own_parameters.copy_(self.values)
 
     def refresh(self) -> None:
         """Take over the model's parameters, after weights were loaded into them."""
-        if self.is_copy:
-            self.values.copy_(self.bucket.parameters)
+        if self._is_copy:
+            self.values.copy_(self.bucket.own_parameters)

@@ -65,15 +65,39 @@ def _model(layout: Layout) -> str:
     return (
         f"model     {model.family.value}, {human(layout.parameters)} parameters: {model.layers} layers, "
         f"hidden {model.hidden}, heads {model.heads}/{model.kv_groups or model.heads}, ffn {model.ffn}, "
-        f"vocabulary {model.vocab:,}{tied}, {layout.config.precision.compute.value}"
+        f"vocabulary {model.vocab:,}{tied}, {precision_text(layout.config)}"
     )
+
+
+def precision_text(config: TrainConfig) -> str:
+    """The number formats of a run, e.g. ``bf16 compute, fp32 masters, fp32 reduction``."""
+    precision = config.precision
+    compute = precision.compute.value
+    lower = compute in ("bf16", "fp16")
+    wide = "fp32" if lower else compute
+    parts = [f"{compute} compute", *(["fp32 masters"] if lower else [])]
+    parts.append(f"{precision.reduce.value if precision.reduce else wide} reduction")
+    if precision.loss_scale is not None:
+        parts.append(f"loss scale {precision.loss_scale:g}")
+    elif compute == "fp16":
+        parts.append("dynamic loss scale")
+    return ", ".join(parts)
 
 
 def _grid(layout: Layout) -> str:
     shape = layout.shape
     degrees = " × ".join(f"{axis}{shape.size(axis)}" for axis in DENSE_AXES if axis != "cp" or shape.cp > 1)
     sharded = ", sequence parallel" if layout.config.parallel.sequence_parallel and shape.tp > 1 else ""
-    return f"grid      {degrees} = {shape.world_size:,} {'rank' if shape.world_size == 1 else 'ranks'}{sharded}"
+    ranks = "rank" if shape.world_size == 1 else "ranks"
+    return f"grid      {degrees} = {shape.world_size:,} {ranks}{sharded}{_zero(layout)}"
+
+
+def _zero(layout: Layout) -> str:
+    zero, ranks = layout.config.parallel.zero, layout.shape.dp * layout.shape.cp
+    state = " on the host" if zero.offload else ""
+    if zero.stage == 0:
+        return f", optimizer state{state}" if state else ""
+    return f", ZeRO-{zero.stage} over {zero.shard_size or ranks} of {ranks} data ranks{state}"
 
 
 def _batch(layout: Layout) -> str:

@@ -108,7 +108,8 @@ class Loop:
         finite = math.isfinite(loss) and math.isfinite(norm)
         if not finite:
             self.recorder.event(self.progress.step + 1, "nonfinite", loss=repr(loss), grad_norm=repr(norm))
-            if not self.options.skip_nonfinite:
+            overflow = math.isfinite(loss) and self.step.loss_scale.may_overflow(outcome.loss_scale)
+            if not overflow and not self.options.skip_nonfinite:
                 return False
         self.progress.step += 1
         self.progress.skipped += not finite

@@ -96,7 +96,7 @@ class Recorder:
             "step_bubble": None,
             "wire_bytes": {},
             "exposed_s": {},
-            "loss_scale": None,
+            "loss_scale": None if outcome.loss_scale is None else float(outcome.loss_scale),
         }
 
     def validation(self, step: int, loss: float, tokens: int, samples: int) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from megastack.data.loader import Loader
 from megastack.gradients.buckets import GradientBuckets
 from megastack.gradients.norm import clip_gradients_, is_nonfinite
 from megastack.mesh.mesh import Mesh
+from megastack.optim.loss_scale import LossScale
 from megastack.optim.lr import LearningRate
 from megastack.optim.optimizer import Optimizer
 from megastack.pipeline.runtime import Pipeline
@@ -25,12 +26,14 @@ class StepOutcome:
         grad_norm: norm of the whole gradient before clipping, likewise.
         lr: the learning rate that was applied.
         tokens: valid targets of the step, each once.
+        loss_scale: the scale under which the gradients were computed, ``None`` for none.
     """
 
     loss: Tensor
     grad_norm: Tensor
     lr: float
     tokens: int
+    loss_scale: Tensor | None = None
 
 
 @dataclass
@@ -47,17 +50,22 @@ class TrainStep:
     optimizer: Optimizer
     learning_rate: LearningRate
     clip_norm: float | None
+    loss_scale: LossScale = field(default_factory=LossScale)
 
     def __call__(self, step: int, on_gradients: Callable[[], None] | None = None) -> StepOutcome:
         """Do the 0-based ``step``. Parameters stay as they are, on every rank, if loss or gradient are not finite."""
         tokens = self.loader.global_valid_tokens(step)
         microbatches = [microbatch.to(self.mesh.device) for microbatch in self.loader.step(step)]
         self.buckets.zero_()
-        loss = self.pipeline.run(microbatches, tokens)
+        scale = None if self.loss_scale.value is None else self.loss_scale.value.clone()
+        loss = self.pipeline.run(microbatches, tokens, loss_scale=scale)
         self.buckets.finish()
+        self.loss_scale.unscale_(self.buckets)
         if on_gradients is not None:
             on_gradients()
         norm = clip_gradients_(self.buckets, self.clip_norm, self.mesh)
         rate = self.learning_rate.at(step)
-        self.optimizer.step(rate, found_inf=is_nonfinite(norm + loss))
-        return StepOutcome(loss, norm, rate, tokens)
+        found_inf = is_nonfinite(norm + loss)
+        self.optimizer.step(rate, found_inf=found_inf)
+        self.loss_scale.update(found_inf)
+        return StepOutcome(loss, norm, rate, tokens, scale)

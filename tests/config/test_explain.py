@@ -25,9 +25,7 @@ def test_the_file_that_gave_a_value() -> None:
 
 
 def test_a_feature_to_come_says_so() -> None:
-    assert (
-        "  for now  only fp32 or fp64; the rest is not available yet" in str(explain("precision.compute")).splitlines()
-    )
+    assert "  for now  only false; the rest is not available yet" in str(explain("compile")).splitlines()
 
 
 def test_a_section_lists_its_files_and_keys() -> None:

@@ -46,7 +46,7 @@ def test_keys_are_set_whether_or_not_a_file_names_them() -> None:
         ("~optim.clip_norm", "~optim.clip_norm=null: a key cannot be taken away; use optim.clip_norm=null"),
         ("hydra.run.dir=x", "hydra.run.dir=x: settings of Hydra are not used; use run.root, run.dir or -m"),
         ("hydra/launcher=x", "hydra/launcher=x: settings of Hydra are not used; use run.root, run.dir or -m"),
-        ("precision=fp31", "precision=fp31: no such file in this config group; use fp32 or fp64"),
+        ("precision=fp31", "precision=fp31: no such file in this config group; use bf16, fp16, fp32 or fp64"),
         (
             "model={layers: 2}",
             "model={layers: 2}: a section is chosen by a file of its group or set key by key",

@@ -230,13 +230,18 @@ BROKEN: list[tuple[dict[str, Any], int | None, str]] = [
         None,
         "lr.decay_steps=1: lr.schedule=cosine has no decay of its own length; use null or lr.schedule=wsd",
     ),
-    # precision, data, checkpoints, records
-    ({"precision.reduce": "bf16"}, None, "precision.reduce=bf16: not available yet; use null or fp32"),
+    # sharing the optimizer's state
     (
-        {"precision.compute": "fp64", "precision.reduce": "fp32"},
+        {"parallel.zero.shard_size": 1},
         None,
-        "precision.reduce=fp32: not available yet; use null or fp64",
+        "parallel.zero.shard_size=1: parallel.zero.stage=0 shares nothing; use null or parallel.zero.stage=1",
     ),
+    (
+        {"parallel.zero.stage": 1, "parallel.dp": 4, "batch.global_size": 4, "parallel.zero.shard_size": 3},
+        None,
+        "parallel.zero.shard_size=3: must divide dp·cp = 4; use 1, 2 or 4",
+    ),
+    # data, checkpoints, records
     (
         {"data.paths": ["a.txt"]},
         None,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megastack.errors import PlacementError
-from megastack.gradients.reduction import Reduction, reduction_of, tied_groups
+from megastack.gradients.reduction import reduction_of, tied_groups
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.placement.placement import Placement, Shard
@@ -21,7 +21,9 @@ PLACEMENTS = {
 def test_on_one_rank_all_placements_reduce_alike() -> None:
     mesh = Mesh.single()
     found = {reduction_of(name, placement, mesh, {}) for name, placement in PLACEMENTS.items()}
-    assert found == {Reduction(mesh[Axis.DP, Axis.CP], None, None, whole=False, counted=True)}
+    (reduction,) = found
+    assert (reduction.tensor, reduction.tied, reduction.whole, reduction.counted) == (None, None, False, True)
+    assert reduction.data.shard.size == reduction.data.replicas.size == 1
 
 
 def groups_by_placement() -> dict[str, tuple[object, ...]]:
