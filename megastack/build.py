@@ -17,10 +17,9 @@ from torch import nn
 
 from megastack.checkpoint.collect import items_of, model_items, optimizer_items, stage_placements
 from megastack.checkpoint.dump import write_dump
-from megastack.checkpoint.folder import keep_last
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
-from megastack.checkpoint.save import save
+from megastack.checkpoint.saver import Saver
 from megastack.comm.objects import all_gather_objects
 from megastack.config.schema import TrainConfig
 from megastack.data.baseline import bigram_loss
@@ -232,7 +231,8 @@ def build_loop(
         recorder=_recorder(training, folder, resumed, pid),
         stop=stop,
         folder=folder.path,
-        save=_saver(training, folder),
+        saver=_saver(training, folder),
+        state=training.state,
         dump=_dumper(training, folder),
         validation=training.validation,
         hooks=hooks or Hooks(),
@@ -313,17 +313,15 @@ def _recorder(training: Training, folder: RunFolder, resumed: Path | None, pid: 
     )
 
 
-def _saver(training: Training, folder: RunFolder) -> Callable[[], Path]:
+def _saver(training: Training, folder: RunFolder) -> Saver:
     options = training.config.checkpoint
-
-    def write() -> Path:
-        path = folder.checkpoint(training.progress.step)
-        save(path, training.state(), training.mesh).wait()
-        if training.mesh.rank == 0 and options.keep_last is not None:
-            keep_last(folder.checkpoints, options.keep_last, every=options.keep_every)
-        return path
-
-    return write
+    return Saver(
+        folder.checkpoints,
+        training.mesh,
+        asynchronous=options.asynchronous,
+        keep=options.keep_last,
+        every=options.keep_every,
+    )
 
 
 def _dumper(training: Training, folder: RunFolder) -> Callable[[int, str], None]:

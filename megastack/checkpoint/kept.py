@@ -116,7 +116,7 @@ class Kept:
 
 
 def _opened(path: Path, state: State, world: AxisGroup) -> str | None:
-    """The trainer's text, on the first rank once the folder is made; ``None`` where planning anew says what is wrong."""
+    """The trainer's text, on the first rank once the folder is made; ``None`` where planning anew says why not."""
     if world.rank:
         return ""
     try:

@@ -23,9 +23,6 @@ WORKS: Mapping[str, tuple[Any, ...]] = {
     "schedule.memory_limit": (None,),
     "loss.chunked": (False,),
     "data.source": ("builtin", "text", "jsonl"),
-    "checkpoint.asynchronous": (False,),
-    "checkpoint.keep_every": (None,),
-    "checkpoint.load_weights": (None,),
     "observe.trace_steps": ([],),
 }
 """Key to the values that work today; a key that is not here takes every value its type and the rules allow."""

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megastack.checkpoint.items import State
+from megastack.checkpoint.saver import Saved, Saver
 from megastack.comm.collectives import all_reduce
 from megastack.data.validation import ValidationBatches
 from megastack.mesh.mesh import Mesh
@@ -43,7 +45,8 @@ class Loop:
     """A run from its current progress to its last step.
 
     Attributes:
-        save: writes the checkpoint of the current progress and returns its folder.
+        saver: writes checkpoints, at once or while training goes on.
+        state: what a checkpoint of the current progress holds.
         dump: called with a step's number, twice: with its gradients ready, and after its update.
         doing: what this rank is busy with, for reports about a failure.
     """
@@ -56,7 +59,8 @@ class Loop:
     recorder: Recorder
     stop: StopRequest
     folder: Path
-    save: Callable[[], Path]
+    saver: Saver
+    state: Callable[[], State]
     dump: Callable[[int, str], None]
     validation: ValidationBatches | None = None
     hooks: Hooks = field(default_factory=Hooks)
@@ -97,9 +101,12 @@ class Loop:
         return outcome
 
     def _agree(self) -> tuple[float, int]:
-        """The strongest request to stop and the highest peak of memory over all ranks."""
-        own = torch.tensor([self.stop.code, float(peak_memory_bytes(self.mesh.device))], dtype=torch.float64)
-        code, memory = all_reduce(own.to(self.mesh.device), self.mesh.world, "max").tolist()
+        """The strongest request to stop and the highest peak of memory over all ranks; reports what all have saved."""
+        memory = float(peak_memory_bytes(self.mesh.device))
+        own = torch.tensor([self.stop.code, memory, float(self.saver.busy)], dtype=torch.float64)
+        code, memory, busy = all_reduce(own.to(self.mesh.device), self.mesh.world, "max").tolist()
+        if not busy:
+            self._published(self.saver.settle())
         return code, int(memory)
 
     def _report(self, outcome: StepOutcome, spent: Spent) -> bool:
@@ -144,14 +151,18 @@ class Loop:
         if self._saved == self.progress.step:
             return
         self.doing, self._saved = f"saving step {self.progress.step}", self.progress.step
-        began = time.perf_counter()
-        path = self.save()
-        self.recorder.checkpoint(self.progress.step, path, time.perf_counter() - began)
-        for hook in self.hooks.on_checkpoint:
-            hook(self.progress.step, path)
+        self._published(self.saver.save(self.progress.step, self.state()))
+
+    def _published(self, checkpoints: list[Saved]) -> None:
+        """Report checkpoints that are whole; every rank does so after the same step."""
+        for saved in checkpoints:
+            self.recorder.checkpoint(saved.step, saved.path, saved.seconds, saved.write_seconds)
+            for hook in self.hooks.on_checkpoint:
+                hook(saved.step, saved.path)
 
     def _end(self, status: str, reason: str | None) -> RunResult:
         self.doing = "ending"
+        self._published(self.saver.settle())
         result = RunResult(status, self.progress.step, self._loss, self.folder, reason)
         self.recorder.end(result)
         return result

@@ -107,11 +107,12 @@ class Recorder:
             self.console.validation(entry)
         return entry
 
-    def checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        """A published checkpoint."""
+    def checkpoint(self, step: int, path: Path, seconds: float, write_seconds: float) -> None:
+        """A published checkpoint: what it added to the run's wall time, and how long its writing took."""
         self.last_checkpoint = path
-        self.event(step, "checkpoint", path=str(path), seconds=seconds)
-        self.console.line(f"  saved {path}  ({seconds:.2f} s)")
+        self.event(step, "checkpoint", path=str(path), seconds=seconds, write_seconds=write_seconds)
+        beside = f", written in {write_seconds:.2f} s beside training" if write_seconds > seconds else ""
+        self.console.line(f"  saved {path}  ({seconds:.2f} s{beside})")
         self._running(step)
 
     def event(self, step: int, name: str, **fields: Any) -> None:
