@@ -1,7 +1,8 @@
 """The command line: ``megastack VERB [group=option] [key=value]… [flags]``.
 
 Verbs are looked up in a table and imported when they run, so ``--help`` is instant and imports no torch. Exit codes: 0
-completed or equal, 1 failed, 2 a wrong verb or flag, 75 preempted and resumable, 78 a refused configuration.
+completed or equal, 1 failed or different, 2 a wrong verb or flag, 75 preempted and resumable, 78 a refused
+configuration.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from megastack.checkpoint.command import add_checkpoint_arguments, checkpoint_command
 from megastack.errors import ConfigError
-from megastack.launch.environment import is_first_rank
+from megastack.interop.arguments import add_export_arguments, add_import_arguments
+from megastack.launch.environment import is_first_rank, is_worker
 
 INTERRUPTED, REFUSED = 130, 78
 VERBS = {
     "train": "train a model over the grid of ranks that the degrees describe",
+    "verify": "prove that a layout, your own layers included, computes what one rank does, or name what differs",
     "show": "explain a configuration, or one KEY of it, without starting anything",
+    "checkpoint": "list checkpoints, show one, or check every byte: ls, show or verify PATH",
+    "import": "make a checkpoint and a model YAML from a Hugging Face folder",
+    "export": "make a Hugging Face folder from a checkpoint of any layout",
 }
 
 
@@ -26,7 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     options = _parse(sys.argv[1:] if arguments is None else list(arguments))
-    run: Callable[[argparse.Namespace], int] = {"train": _train, "show": _show}[options.verb]
+    run: Callable[[argparse.Namespace], int] = {
+        "train": _train,
+        "verify": _verify,
+        "show": _show,
+        "checkpoint": _checkpoint,
+        "import": _import,
+        "export": _export,
+    }[options.verb]
     try:
         return run(options)
     except ConfigError as error:
@@ -43,11 +57,20 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         _verbs_parser().parse_args(arguments)
     options = _parser(arguments[0]).parse_intermixed_args(arguments[1:])
     options.verb = arguments[0]
+    if options.verb == "verify" and options.ranks and not options.all:
+        _parser("verify").error("--ranks goes with --all; without it the degrees say how many ranks there are")
     return options
 
 
+def _count(text: str) -> int:
+    """A positive whole number of the command line."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
+    return int(text)
+
+
 def _verbs_parser() -> argparse.ArgumentParser:
-    verbs = "\n".join(f"  {verb:<8} {meaning}" for verb, meaning in VERBS.items())
+    verbs = "\n".join(f"  {verb:<10} {meaning}" for verb, meaning in VERBS.items())
     parser = argparse.ArgumentParser(
         prog="megastack",
         usage="megastack VERB [group=option] [key=value]… [flags]",
@@ -62,6 +85,14 @@ def _verbs_parser() -> argparse.ArgumentParser:
 
 def _parser(verb: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"megastack {verb}", description=VERBS[verb], allow_abbrev=False)
+    if verb == "checkpoint":
+        add_checkpoint_arguments(parser)
+        return parser
+    if verb == "import":
+        add_import_arguments(parser)
+        return parser
+    if verb == "export":
+        add_export_arguments(parser)
     parser.add_argument("overrides", nargs="*", help="group=option and key=value choices over the YAML")
     parser.add_argument("--config-dir", metavar="D", help="a folder with YAML of yours, searched first")
     parser.add_argument(
@@ -69,9 +100,14 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     )
     if verb == "train":
         parser.add_argument("-m", "--multirun", action="store_true", help="run the product of a=1,2 b=3,4")
+    if verb == "verify":
+        parser.add_argument("--all", action="store_true", help="every legal layout of N ranks, as a table")
+        parser.add_argument("--ranks", metavar="N", type=_count, help="N of --all (default: the configuration's world)")
+        parser.add_argument("--steps", metavar="K", type=_count, default=3, help="optimizer steps (default: 3)")
     if verb == "show":
         parser.add_argument("--format", choices=("text", "svg", "chrome"), default="text")
-    parser.add_argument("--json", metavar="FILE", help="also write the result to FILE")
+    if verb != "export":
+        parser.add_argument("--json", metavar="FILE", help="also write the result to FILE")
     return parser
 
 
@@ -81,10 +117,32 @@ def _train(options: argparse.Namespace) -> int:
     return train_command(options)
 
 
+def _verify(options: argparse.Namespace) -> int:
+    from megastack.testing.verify_command import verify_command
+
+    return verify_command(options, is_worker=is_worker())
+
+
 def _show(options: argparse.Namespace) -> int:
     from megastack.plan.command import show_command
 
     return show_command(options)
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    return checkpoint_command(options)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from megastack.interop.command import import_command
+
+    return import_command(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from megastack.interop.command import export_command
+
+    return export_command(options)
 
 
 if __name__ == "__main__":

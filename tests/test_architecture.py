@@ -43,9 +43,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "testing": {
         *("build", "config", "checkpoint", "comm", "data", "gradients", "mesh", "optim", "placement", "random"),
-        "training",
+        *("training", "batch", "layers.rules", "pipeline.schedules", "observe.console"),
     },
-    "cli": {"launch", "plan", "testing"},
+    "interop": {"config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console"},
+    "cli": {"launch", "plan", "testing", "interop", "checkpoint.command"},
     "__init__": set(),
 }
 
@@ -54,7 +55,7 @@ TORCH_FREE = [
     *("config.schema", "config.rules", "config.compose", "config.explain"),
     *("pipeline.action", "pipeline.schedule", "pipeline.check", "pipeline.simulate", "pipeline.render"),
     *("pipeline.split", "pipeline.communication", "pipeline.schedules.registry"),
-    *("plan.layout", "plan.describe", "plan.command"),
+    *("plan.layout", "plan.describe", "plan.command", "interop.names", "interop.hub_config", "interop.hub_export"),
 ]
 
 DISTRIBUTED = {"mesh.mesh", "comm", "gradients.fully_shard", "checkpoint", "observe.watchdog", "launch", "testing"}

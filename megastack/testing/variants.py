@@ -1,0 +1,107 @@
+"""Layouts of one configuration: its one-rank reference, and every layout of N ranks that the rules accept.
+
+A layout is everything that must not change the mathematics: degrees, sequence parallelism, pipeline schedule and
+chunks. These are configurations like any other, so what is enumerated here is exactly what could be trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megastack.config.convert import replace_values
+from megastack.config.layout_rules import data_parallel_degree, mesh_shape
+from megastack.config.rules import violations
+from megastack.config.schema import (
+    ClusterOptions,
+    ComputeDtype,
+    Device,
+    OptimizerName,
+    ParallelOptions,
+    RecomputeOptions,
+    ScheduleOptions,
+    TrainConfig,
+)
+from megastack.layers.rules import divisors
+from megastack.pipeline.schedules.registry import schedule_names
+
+
+def in_double(config: TrainConfig) -> TrainConfig:
+    """The same training in fp64 on this machine's CPUs, whatever precision and machines it is meant for."""
+    precise = {"precision.compute": ComputeDtype.fp64, "precision.reduce": None, "precision.loss_scale": None}
+    return replace_values(config, precise | {"device": Device.cpu, "cluster": ClusterOptions()})
+
+
+def reference_of(config: TrainConfig) -> TrainConfig:
+    """The same training on one rank, with nothing cut, scheduled or computed again."""
+    return replace(
+        config,
+        parallel=ParallelOptions(dp=1),
+        schedule=ScheduleOptions(),
+        recompute=RecomputeOptions(),
+        compile=False,
+    )
+
+
+def with_sgd(config: TrainConfig) -> TrainConfig:
+    """The same training with plain SGD and no clipping: no factor on a gradient is hidden by what follows it."""
+    return replace_values(config, {"optim.name": OptimizerName.sgd, "optim.clip_norm": None})
+
+
+def legal_layouts(config: TrainConfig, ranks: int) -> list[TrainConfig]:
+    """Every layout of ``ranks`` ranks that the rules accept, one-stage and data-parallel ones first."""
+    found = [candidate for candidate in _candidates(config, ranks) if not violations(candidate)]
+    return sorted(found, key=lambda c: (c.parallel.pp, c.parallel.tp, c.schedule.chunks))
+
+
+def _candidates(config: TrainConfig, ranks: int) -> Iterator[TrainConfig]:
+    for pp in divisors(ranks):
+        for cp in divisors(ranks // pp):
+            for tp in divisors(ranks // pp // cp):
+                degrees = {"parallel.pp": pp, "parallel.cp": cp, "parallel.tp": tp}
+                degrees["parallel.dp"] = ranks // (pp * cp * tp)
+                for options in _pipelines(config, pp):
+                    for sequence_parallel in (True, False) if tp > 1 else (config.parallel.sequence_parallel,):
+                        values = degrees | options | {"parallel.sequence_parallel": sequence_parallel}
+                        yield replace_values(config, values)
+
+
+def _pipelines(config: TrainConfig, pp: int) -> Iterator[dict[str, object]]:
+    """Schedules with their chunks; of one stage only one, for they are all the same there."""
+    for chunks in range(1, max(1, config.model.layers // pp) + 1):
+        stages = pp * chunks
+        for name in schedule_names() if stages > 1 else ("1f1b",):
+            if name != "custom":
+                yield {
+                    "schedule": ScheduleOptions(name=name, chunks=chunks, memory_limit=config.schedule.memory_limit),
+                    "parallel.layers_per_stage": _listed(config, stages),
+                }
+
+
+def _listed(config: TrainConfig, stages: int) -> list[int] | None:
+    counts = config.parallel.layers_per_stage
+    return counts if counts is not None and len(counts) == stages else None
+
+
+def layout_text(config: TrainConfig) -> str:
+    """A layout in a few words, e.g. ``dp2 × tp2 × pp2, sequence parallel, interleaved of 2 chunks``."""
+    grid, schedule = config.parallel, config.schedule
+    sizes = {"dp": data_parallel_degree(config), "cp": grid.cp, "tp": grid.tp, "pp": grid.pp, "ep": grid.ep}
+    words = [" × ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"]
+    if grid.tp > 1:
+        words.append("sequence parallel" if grid.sequence_parallel else "no sequence parallelism")
+    if grid.pp * schedule.chunks > 1:
+        words.append(schedule.name + (f" of {schedule.chunks} chunks" if schedule.chunks > 1 else ""))
+    return ", ".join(words)
+
+
+def layout_overrides(config: TrainConfig) -> list[str]:
+    """The layout as one would write it on a command line."""
+    shape, grid, schedule = mesh_shape(config), config.parallel, config.schedule
+    degrees = {"dp": shape.dp, "tp": shape.tp, "pp": shape.pp, "cp": shape.cp}
+    found = [f"parallel.{axis}={size}" for axis, size in degrees.items() if size > 1 or axis in ("dp", "tp", "pp")]
+    if shape.tp > 1:
+        found.append(f"parallel.sequence_parallel={str(grid.sequence_parallel).lower()}")
+    if shape.pp * schedule.chunks > 1:
+        found += [f"schedule={schedule.name}", f"schedule.chunks={schedule.chunks}"]
+    return found

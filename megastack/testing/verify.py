@@ -1,0 +1,221 @@
+"""``verify``: does a configuration, with the layers that it names, compute on a layout what it computes on one rank?
+
+A configuration is trained for a few steps on one rank and on the layout, in fp64, with its own optimizer and with plain
+SGD (Adam hides a constant factor on a gradient). Losses, every gradient, the norm and the weights must agree by the
+metric of :mod:`megastack.testing.compare`. Only when they do not, both run a step again with every module watched, to
+name the first that is wrong.
+
+Ranks are forked from this process, with gloo; it must hold no process group and have run on one thread.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
+
+import torch
+
+from megastack.build import read_dataset
+from megastack.config.layout_rules import mesh_shape
+from megastack.config.rules import violations
+from megastack.config.schema import TrainConfig
+from megastack.errors import ConfigError, DataError, MegastackError, PlacementError, ScheduleError, Violation
+from megastack.mesh.shape import DENSE_AXES
+from megastack.testing.compare import TOLERANCES, Trace
+from megastack.testing.diagnose import Finding, diagnose
+from megastack.testing.module_trace import ModuleTrace
+from megastack.testing.on_ranks import (
+    ModuleFailed,
+    RankFaults,
+    RankReport,
+    blame_modules,
+    compare_training,
+    reference_modules,
+    reference_traces,
+)
+from megastack.testing.ranks import RankFailure, run_ranks
+from megastack.testing.variants import in_double, legal_layouts, reference_of, with_sgd
+
+MOST_RANKS = 64
+"""Ranks that this machine is asked to fork at most."""
+REFUSALS = (ConfigError, PlacementError, ScheduleError, DataError)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a layout compares.
+
+    Attributes:
+        config: the layout, in fp64.
+        status: ``equal``, ``differs``, ``failed`` (it does not run) or ``refused`` (a layer refuses it).
+        worst: the largest relative difference by optimizer and kind, allowed or not.
+        finding: the first thing that is wrong.
+        reason: why it failed or was refused.
+    """
+
+    config: TrainConfig
+    status: str
+    worst: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    finding: Finding | None = None
+    reason: str | None = None
+
+
+class Verifier:
+    """Compares layouts of one configuration with one rank.
+
+    Args:
+        config: the configuration; its precision and device are replaced by fp64 and the CPU.
+        steps: optimizer steps to compare.
+
+    Raises:
+        ConfigError: the configuration is not legal, on one rank already.
+    """
+
+    tolerance = TOLERANCES[torch.float64]
+
+    def __init__(self, config: TrainConfig, *, steps: int = 3) -> None:
+        self.config = in_double(config)
+        self.alone = reference_of(self.config)
+        self.steps = steps
+        if found := violations(self.alone):
+            raise ConfigError.of(found)
+        self.dataset = read_dataset(self.alone)
+        self._modules: dict[int, ModuleTrace] = {}
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The optimizers that are used, the configuration's own first."""
+        return tuple(_runs(self.alone))
+
+    @cached_property
+    def references(self) -> dict[str, Trace]:
+        """The training on one rank, by optimizer.
+
+        Raises:
+            RankFailure: it does not run.
+        """
+        runs, steps, dataset = _runs(self.alone), self.steps, self.dataset
+        traces: dict[str, Trace] = run_ranks(lambda: reference_traces(runs, steps, dataset), 1, timeout=self._timeout)[
+            0
+        ]
+        if any(not isfinite(x) for trace in traces.values() for x in (*trace.losses, *trace.norms)):
+            raise MegastackError(
+                "the training on one rank is not finite within these steps: there is nothing to compare"
+            )
+        return traces
+
+    def layouts(self, ranks: int) -> list[TrainConfig]:
+        """Every legal layout of so many ranks.
+
+        Raises:
+            ConfigError: there is none, or they are too many to fork.
+        """
+        _require_few(ranks)
+        found = legal_layouts(self.config, ranks)
+        if not found:
+            raise ConfigError(f"--ranks={ranks}: no layout of {ranks} ranks is legal for this model and batch")
+        return found
+
+    def own_layout(self) -> TrainConfig:
+        """The configuration's layout.
+
+        Raises:
+            ConfigError: it is not legal, or has too many ranks to fork.
+        """
+        if found := violations(self.config):
+            raise ConfigError.of(found)
+        _require_few(mesh_shape(self.config).world_size)
+        return self.config
+
+    def check(self, layout: TrainConfig) -> Verdict:
+        """Compare one layout."""
+        try:
+            reports = self._compare(layout)
+        except RankFailure as failure:
+            return self._failed(layout, failure)
+        worst = {
+            run: {kind: max(r.worst[run][kind] for r in reports) for kind in reports[0].worst[run]}
+            for run in reports[0].worst
+        }
+        names = list(self.references[self.runs[0]].weights[0])
+        missing = set(names) - {name for report in reports for name in report.names}
+        if missing:
+            reason = f"no rank holds {', '.join(sorted(missing))}"
+            return Verdict(layout, "differs", worst, Finding("weight", sorted(missing)[0], cause=reason))
+        if not any(report.mismatches for report in reports):
+            return Verdict(layout, "equal", worst)
+        shape = mesh_shape(layout)
+        degrees = {axis.value: shape.size(axis) for axis in DENSE_AXES}
+        return Verdict(layout, "differs", worst, diagnose(reports, self._blamed(layout), names, degrees))
+
+    def _compare(self, layout: TrainConfig) -> list[RankReport]:
+        runs, steps, dataset = _runs(layout), self.steps, self.dataset
+        references, tolerance = self.references, self.tolerance
+        return run_ranks(
+            lambda: compare_training(runs, steps, dataset, references, tolerance),
+            mesh_shape(layout).world_size,
+            timeout=self._timeout,
+        )
+
+    def _blamed(self, layout: TrainConfig) -> Sequence[RankFaults]:
+        """What each rank blames; nothing where watching the modules is what breaks them."""
+        try:
+            modules = self._reference_modules(mesh_shape(layout).dp)
+            return self._watch(layout, modules)
+        except RankFailure:
+            return ()
+
+    def _watch(self, layout: TrainConfig, modules: Mapping[int, ModuleTrace]) -> Sequence[RankFaults]:
+        dataset, tolerance = self.dataset, self.tolerance
+        return run_ranks(
+            lambda: blame_modules(layout, dataset, modules, tolerance),
+            mesh_shape(layout).world_size,
+            timeout=self._timeout,
+        )
+
+    def _reference_modules(self, dp: int) -> Mapping[int, ModuleTrace]:
+        alone, dataset = self.alone, self.dataset
+        samples = [rank * alone.batch.micro_size for rank in range(dp)]
+        if not set(samples) <= set(self._modules):
+            self._modules = run_ranks(lambda: reference_modules(alone, dataset, samples), 1, timeout=self._timeout)[0]
+        return self._modules
+
+    def _failed(self, layout: TrainConfig, failure: RankFailure) -> Verdict:
+        if isinstance(failure.error, REFUSALS):
+            return Verdict(layout, "refused", reason=str(failure.error))
+        module, cause = "", None
+        try:
+            self._watch(layout, self._reference_modules(mesh_shape(layout).dp))
+        except RankFailure as again:
+            if isinstance(again.error, ModuleFailed):
+                module, cause = again.error.args
+        return Verdict(layout, "failed", finding=Finding("failure", module, cause=cause), reason=account(failure))
+
+    @property
+    def _timeout(self) -> float:
+        return self.config.launch.timeout_s
+
+
+def account(failure: RankFailure) -> str:
+    """A failure of a rank in a few lines: who, what, and where outside torch."""
+    lines = [line.strip() for line in str(failure).splitlines()]
+    if failure.error is None:
+        return lines[0]
+    what = traceback.format_exception_only(failure.error)[-1].strip()
+    where = [line for line in lines if line.startswith("File ") and "/site-packages/" not in line]
+    return f"rank {failure.rank}: {what}" + "".join(f"\n{line}" for line in where[-2:])
+
+
+def _runs(config: TrainConfig) -> dict[str, TrainConfig]:
+    """The trainings to compare, by optimizer: the configuration's own, and plain SGD unless that is it."""
+    own = config.optim.name.value
+    return {own: config} if own == "sgd" else {own: config, "sgd": with_sgd(config)}
+
+
+def _require_few(ranks: int) -> None:
+    if ranks > MOST_RANKS:
+        rule = f"every rank is forked on this machine, at most {MOST_RANKS}"
+        raise ConfigError.of([Violation("ranks", ranks, rule, ("smaller degrees that cut the same things",))])

@@ -1,0 +1,218 @@
+"""``megastack verify``: print what a verification found, for a person and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megastack.config.compose import compose
+from megastack.config.layout_rules import mesh_shape
+from megastack.config.schema import TrainConfig
+from megastack.errors import ConfigError, MegastackError
+from megastack.observe.console import Console
+from megastack.testing.diagnose import Finding
+from megastack.testing.on_ranks import KINDS
+from megastack.testing.ranks import RankFailure
+from megastack.testing.variants import layout_overrides, layout_text
+from megastack.testing.verify import REFUSALS, Verdict, Verifier, account
+
+EQUAL, DIFFERS, REFUSED = 0, 1, 78
+WIDTH = 100
+UNBROKEN: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+NAMED = 3
+"""Other parameters that are named after the first one."""
+
+
+def verify_command(options: argparse.Namespace, *, is_worker: bool = False) -> int:
+    """The verb ``verify``; returns the exit code.
+
+    Raises:
+        ConfigError: configuration, data or layers are refused before anything is compared.
+    """
+    if is_worker:
+        raise ConfigError("verify: it starts its own ranks; run it without torchrun or srun")
+    try:
+        return _verify(options)
+    except REFUSALS as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+
+
+def _verify(options: argparse.Namespace) -> int:
+    torch.set_num_threads(1)
+    console = Console()
+    config = compose(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
+    verifier = Verifier(config, steps=options.steps)
+    many = options.all
+    layouts = verifier.layouts(options.ranks or mesh_shape(config).world_size) if many else [verifier.own_layout()]
+    console.line(_opening(config, verifier, layouts, many))
+    broken = _broken_reference(verifier)
+    if broken:
+        console.line(f"failed   on one rank: {broken}", style="red")
+    verdicts = [] if broken else _check_all(console, verifier, layouts, many)
+    if options.json:
+        Path(options.json).write_text(json.dumps(as_record(verifier, verdicts, broken), indent=1) + "\n")
+    return DIFFERS if broken else exit_code(verdicts)
+
+
+def _broken_reference(verifier: Verifier) -> str | None:
+    """Why the training does not even run on one rank; None if it does."""
+    try:
+        _ = verifier.references
+    except RankFailure as failure:
+        if isinstance(failure.error, REFUSALS):
+            raise failure.error from None
+        return account(failure)
+    except MegastackError as error:
+        return str(error)
+    return None
+
+
+def _check_all(console: Console, verifier: Verifier, layouts: Sequence[TrainConfig], many: bool) -> list[Verdict]:
+    """Compare the layouts one after another and say at once how each did."""
+    width = max(len(layout_text(layout)) for layout in layouts)
+    if many:
+        console.line(" " * (9 + width) + "".join(f"  {kind:>10}" for kind in KINDS), style="bold")
+    verdicts = []
+    for layout in layouts:
+        verdicts.append(verifier.check(layout))
+        _say(console, verdicts[-1], width if many else None)
+    if many:
+        _close_table(console, verdicts)
+    return verdicts
+
+
+def exit_code(verdicts: Sequence[Verdict]) -> int:
+    """1 if any layout differs or fails, else 78 if a layer refuses any, else 0."""
+    statuses = {verdict.status for verdict in verdicts}
+    if statuses & {"differs", "failed"}:
+        return DIFFERS
+    return REFUSED if "refused" in statuses else EQUAL
+
+
+def _opening(config: TrainConfig, verifier: Verifier, layouts: Sequence[TrainConfig], many: bool) -> str:
+    said = config.precision.compute.value
+    precision = "fp64" if said == "fp64" else f"fp64 (the configuration says {said})"
+    count = mesh_shape(layouts[0]).world_size
+    what = f"{len(layouts)} layouts of {count} ranks" if many else layout_text(layouts[0])
+    steps = f"{verifier.steps} step{'s' if verifier.steps > 1 else ''}"
+    lines = [f"verify   {what}, against one rank: {steps}, {' and '.join(verifier.runs)}, {precision}, on CPU"]
+    if count == 1:
+        lines.append("note     one rank is what others are compared with; try parallel.tp=2, or --all --ranks 4")
+    return "\n".join(lines)
+
+
+def _say(console: Console, verdict: Verdict, width: int | None) -> None:
+    if width is not None:
+        worst = {kind: max((w[kind] for w in verdict.worst.values()), default=None) for kind in KINDS}
+        figures = "".join(f"  {_figure(worst[kind]):>10}" for kind in KINDS) if verdict.worst else ""
+        style = "" if verdict.status == "equal" else "red"
+        console.line(f"{verdict.status:8} {layout_text(verdict.config):{width}}{figures}".rstrip(), style=style)
+        return
+    if verdict.worst:
+        console.table(["", *KINDS], [[run, *(_figure(w[kind]) for kind in KINDS)] for run, w in verdict.worst.items()])
+    _explain(console, verdict)
+
+
+def _explain(console: Console, verdict: Verdict) -> None:
+    if verdict.status == "equal":
+        console.line(f"equal    everything agrees to {Verifier.tolerance:g}", style="green")
+        return
+    for label, text in _lines(verdict):
+        style = "red" if label in ("differs", "failed", "refused") else ""
+        for at, line in enumerate(
+            line for part in text.splitlines() for line in textwrap.wrap(part, WIDTH, **UNBROKEN)
+        ):
+            console.line(f"{'' if at else label:8} {line}", style=style)
+
+
+def _lines(verdict: Verdict) -> list[tuple[str, str]]:
+    """What to say of a layout that is not equal, with a label for each part."""
+    finding = verdict.finding
+    if verdict.status != "differs" or finding is None:
+        where = f" in {finding.name}" if finding and finding.name else ""
+        lines = [(verdict.status, f"on this layout{where}: {verdict.reason}")]
+        return [*lines, ("cause", finding.cause)] if finding and finding.cause else lines
+    lines = [("differs", f"{_subject(finding)}, at step {finding.step + 1}")]
+    if finding.relative is not None:
+        lines.append(("by", f"{_figure(finding.relative)} of its largest element; {Verifier.tolerance:g} is allowed"))
+    lines.append(("cause", finding.cause or "the numbers do not tell"))
+    if finding.also:
+        more = f", … ({len(finding.also)} in all)" if len(finding.also) > NAMED else ""
+        lines.append(("also", ", ".join(finding.also[:NAMED]) + more))
+    return lines
+
+
+def _subject(finding: Finding) -> str:
+    owner = f" ({finding.owner})" if finding.owner else ""
+    match finding.kind:
+        case "module":
+            return f"the output of {finding.name}{owner}, the first module that differs"
+        case "gradient":
+            return f"the gradient of {finding.name}{owner}, the first that differs seen from the loss"
+        case "weight":
+            return f"the weight {finding.name}{owner}, though its gradient agrees"
+    return {"norm": "the gradient norm, though every gradient agrees"}.get(finding.kind, f"the {finding.kind}")
+
+
+def _close_table(console: Console, verdicts: Sequence[Verdict]) -> None:
+    bad = [verdict for verdict in verdicts if verdict.status != "equal"]
+    if not bad:
+        console.line(f"equal    all {len(verdicts)} layouts agree to {Verifier.tolerance:g}", style="green")
+        return
+    console.line(f"\n{len(bad)} of {len(verdicts)} layouts are not equal; the first, {layout_text(bad[0].config)}:")
+    _explain(console, bad[0])
+    console.line(f"alone    megastack verify … {' '.join(layout_overrides(bad[0].config))}")
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return "not finite" if not isfinite(value) else "0" if value == 0 else f"{value:.2g}"
+
+
+def as_record(verifier: Verifier, verdicts: Sequence[Verdict], broken: str | None = None) -> dict[str, Any]:
+    """A verification as JSON; ``broken`` tells why there is none."""
+    return {
+        "equal": broken is None and all(verdict.status == "equal" for verdict in verdicts),
+        "reason": broken,
+        "steps": verifier.steps,
+        "optimizers": list(verifier.runs),
+        "precision": "fp64",
+        "tolerance": Verifier.tolerance,
+        "layouts": [_verdict_record(verdict) for verdict in verdicts],
+    }
+
+
+def _verdict_record(verdict: Verdict) -> dict[str, Any]:
+    finding = verdict.finding
+    return {
+        "layout": layout_text(verdict.config),
+        "overrides": layout_overrides(verdict.config),
+        "status": verdict.status,
+        "worst": {run: {kind: _number(x) for kind, x in worst.items()} for run, worst in verdict.worst.items()},
+        "reason": verdict.reason,
+        "finding": None
+        if finding is None
+        else {
+            "kind": finding.kind,
+            "name": finding.name,
+            "step": finding.step + 1,
+            "relative": _number(finding.relative),
+            "ratio": _number(finding.ratio),
+            "cause": finding.cause,
+            "owner": finding.owner,
+            "module": finding.module,
+            "also": list(finding.also),
+        },
+    }
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
