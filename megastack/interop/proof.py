@@ -1,0 +1,179 @@
+"""The proof at the end of an import or an export: two implementations, the same tokens, the largest difference.
+
+One side is the decoder on one rank with the weights of the checkpoint, a pipeline stage of one block at a time, so that
+a block is all that is in memory. The other reads the Hugging Face folder: ``transformers`` where it is installed (in
+fp32, the whole model in memory), else :mod:`megastack.interop.reference` (in fp64). Which one it was is always said.
+
+The limit is relative to the largest logit. fp64 leaves only rounding; ``transformers`` computes rotary tables and
+norms in fp32 whatever the weights are, so its limit is wider. A wrong convention differs by the size of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megastack.batch import Microbatch
+from megastack.checkpoint.collect import model_items
+from megastack.config.choices import ComputeDtype
+from megastack.config.schema import ParallelOptions, PrecisionOptions, RecomputeOptions, TrainConfig
+from megastack.errors import ConfigError, MegastackError
+from megastack.interop.folder import HubFolder
+from megastack.interop.names import Weight
+from megastack.interop.reference import hub_logits
+from megastack.interop.stored import StoredWeights, fill_
+from megastack.mesh.mesh import Mesh
+from megastack.models.decoder import Decoder
+
+LIMITS = {"transformers": 1e-3, "reference": 1e-9}
+"""Largest difference by implementation, relative to the largest logit or 1."""
+SEQUENCES, LENGTH = 2, 16
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What two implementations said about the same tokens.
+
+    Attributes:
+        against: the implementation that read the Hugging Face folder.
+        dtype: what both computed in.
+        difference: the largest absolute difference of two logits.
+        scale: the largest absolute logit, at least 1.
+    """
+
+    against: str
+    dtype: str
+    difference: float
+    scale: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is within the limit; one that is no number is not."""
+        return self.difference <= LIMITS[self.against] * self.scale
+
+    def __str__(self) -> str:
+        verdict = "equal" if self.holds else "DIFFERENT"
+        limit = LIMITS[self.against] * self.scale
+        return (
+            f"proof     {verdict}: logits of megastack (one rank) and {_SAID[self.against]}, {self.dtype}, "
+            f"{SEQUENCES} sequences: largest difference {self.difference:.3g}, limit {limit:.3g}"
+        )
+
+
+_SAID = {"transformers": "transformers", "reference": "megastack's plain reference of the Hugging Face classes"}
+
+
+def choose(against: str) -> str:
+    """The implementation to compare with; ``auto`` takes transformers where it is installed.
+
+    Raises:
+        ConfigError: transformers is asked for and not installed.
+    """
+    installed = find_spec("transformers") is not None
+    if against == "transformers" and not installed:
+        raise ConfigError("--proof transformers: is not installed; pip install 'megastack[hf]', or --proof reference")
+    return ("transformers" if installed else "reference") if against == "auto" else against
+
+
+def prove(
+    config: TrainConfig, weights: dict[str, Weight], stored: StoredWeights, folder: HubFolder, against: str
+) -> Proof:
+    """Compare the logits of a checkpoint with those of a Hugging Face folder.
+
+    Args:
+        config: the run; its model is built.
+        weights: the model's weights by global name.
+        stored: the checkpoint.
+        folder: the folder.
+        against: ``transformers`` or ``reference``.
+    """
+    dtype = torch.float32 if against == "transformers" else torch.float64
+    tokens_BS = proof_tokens(config)
+    own = decoder_logits(config, weights, stored, tokens_BS, dtype)
+    other = _transformers(folder, tokens_BS) if against == "transformers" else hub_logits(folder, tokens_BS, dtype)
+    difference, scale = float((own - other).abs().max()), max(1.0, float(other.abs().max()))
+    return Proof(against, str(dtype).removeprefix("torch."), difference, scale)
+
+
+def proof_tokens(config: TrainConfig) -> Tensor:
+    """Ids from all over the vocabulary, the first and the last among them."""
+    longest = config.model.max_positions or config.batch.sequence_length
+    length = min(LENGTH, longest)
+    tokens = torch.arange(SEQUENCES * length) * 7919 % config.model.vocab
+    tokens[-1] = config.model.vocab - 1
+    return tokens.view(SEQUENCES, length)
+
+
+def decoder_logits(
+    config: TrainConfig, weights: dict[str, Weight], stored: Any, tokens_BS: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Logits (B, S, V) of the decoder on one rank, with one block at a time in memory.
+
+    Args:
+        config: the run; its model is built.
+        weights: the model's weights by global name.
+        stored: what has them: a checkpoint or a Hugging Face folder.
+        tokens_BS: token ids.
+        dtype: what to compute in.
+    """
+    config = _alone(config)
+    microbatch = _microbatch(tokens_BS)
+    carry: dict[str, Any] = {}
+    with torch.no_grad():
+        for stage in _stages(config, dtype):
+            fill_(model_items([stage], stage.mesh), weights, stored.read)
+            if stage.has_head:
+                return stage.logits(carry, microbatch)[..., : config.model.vocab]
+            carry = stage(carry, microbatch)
+    raise AssertionError("the last stage has the head")
+
+
+def _alone(config: TrainConfig) -> TrainConfig:
+    """The same model on one rank, in the dtype of its weights."""
+    precision = PrecisionOptions(compute=ComputeDtype.fp32)
+    return replace(config, parallel=ParallelOptions(), precision=precision, recompute=RecomputeOptions())
+
+
+def _stages(config: TrainConfig, dtype: torch.dtype) -> Iterator[Decoder]:
+    """The embedding, each block and the head as stages, one alive at a time, all parameters zero."""
+    mesh, depth = Mesh.single(), config.model.layers
+    slices = [(0, 0), *((layer, layer + 1) for layer in range(depth)), (depth, depth)]
+    for number, (start, stop) in enumerate(slices):
+        ends = {"embedding": number == 0, "head": number == len(slices) - 1}
+        with torch.device("meta"):
+            stage = Decoder(config, mesh, layers=range(start, stop), **ends).to(dtype)
+        stage = stage.to_empty(device="cpu").eval()
+        for parameter in stage.parameters():
+            parameter.zero_()
+        yield stage
+
+
+def _microbatch(tokens_BS: Tensor) -> Microbatch:
+    rows, length = tokens_BS.shape
+    positions_BS = torch.arange(length).repeat(rows, 1)
+    return Microbatch(tokens_BS, tokens_BS, positions_BS, None, samples_B=torch.arange(rows))
+
+
+def _transformers(folder: HubFolder, tokens_BS: Tensor) -> Tensor:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder.path), local_files_only=True)
+    with torch.no_grad():
+        return model.to(torch.float32).eval()(tokens_BS, use_cache=False).logits
+
+
+class ProofError(MegastackError):
+    """The two implementations disagree; nothing was kept.
+
+    Args:
+        proof: what they said.
+    """
+
+    def __init__(self, proof: Proof) -> None:
+        super().__init__(str(proof))
+        self.proof = proof

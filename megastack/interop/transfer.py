@@ -1,0 +1,240 @@
+"""Import and export as functions: read what is there, refuse what does not fit, write tensor by tensor, prove.
+
+An import makes a folder with
+
+- ``weights/``, a checkpoint for ``checkpoint.load_weights`` on any layout,
+- ``model/NAME.yaml``, so that ``--config-dir FOLDER model=NAME`` is the model,
+- ``huggingface/``, the original ``config.json`` and tokenizer files.
+
+An export makes a Hugging Face folder. Everything is checked before the first byte is written, the proof is done before
+the folder gets its name, and a folder whose proof fails is not kept.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from megastack.checkpoint.items import DTYPE_NAMES
+from megastack.checkpoint.tensorfile import Block
+from megastack.config.rules import violations
+from megastack.config.schema import BatchOptions, ModelOptions, RunOptions, TrainConfig
+from megastack.errors import CheckpointError, ConfigError, Violation
+from megastack.interop.folder import CONFIG, TOKENIZER_FILES, HubFolder, read_json
+from megastack.interop.hub_config import Architecture, read_hub_config
+from megastack.interop.hub_export import choose_architecture, hub_config, model_values
+from megastack.interop.names import Weight, sources_of, weights_of
+from megastack.interop.proof import Proof, ProofError, choose, prove
+from megastack.interop.stored import PREFIX, StoredWeights
+from megastack.interop.writing import new_folder, write_checkpoint, write_hub_folder
+from megastack.models.profile import total_parameters
+from megastack.placement.boxes import Box
+
+TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHTS, MODEL, HUB = "weights", "model", "huggingface"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What an import or an export did.
+
+    Attributes:
+        folder: what it made.
+        name: name of the model's YAML; the Hugging Face class after an export.
+        parameters: how many parameters went over.
+        files: the weight files.
+        unread: keys of ``config.json`` that were not looked at and might matter.
+        proof: the comparison at the end, None where it was not wanted.
+    """
+
+    folder: Path
+    name: str
+    parameters: int
+    files: tuple[str, ...]
+    unread: tuple[str, ...] = ()
+    proof: Proof | None = None
+
+
+def import_model(
+    source: str | Path,
+    out: str | Path,
+    *,
+    name: str | None = None,
+    dtype: str = "keep",
+    sequence_length: int | None = None,
+    proof: str = "auto",
+) -> Transfer:
+    """Make a checkpoint and a model YAML from a Hugging Face folder.
+
+    Args:
+        source: the folder.
+        out: the folder to make.
+        name: name of the YAML; None makes one from the name of ``source``.
+        dtype: ``keep``, or what to convert the weights to.
+        sequence_length: the longest sequence it will be trained on; None is the longest the model allows.
+        proof: ``auto``, ``transformers``, ``reference`` or ``none``.
+
+    Raises:
+        ConfigError: the model is not one that the decoder can be.
+        CheckpointError: the weights are incomplete, damaged or not those of the model.
+        ProofError: the logits differ.
+    """
+    against = choose(proof)
+    folder = HubFolder(source)
+    model = read_hub_config(folder.config, sequence_length=sequence_length)
+    config = _config_of(model.options, min(model.context, sequence_length or model.context))
+    if faults := _model_faults(config):
+        raise ConfigError.of(faults)
+    weights = weights_of(config, model.architecture)
+    folder.require(weights, vocab=model.options.vocab, tied=model.options.tied)
+    blocks = [_import_block(folder, weight, dtype) for weight in weights.values()]
+    name = name or _yaml_name(folder.path)
+    trainer = {"step": 0, "imported": {"architecture": model.architecture.class_name, "rotary": "half-split"}}
+    with new_folder(Path(out)) as target:
+        write_checkpoint(target / WEIGHTS, blocks, trainer)
+        _carry([folder.path / CONFIG, *folder.tokenizer_files()], target / HUB)
+        (target / MODEL).mkdir()
+        (target / MODEL / f"{name}.yaml").write_text(_model_yaml(folder, model.architecture, config), encoding="utf-8")
+        files = tuple(sorted(path.name for path in (target / WEIGHTS).glob("*.safetensors")))
+        found = _proof(config, weights, target / WEIGHTS, folder, against)
+    return Transfer(Path(out), name, total_parameters(config), files, model.unread, found)
+
+
+def export_model(
+    source: str | Path,
+    out: str | Path,
+    config: TrainConfig,
+    *,
+    architecture: str | None = None,
+    like: str | Path | None = None,
+    dtype: str = "keep",
+    shard_bytes: int = 5 * 10**9,
+    proof: str = "auto",
+) -> Transfer:
+    """Make a Hugging Face folder from a checkpoint of any layout.
+
+    Args:
+        source: the checkpoint folder.
+        out: the folder to make.
+        config: the run that the checkpoint belongs to; its model, sequence length and tokenizer are read.
+        architecture: the class to write; None takes the one that the model's features ask for.
+        like: a folder whose tokenizer files and token ids are carried along; None is the tokenizer's own.
+        dtype: ``keep``, or what to convert the weights to.
+        shard_bytes: the largest weight file.
+        proof: ``auto``, ``transformers``, ``reference`` or ``none``.
+
+    Raises:
+        ConfigError: no class can express the model, with the reasons.
+        CheckpointError: the checkpoint is damaged or not of this model.
+        ProofError: the logits differ.
+    """
+    against = choose(proof)
+    target_class = choose_architecture(config.model, architecture)
+    weights = weights_of(config, target_class)
+    stored = StoredWeights(source)
+    stored.require(weights)
+    blocks = _export_blocks(stored, weights, dtype)
+    beside = _beside(Path(source), config, like)
+    original = read_json(beside / CONFIG) if beside and (beside / CONFIG).is_file() else None
+    values = hub_config(config, target_class, _dtype_word(blocks), original)
+    with new_folder(Path(out)) as target:
+        files = write_hub_folder(target, blocks, values, shard_bytes)
+        _carry([beside / name for name in TOKENIZER_FILES if (beside / name).is_file()] if beside else [], target)
+        written = HubFolder(target)
+        written.require(weights, vocab=config.model.vocab, tied=config.model.tied)
+        found = _proof(config, weights, Path(source), written, against)
+    return Transfer(Path(out), target_class.class_name, total_parameters(config), tuple(files), (), found)
+
+
+def _proof(
+    config: TrainConfig, weights: dict[str, Weight], checkpoint: Path, folder: HubFolder, against: str
+) -> Proof | None:
+    if against == "none":
+        return None
+    found = prove(config, weights, StoredWeights(checkpoint), folder, against)
+    if not found.holds:
+        raise ProofError(found)
+    return found
+
+
+def _config_of(model: ModelOptions, length: int) -> TrainConfig:
+    """A run of this model, as far as building and describing it need one."""
+    return TrainConfig(run=RunOptions(steps=1), batch=BatchOptions(global_size=1, sequence_length=length), model=model)
+
+
+def _model_faults(config: TrainConfig) -> list[Violation]:
+    """What the rules have against the model itself; that its vocabulary fits the data is asked of a run."""
+    return [fault for fault in violations(config) if fault.key.startswith("model.") and fault.key != "model.vocab"]
+
+
+def _import_block(folder: HubFolder, weight: Weight, dtype: str) -> Block:
+    """A weight to be written whole, read when its turn comes."""
+    found = {folder.dtype(piece.source) for piece in weight.pieces}
+    if dtype == "keep" and len(found) > 1:
+        sources = ", ".join(piece.source for piece in weight.pieces)
+        raise CheckpointError(f"{folder.path}: {sources} have dtypes {', '.join(sorted(found))}; use --dtype fp32")
+    kept = found.pop()
+    box = Box((0,) * len(weight.shape), weight.shape)
+    name = kept if dtype == "keep" else DTYPE_NAMES[TORCH_DTYPES[dtype]]
+    return Block(PREFIX + weight.name, name, weight.shape, lambda: _converted(folder.read(weight, box), dtype))
+
+
+def _export_blocks(stored: StoredWeights, weights: dict[str, Weight], dtype: str) -> list[Block]:
+    """The stored tensors to be written, each put together when its turn comes."""
+    return [
+        Block(
+            source.name,
+            stored.source_dtype(source) if dtype == "keep" else DTYPE_NAMES[TORCH_DTYPES[dtype]],
+            source.shape,
+            lambda source=source: _converted(stored.source(source), dtype),  # type: ignore[misc]
+        )
+        for source in sources_of(weights).values()
+    ]
+
+
+def _converted(tensor: Tensor, dtype: str) -> Tensor:
+    return tensor if dtype == "keep" else tensor.to(TORCH_DTYPES[dtype])
+
+
+def _dtype_word(blocks: Sequence[Block]) -> str:
+    """The dtype that most bytes have, as ``config.json`` spells it."""
+    totals: dict[str, int] = {}
+    for block in blocks:
+        totals[block.dtype] = totals.get(block.dtype, 0) + block.nbytes
+    most = max(totals, key=lambda name: totals[name])
+    return next(str(dtype) for dtype, name in DTYPE_NAMES.items() if name == most).removeprefix("torch.")
+
+
+def _beside(checkpoint: Path, config: TrainConfig, like: str | Path | None) -> Path | None:
+    """The folder whose tokenizer files go along: the named one, the imported one, or the tokenizer's."""
+    if like is not None:
+        if not Path(like).is_dir():
+            raise ConfigError(f"--like {like}: no such folder")
+        return Path(like)
+    imported = checkpoint.absolute().parent / HUB
+    if imported.is_dir():
+        return imported
+    tokenizer = Path(config.data.tokenizer)
+    return tokenizer.parent if tokenizer.is_file() else None
+
+
+def _carry(files: Sequence[Path], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+
+
+def _yaml_name(folder: Path) -> str:
+    return re.sub(r"\W+", "_", folder.resolve().name.lower()).strip("_") or "imported"
+
+
+def _model_yaml(folder: HubFolder, architecture: Architecture, config: TrainConfig) -> str:
+    head = f"# {architecture.class_name} from {folder.path.resolve().name}, {total_parameters(config):,} parameters.\n"
+    return head + OmegaConf.to_yaml(OmegaConf.create(model_values(config.model)))

@@ -1,0 +1,216 @@
+"""What cannot be taken over is refused with the reason, before anything is written; the command's exit codes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megastack.cli import main
+from megastack.config.choices import Activation, Norm, Positions
+from megastack.config.schema import ModelOptions
+from megastack.errors import ConfigError
+from megastack.interop import proof
+from megastack.interop.hub_config import read_hub_config
+from megastack.interop.hub_export import choose_architecture
+from tests.interop.hub_folders import CONFIGS, LLAMA, stored, tensors, write
+
+SMALL = {"num_hidden_layers": 1}
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """The message of a refused import, which leaves nothing behind."""
+    out = folder.parent / "out"
+    assert main(["import", str(folder), "--out", str(out), "--proof", "reference", *more]) == 78
+    assert not out.exists() and not list(folder.parent.glob(".out*"))
+    return capsys.readouterr().err
+
+
+def test_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "x", LLAMA | SMALL)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "no weights" in (said := refused(folder, capsys)) and "pytorch_model.bin is pickled" in said
+    assert "no such folder" in refused(tmp_path / "nowhere", capsys)
+    (folder / "config.json").unlink()
+    assert "config.json: no such file" in refused(folder, capsys)
+    (folder / "config.json").write_text("{")
+    assert "not readable as JSON" in refused(folder, capsys)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "x", LLAMA | SMALL, files=2)
+    file = folder / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    assert f"{file}: truncated" in refused(folder, capsys)
+    file.write_bytes(b"abc")
+    assert f"{file}: truncated" in refused(folder, capsys)
+
+
+def test_an_index_that_is_not_what_the_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "x", LLAMA | SMALL, files=2)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    names = list(content["weight_map"])
+    content["weight_map"][names[0]] = "model-00002-of-00002.safetensors"
+    index.write_text(json.dumps(content))
+    assert f"{names[0]} not in the file it names" in refused(folder, capsys)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    assert "names model-00001-of-00002.safetensors, which is missing" in refused(folder, capsys)
+    index.write_text("{}")
+    assert "weight_map" in refused(folder, capsys)
+
+
+def test_tensors_that_are_not_those_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = LLAMA | SMALL
+    named = tensors(values)
+    lost = named.pop("model.layers.0.mlp.up_proj.weight")
+    named["model.layers.0.mlp.gate_proj.weight"] = lost[:-1].clone()
+    named["model.layers.0.mlp.router.weight"] = lost
+    named["model.norm.weight"] = named["model.norm.weight"].to(torch.int8)
+    said = refused(write(tmp_path / "x", values, named), capsys)
+    assert "missing: model.layers.0.mlp.up_proj.weight" in said
+    assert "not known to this architecture: model.layers.0.mlp.router.weight" in said
+    assert "model.layers.0.mlp.gate_proj.weight is (23, 16), must be (24, 16)" in said
+    assert "model.norm.weight is I8; quantised" in said
+
+
+def test_vocabularies_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = LLAMA | SMALL
+    folder = write(tmp_path / "x", values | {"vocab_size": 36}, tensors(values))
+    assert "model.embed_tokens.weight has 37 rows, vocab_size=36" in refused(folder, capsys)
+    (folder / "config.json").write_text(json.dumps(values))
+    added = [{"id": 37, "content": "<new>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": added}))
+    assert "tokenizer.json has 38 ids, vocab_size=37" in refused(folder, capsys)
+
+
+def test_a_tied_head_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = LLAMA | SMALL
+    folder = write(tmp_path / "x", values | {"tie_word_embeddings": True}, tensors(values))
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refused(folder, capsys)
+
+
+CANNOT: list[tuple[str, dict[str, Any], str]] = [
+    ("llama2", {"model_type": "bert"}, "model_type=bert: unknown architecture; use llama (LlamaForCausalLM), mistral"),
+    ("llama2", {"architectures": ["LlamaForSequenceClassification"]}, "must be LlamaForCausalLM"),
+    ("llama2", {"hidden_act": "gelu"}, "hidden_act=gelu"),
+    ("llama2", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn"),
+    ("llama3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=null"),
+    ("llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta=500000.0"),
+    ("llama2", {"rope_interleaved": True}, "half-split"),
+    ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("llama2", {"attention_bias": True}, "attention_bias=true: with mlp_bias=false"),
+    ("llama2", {"quantization_config": {"bits": 4}}, "quantised"),
+    ("llama2", {"num_hidden_layers": "many"}, "num_hidden_layers=many"),
+    ("mistral", {"sliding_window": 63}, "sliding_window=63: attention here sees a whole sequence"),
+    ("qwen2", {"use_sliding_window": True}, "sliding_window=4"),
+    ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types=[linear_attention]"),
+    ("gpt2", {"activation_function": "gelu"}, "activation_function=gelu"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
+    ("gpt2", {"embd_pdrop": 0.0}, "one rate"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "reason"), CANNOT, ids=[reason for _, _, reason in CANNOT])
+def test_what_the_decoder_cannot_follow(family: str, change: dict[str, Any], reason: str) -> None:
+    read_hub_config(CONFIGS[family])
+    with pytest.raises(ConfigError) as refusal:
+        read_hub_config(CONFIGS[family] | change)
+    assert reason in str(refusal.value)
+
+
+def test_every_reason_is_given_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read_hub_config(CONFIGS["llama2"] | {"hidden_act": "relu", "rope_interleaved": True, "mlp_bias": True})
+    assert len(refusal.value.violations) == 3
+
+
+def test_a_window_does_not_matter_to_sequences_it_holds() -> None:
+    wide = CONFIGS["mistral"] | {"sliding_window": 16}
+    assert read_hub_config(wide, sequence_length=16).options.layers == 3
+    with pytest.raises(ConfigError, match="--sequence-length 16 or less"):
+        read_hub_config(wide, sequence_length=17)
+
+
+def test_keys_that_nobody_read_are_told() -> None:
+    assert read_hub_config(LLAMA | {"attn_logit_softcapping": 30.0}).unread == ("attn_logit_softcapping",)
+    assert read_hub_config(LLAMA).unread == ()
+
+
+LLAMA_TINY = ModelOptions(layers=1, heads=4, hidden=16, ffn=24, vocab=37)
+GPT2_TINY = replace(
+    LLAMA_TINY, norm=Norm.layer, activation=Activation.gelu, positions=Positions.learned, bias=True, tied=True
+)
+EXPORTS: list[tuple[ModelOptions, dict[str, Any], str | None, str]] = [
+    (LLAMA_TINY, {"norm": Norm.layer}, "llama", "model.norm=layer: LlamaForCausalLM cannot express it; use rms"),
+    (LLAMA_TINY, {"norm": Norm.layer}, "qwen3", "model.qk_norm=false: Qwen3ForCausalLM cannot express it; use true"),
+    (LLAMA_TINY, {"norm": Norm.layer}, None, "model.activation=swiglu: GPT2LMHeadModel cannot express it; use gelu"),
+    (LLAMA_TINY, {"qkv_bias": True}, "llama", "use --architecture qwen2"),
+    (LLAMA_TINY, {"qkv_bias": True, "qk_norm": True}, None, "model.qkv_bias=true: Qwen3ForCausalLM"),
+    (LLAMA_TINY, {"bias": True}, "mistral", "model.bias=true"),
+    (GPT2_TINY, {"kv_groups": 2}, None, "model.kv_groups=2"),
+    (GPT2_TINY, {"head_dim": 8}, None, "model.head_dim=8"),
+    (GPT2_TINY, {"bias": False}, None, "model.bias=false"),
+    (LLAMA_TINY, {"mlp": {"_target_": "my.Own"}}, None, "layer of your own"),
+    (LLAMA_TINY, {}, "bert", "--architecture=bert: unknown architecture; use llama, mistral"),
+]
+
+
+@pytest.mark.parametrize(("model", "change", "name", "reason"), EXPORTS, ids=[case[-1] for case in EXPORTS])
+def test_what_the_other_side_cannot_express(
+    model: ModelOptions, change: dict[str, Any], name: str | None, reason: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        choose_architecture(replace(model, **change), name)
+    assert reason in str(refusal.value)
+
+
+def test_the_class_follows_from_the_features() -> None:
+    changes = [{}, {"bias": True}, {"qkv_bias": True}, {"qk_norm": True}]
+    names = [choose_architecture(replace(LLAMA_TINY, **change)).name for change in changes]
+    assert [*names, choose_architecture(GPT2_TINY).name] == ["llama", "llama", "qwen2", "qwen3", "gpt2"]
+
+
+def test_the_command_imports_exports_and_finds_what_lies_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "Tiny-Llama", LLAMA | SMALL)
+    record = tmp_path / "record.json"
+    arguments = ["--out", str(tmp_path / "in"), "--proof", "reference", "--json", str(record)]
+    assert main(["import", str(folder), *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "plain reference" in said and "largest difference" in said and "model=tiny_llama" in said
+    assert json.loads(record.read_text())["proof"]["holds"] is True
+    assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--proof", "reference"]) == 0
+    assert stored(tmp_path / "out").keys() == tensors(LLAMA | SMALL).keys()
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 78
+    assert "is taken" in capsys.readouterr().err
+    other = ["model=llama_tiny", "--config-dir", str(tmp_path / "in")]
+    assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "new"), *other]) == 78
+    assert "blocks.1.attention.q.weight" in capsys.readouterr().err
+    (tmp_path / "in" / "model" / "tiny_llama.yaml").unlink()
+    assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "new")]) == 78
+    assert "give the model" in capsys.readouterr().err
+    file = tmp_path / "in" / "weights" / "rank_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    whole = ["model=llama_tiny"]
+    assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "new"), *whole]) == 78
+    assert "truncated" in capsys.readouterr().err
+
+
+def test_a_proof_that_fails_exits_1_and_keeps_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "x", LLAMA | SMALL)
+    reference = proof.hub_logits
+    monkeypatch.setattr(proof, "hub_logits", lambda *given: reference(*given) + 1e-6)
+    assert main(["import", str(folder), "--out", str(tmp_path / "in"), "--proof", "reference"]) == 1
+    said = capsys.readouterr().out
+    assert "DIFFERENT" in said and "nothing was kept" in said and not (tmp_path / "in").exists()
+    monkeypatch.setattr(proof, "hub_logits", lambda *given: reference(*given) * float("nan"))
+    assert main(["import", str(folder), "--out", str(tmp_path / "in"), "--proof", "reference"]) == 1
