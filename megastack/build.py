@@ -126,8 +126,8 @@ class Training:
         self.progress.__dict__.update(Progress.from_json(state.trainer).__dict__)
 
     def load_weights(self, path: Path) -> None:
-        """Start from the weights of a checkpoint, everything else fresh."""
-        load(path, self.state(), self.mesh, strict=self.config.checkpoint.strict, weights_only=True)
+        """Start from the weights of a checkpoint, in this run's dtypes, everything else fresh."""
+        load(path, self.state(), self.mesh, strict=self.config.checkpoint.strict, weights_only=True, cast=True)
         self.step.optimizer.refresh_masters()
 
 
