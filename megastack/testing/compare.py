@@ -4,7 +4,7 @@ The metric: a gradient may differ by ``tol`` times the largest element of its te
 of the whole model where the tensor is smaller than that; weights likewise after SGD and, in fp64, after AdamW. After
 AdamW in fp32 a weight may differ by a tenth of a learning rate, for Adam turns the rounding of a gradient that is
 nearly zero into a whole step. Losses and norms are compared relatively, the worst step counts. What several ranks hold
-copies of must be the same bits on each of them.
+copies of must be the same bits on each of them, and so must initial weights on every layout.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Trace:
     """Whole tensors by global name, one entry a step.
 
     Attributes:
+        initial: weights before the first step.
         losses: the reported loss of each step.
         norms: the gradient norm of each step, before clipping.
         gradients: of each step before clipping.
@@ -34,6 +35,7 @@ class Trace:
             where they are.
     """
 
+    initial: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -57,7 +59,7 @@ class Difference:
     """One thing that differs by more than it may.
 
     Attributes:
-        kind: ``loss``, ``norm``, ``gradient``, ``weight``, or ``copies of`` the last two, where ranks disagree.
+        kind: ``initial weight``, ``loss``, ``norm``, ``gradient``, ``weight``, or ``copies of`` the last two.
         name: the parameter, empty for a scalar.
         step: 0-based.
         distance: how far apart, in units of what is allowed (1 is the limit).
@@ -86,7 +88,7 @@ def differences(reference: Trace, other: Trace, *, tolerance: float, adam_fp32: 
         tolerance: see :data:`TOLERANCES`.
         adam_fp32: whether weights follow the rule for AdamW in fp32.
     """
-    found: list[Difference] = []
+    found = [*_initial(reference.initial, other.initial, tolerance)]
     for step in range(len(reference.losses)):
         pairs = (("loss", reference.losses, other.losses), ("norm", reference.norms, other.norms))
         for kind, expected, actual in pairs:
@@ -97,6 +99,14 @@ def differences(reference: Trace, other: Trace, *, tolerance: float, adam_fp32: 
         found += _tensors("weight", step, reference.weights[step], other.weights[step], tolerance, limit)
         found += _copies(step, reference, other, tolerance)
     return found
+
+
+def _initial(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float) -> Iterator[Difference]:
+    assert set(expected) == set(actual), f"initial weight: other names, {sorted(set(expected) ^ set(actual))}"
+    for name, x in expected.items():
+        if not torch.equal(x, actual[name]):
+            distance = float((actual[name] - x).abs().max()) / max(float(x.abs().max()), 1e-300) / tolerance
+            yield Difference("initial weight", name, 0, distance, least_squares_ratio(x, actual[name]))
 
 
 def _copies(step: int, reference: Trace, other: Trace, tolerance: float) -> Iterator[Difference]:

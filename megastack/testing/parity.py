@@ -112,7 +112,7 @@ def _trace(factory: Callable[[Mesh], nn.Module], shape: MeshShape, task: _Task) 
     optimizer = build_optimizer(buckets, OptimizerOptions(task.optimizer))
     placements = stage_placements([layer])
     width = task.hidden or _width(placements)
-    trace = Trace()
+    trace = Trace(gather_whole(model_items([layer], mesh), mesh)[0])
     for step in range(task.steps):
         buckets.zero_()
         inputs, weights = (_global(name, width, step, task) for name in ("input", "weight"))

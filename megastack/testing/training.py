@@ -19,7 +19,8 @@ from megastack.testing.ranks import run_ranks
 
 def trace_training(training: Training, steps: int) -> Trace:
     """Run the first steps; all ranks call, the first one gets gradients and weights, all of them losses and norms."""
-    trace, mesh = Trace(), training.mesh
+    mesh = training.mesh
+    trace = Trace(gather_whole(training.weight_items(), mesh)[0])
     for step in range(steps):
         outcome = training.step(step, lambda: trace.add_gradients(*gather_whole(training.gradient_items(), mesh)))
         trace.losses.append(float(outcome.loss))

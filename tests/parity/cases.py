@@ -1,0 +1,116 @@
+"""The model, the data, the layouts and the choices that parity is tested on.
+
+Everything is a change of one small configuration, composed once; its text is read once and handed to the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megastack.build import read_dataset
+from megastack.config.compose import compose
+from megastack.config.convert import replace_values, value_of
+from megastack.config.rules import violations
+from megastack.config.schema import TrainConfig
+from megastack.data.dataset import Dataset
+
+Changes = Mapping[str, Any]
+
+SMALL = {
+    "model.hidden": 16,
+    "model.heads": 4,
+    "model.kv_groups": 4,
+    "model.ffn": 24,
+    "model.vocab": 259,
+    "model.vocab_multiple": 8,  # padded to 264
+    "batch.global_size": 8,
+    "batch.micro_size": 2,
+    "batch.sequence_length": 8,
+    "optim.lr": 0.01,
+}
+
+LAYOUTS: dict[str, Changes] = {
+    "dp2": {"parallel.dp": 2},
+    "dp4": {"parallel.dp": 4},
+    "tp2": {"parallel.tp": 2},
+    "tp4": {"parallel.tp": 4},
+    "pp2": {"parallel.pp": 2},
+    "pp4": {"parallel.pp": 4},
+    "dp2.tp2": {"parallel.dp": 2, "parallel.tp": 2},
+    "tp2.pp2": {"parallel.tp": 2, "parallel.pp": 2},
+    "dp2.pp2": {"parallel.dp": 2, "parallel.pp": 2},
+    "dp2.tp2.pp2": {"parallel.dp": 2, "parallel.tp": 2, "parallel.pp": 2},
+    "pp2x2": {"parallel.pp": 2, "schedule.name": "interleaved", "schedule.chunks": 2},
+    "pp4x2": {"parallel.pp": 4, "schedule.name": "interleaved", "schedule.chunks": 2},
+}
+
+FAMILIES: dict[str, Changes] = {
+    "llama": {},
+    "gpt2": {
+        "model.family": "gpt2",
+        "model.norm": "layer",
+        "model.activation": "gelu",
+        "model.positions": "learned",
+        "model.bias": True,
+    },
+}
+
+CHOICES = {
+    "layout": tuple(LAYOUTS),
+    "family": tuple(FAMILIES),
+    "sequence_parallel": ("true", "false"),
+    "tied": ("true", "false"),
+    "kv_groups": ("4", "1"),
+    "optimizer": ("sgd", "adamw"),
+}
+
+
+def model_of(row: Mapping[str, str]) -> Changes:
+    """Everything of a row but the layout: what the reference shares with it. 8 layers where there are 8 stages."""
+    return FAMILIES[row["family"]] | {
+        "model.layers": 8 if row["layout"] == "pp4x2" else 4,
+        "model.kv_groups": int(row["kv_groups"]),
+        "model.tied": row["tied"] == "true",
+        "model.dropout": 0.1,
+        "optim.name": row["optimizer"],
+    }
+
+
+def layout_of(row: Mapping[str, str]) -> Changes:
+    """What differs from the reference."""
+    return LAYOUTS[row["layout"]] | {"parallel.sequence_parallel": row["sequence_parallel"] == "true"}
+
+
+@cache
+def _small() -> TrainConfig:
+    return replace_values(compose(["experiment=parity"]), SMALL)
+
+
+def configured(*changes: Changes) -> TrainConfig:
+    """The small configuration with changes by dotted key, the later ones winning; it is a legal one."""
+    config = _small()
+    for key, value in (pair for change in changes for pair in change.items()):
+        current = value_of(config, key)
+        config = replace_values(config, {key: type(current)(value) if isinstance(current, StrEnum) else value})
+    found = violations(config)
+    assert not found, "\n".join(map(str, found))
+    return config
+
+
+@cache
+def dataset() -> Dataset:
+    """Packed documents of a few words, the same in each session."""
+    draw = random.Random(7)
+    words = ["rank", "stage", "tensor", "the", "of", "pipeline", "sum", "a", "gradient", "layout", "and", "is"]
+    documents = [" ".join(draw.choice(words) for _ in range(draw.randint(1, 12))) for _ in range(150)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "corpus.jsonl"
+        path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+        return read_dataset(configured({"data.source": "jsonl", "data.paths": [str(path)]}))
