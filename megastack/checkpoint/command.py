@@ -1,0 +1,185 @@
+"""``megastack checkpoint ls|show|verify PATH``: what checkpoints there are, what is in one, and whether it is whole.
+
+Imports no torch. PATH is a checkpoint, a ``checkpoints`` folder or a run folder. Exit code 0, or 1 where anything that
+was looked at is corrupt or incomplete, or there is nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megastack.checkpoint.folder import CHECKPOINTS, checkpoint_fault, list_checkpoints, read_latest
+from megastack.checkpoint.manifest import (
+    ITEM_SIZES,
+    MANIFEST,
+    Manifest,
+    file_fault,
+    read_manifest,
+    read_trainer,
+    size_faults,
+)
+from megastack.checkpoint.publish import step_of
+from megastack.errors import CheckpointError
+
+ACTIONS = {
+    "ls": "every checkpoint of a folder, with its size and whether it is complete",
+    "show": "one checkpoint: its files, its tensors, the trainer's state",
+    "verify": "read every byte of one checkpoint, or of all in a folder, and compare the checksums",
+}
+Answer = tuple[str, dict[str, Any], bool]
+"""Text for the screen, the same as JSON, and whether all is well."""
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the verb."""
+    actions = "; ".join(f"{name}: {meaning}" for name, meaning in ACTIONS.items())
+    parser.add_argument("action", choices=ACTIONS, help=actions)
+    parser.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, a checkpoints folder, or a run folder")
+    parser.add_argument("--json", metavar="FILE", help="also write the result to FILE")
+
+
+def checkpoint_command(options: argparse.Namespace) -> int:
+    """The verb ``checkpoint``; returns the exit code."""
+    answer: Callable[[Path], Answer] = {"ls": _list, "show": _show, "verify": _verify}[options.action]
+    try:
+        text, record, good = answer(options.path)
+    except CheckpointError as error:
+        text, record, good = str(error), {"fault": str(error)}, False
+    sys.stdout.write(text.rstrip() + "\n")
+    if options.json:
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0 if good else 1
+
+
+def _list(path: Path) -> Answer:
+    rows, records = [], []
+    folder = _folder(path)
+    latest = read_latest(folder)
+    for entry in list_checkpoints(folder):
+        record: dict[str, Any] = {"path": str(entry.path), "step": entry.step, "fault": entry.fault}
+        if entry.fault is None:
+            manifest = read_manifest(entry.path)
+            record |= {"bytes": _size(manifest), "ranks": manifest.world_size, "time": manifest.time}
+        records.append(record | {"latest": entry.path == latest})
+        rows.append(_list_row(records[-1], entry.path))
+    if not rows:
+        raise CheckpointError(f"{folder}: holds no checkpoints")
+    rows = [("checkpoint", "written", "size", "ranks", "state"), *rows]
+    left = [hidden.name for hidden in sorted(folder.glob(".step_*"))]
+    notes = [f"{name}: left over by an unfinished save or removal; the next save clears it" for name in left]
+    faults = [str(record["fault"]) for record in records if record["fault"]]
+    good = not faults
+    return "\n".join([_table(rows), *faults, *notes]), {"checkpoints": records, "leftovers": left}, good
+
+
+def _list_row(record: dict[str, Any], path: Path) -> tuple[str, ...]:
+    name = path.name + (" (latest)" if record["latest"] else "")
+    if record["fault"]:
+        return name, "-", "-", "-", "incomplete"
+    return name, _when(record["time"]), _bytes(record["bytes"]), str(record["ranks"]), "complete"
+
+
+def _show(path: Path) -> Answer:
+    chosen = _one(path)
+    manifest = read_manifest(chosen)
+    faults = size_faults(chosen, manifest)
+    trainer = {} if faults else read_trainer(chosen)
+    head = f"{chosen}: {_bytes(_size(manifest))} from {manifest.world_size} ranks, written {_when(manifest.time)}"
+    files = [("file", "size", "crc32"), *((f.name, _bytes(f.size), f"{f.crc32:08x}") for f in manifest.files.values())]
+    tensors = [("tensor", "dtype", "shape", "boxes", "size")]
+    for name, tensor in sorted(manifest.tensors.items()):
+        shape = "×".join(map(str, tensor.shape)) or "scalar"
+        size = prod(tensor.shape) * ITEM_SIZES[tensor.dtype]
+        tensors.append((name, tensor.dtype, shape, str(len(tensor.boxes)), _bytes(size)))
+    state = [("trainer", "value"), *((key, json.dumps(value)) for key, value in trainer.items())]
+    text = "\n\n".join([head, _table(files), _table(tensors), _table(state), *faults])
+    return text, _as_record(chosen, manifest, trainer, faults), not faults
+
+
+def _as_record(path: Path, manifest: Manifest, trainer: dict[str, Any], faults: list[str]) -> dict[str, Any]:
+    tensors = {
+        name: {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": len(tensor.boxes)}
+        for name, tensor in manifest.tensors.items()
+    }
+    return {
+        "path": str(path),
+        "ranks": manifest.world_size,
+        "time": manifest.time,
+        "files": {file.name: file.size for file in manifest.files.values()},
+        "tensors": tensors,
+        "trainer": trainer,
+        "faults": faults,
+    }
+
+
+def _verify(path: Path) -> Answer:
+    one = step_of(path) is not None or (path / MANIFEST).exists()
+    paths = [path] if one else [entry.path for entry in list_checkpoints(_folder(path))]
+    if not paths:
+        raise CheckpointError(f"{path}: holds no checkpoints")
+    lines, records = [], {}
+    for chosen in paths:
+        found, faults = _verified(chosen)
+        lines += [*found, f"{chosen}: {'corrupt or incomplete' if faults else 'whole'}"]
+        records[str(chosen)] = faults
+    return "\n".join(lines), {"faults": records}, not any(records.values())
+
+
+def _verified(path: Path) -> tuple[list[str], list[str]]:
+    """A line for each file, and the faults among them."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)], [str(error)]
+    lines, faults = [], []
+    for file in manifest.files.values():
+        fault = file_fault(path, file)
+        faults += [fault] if fault else []
+        lines.append(fault or f"{path / file.name}: {_bytes(file.size)}, crc32 {file.crc32:08x}")
+    return lines, faults
+
+
+def _one(path: Path) -> Path:
+    """The checkpoint at a path, or the newest complete one of a folder."""
+    if step_of(path) is not None or (path / MANIFEST).exists():
+        return path
+    complete = [entry.path for entry in list_checkpoints(_folder(path)) if entry.complete]
+    if not complete:
+        raise CheckpointError(checkpoint_fault(path, content=False) or f"{path}: holds no checkpoints")
+    return complete[-1]
+
+
+def _folder(path: Path) -> Path:
+    """The ``checkpoints`` folder that a path names."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(file.size for file in manifest.files.values())
+
+
+def _when(time: float) -> str:
+    return datetime.fromtimestamp(time).isoformat(" ", "seconds")
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,0 +1,75 @@
+"""A run's checkpoints: reported once they are whole, alike on all ranks, and thinned out by policy."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megastack.checkpoint import asynchronous, write
+from megastack.checkpoint.folder import list_checkpoints, newest_complete
+from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.saver import Saver
+from megastack.errors import CheckpointError
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import MeshShape
+from megastack.testing.ranks import run_ranks
+from tests.checkpoint.test_asynchronous import slow_down
+
+
+def state(step: int) -> State:
+    return State([StateItem.replicated("model/w", torch.full((4,), float(step)))], {"step": step})
+
+
+def test_a_blocking_save_is_reported_at_once(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Mesh.single())
+    (saved,) = saver.save(2, state(2))
+    assert (saved.step, saved.path) == (2, tmp_path / "step_00000002")
+    assert 0 < saved.write_seconds <= saved.seconds
+    assert not saver.busy and saver.settle() == []
+
+
+def run_beside(root: Path) -> list[list[int]]:
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    fast = write.write_tensors
+    slow_down(0.2)
+    saver, reported = Saver(root, mesh, asynchronous=True, keep=2, every=4), []
+    for step in (2, 4, 6, 8, 10):
+        reported.append([saved.step for saved in saver.save(step, state(step))])
+        assert saver.busy or mesh.rank  # the first rank writes what both hold
+    (last,) = saver.settle()
+    vars(write)["write_tensors"] = fast
+    return [*reported, [last.step]]
+
+
+def test_an_asynchronous_save_is_reported_when_it_is_published(tmp_path: Path) -> None:
+    expected = [[], [2], [4], [6], [8], [10]]
+    assert run_ranks(run_beside, 2, tmp_path) == [expected, expected]
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [4, 8, 10]  # the two newest and what 4 divides
+
+
+def test_the_wait_counts_as_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = write.write_tensors
+    monkeypatch.setattr(write, "write_tensors", lambda *given: time.sleep(0.3) or fast(*given))
+    saver = Saver(tmp_path, Mesh.single(), asynchronous=True)
+    saver.save(2, state(2))
+    (saved,) = saver.settle()
+    assert saved.seconds >= 0.25 and saved.write_seconds >= 0.3
+
+
+def test_an_error_of_the_writer_comes_with_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    saver = Saver(tmp_path, Mesh.single(), asynchronous=True)
+    saver.save(4, state(4))
+    saver.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(asynchronous, "complete", full)
+        saver.save(6, state(6))
+        with pytest.raises(CheckpointError, match=r"step_00000006: was not saved\nrank 0: .*No space left"):
+            saver.save(8, state(8))
+    assert newest_complete(tmp_path) == tmp_path / "step_00000004"
+    assert [saved.step for saved in [*saver.save(8, state(8)), *saver.settle()]] == [8]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000004", "step_00000008"]
