@@ -27,7 +27,12 @@ def text(folder: Path) -> Path:
 def overrides(folder: Path) -> list[str]:
     """The choices that make a run tiny; its folder is ``folder/run`` unless it is given another."""
     data = ["data.source=jsonl", f"data.paths=[{text(folder)}]", "data.validation_fraction=0.2"]
-    place = [f"run.dir={folder / 'run'}", f"run.root={folder}", "observe.tensorboard=false"]
+    place = [
+        f"run.dir={folder / 'run'}",
+        f"run.root={folder}",
+        "observe.tensorboard=false",
+        "launch.threads_per_rank=1",
+    ]
     return ["experiment=parity", *MODEL, *BATCH, *data, *place]
 
 

@@ -1,0 +1,67 @@
+"""`megastack train -m`: every job of the product in a world and a folder of its own, and what the whole returns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import megastack.launch.sweep as sweep
+from megastack.training.state import RunResult
+from tests.tiny_runs import losses, train
+
+
+def test_illegal_jobs_are_listed_and_the_rest_runs(tmp_path, capfd):
+    """Nothing leaks from a job to the next: the first and the last have the same layout and the same losses."""
+    table = tmp_path / "table.json"
+    choices = ("-m", "parallel.tp=1,2,3,1", "model.dropout=0.1", "run.dir=null", "run.steps=3", "--json", str(table))
+    assert train(tmp_path, *choices) == 78
+    jobs = json.loads(table.read_text())
+    assert [job["status"] for job in jobs] == ["completed", "completed", "refused", "completed"]
+    assert [job["exit_code"] for job in jobs] == [0, 0, 78, 0]
+    assert "parallel.tp=3: must divide" in jobs[2]["reason"] and jobs[2]["folder"] is None
+    root = next((tmp_path / "multirun").glob("*/*"))
+    assert sorted(path.name for path in root.iterdir() if path.is_dir() and path.name != ".hydra") == ["1", "2", "4"]
+    curves = {number: losses(root / number) for number in ("1", "2", "4")}
+    assert curves["1"] == curves["4"]
+    assert curves["2"] == pytest.approx(curves["1"], rel=1e-10)
+    assert [job["loss"] for job in jobs if job["loss"]] == [curves[number][-1] for number in ("1", "2", "4")]
+    screen = capfd.readouterr()
+    assert "initiali" not in screen.err
+    lines = screen.out.splitlines()[-5:]
+    assert lines[0].split()[:3] == ["parallel.tp", "status", "step"]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        *(["1", "completed"], ["2", "completed"], ["3", "refused"], ["1", "completed"])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("endings", "code", "started"),
+    [
+        (("completed", "completed"), 0, 2),
+        (("completed", "preempted"), 75, 2),
+        (("preempted", "failed"), 1, 2),
+        (("diverged", "completed"), 1, 2),
+        (("interrupted", "completed"), 75, 1),
+    ],
+)
+def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capfd, endings, code, started):
+    """Failed before preempted before refused; a signal to the launcher leaves the remaining jobs out."""
+    left = list(endings)
+
+    def launch(config, overrides, **more):
+        ending = left.pop(0)
+        status = "preempted" if ending == "interrupted" else ending
+        return RunResult(status, 1, None, tmp_path, None, interrupted=ending == "interrupted")
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    assert train(tmp_path, "-m", "seed=1,2") == code
+    assert len(left) == 2 - started
+    assert ("1 more jobs were not started" in capfd.readouterr().out) is (started == 1)
+
+
+@pytest.mark.full
+def test_four_layouts_overlay(tmp_path):
+    assert train(tmp_path, "-m", "parallel.tp=1,2", "parallel.pp=1,2", f"run.dir={tmp_path}/all", "run.steps=5") == 0
+    curves = [losses(tmp_path / "all" / str(number)) for number in range(1, 5)]
+    assert all(curve == pytest.approx(curves[0], rel=1e-10) for curve in curves)

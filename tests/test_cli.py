@@ -1,0 +1,66 @@
+"""The command line itself: verbs, flags, help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megastack.cli import VERBS, main
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["trian"],
+        ["-m"],
+        ["train", "--no-such-flag"],
+        ["train", "--multi"],
+        ["show", "-m"],
+        ["show", "--format", "gif"],
+    ],
+)
+def test_a_wrong_verb_or_flag_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert "usage: megastack" in capsys.readouterr().err
+
+
+def test_help_names_the_verbs_and_imports_no_torch():
+    script = (
+        "import sys; from megastack.cli import main\n"
+        "for arguments in (['--help'], ['train', '--help']):\n"
+        "    try: main(arguments)\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'numpy', 'hydra', 'rich'} & set(sys.modules), sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(verb in done.stdout for verb in VERBS) and "--config-dir" in done.stdout
+
+
+def test_flags_and_overrides_mix_in_any_order(tmp_path, capsys):
+    flags = ["--json", str(tmp_path / "layout.json")]
+    texts = []
+    for arguments in (["parallel.tp=2", *flags, "model.layers=8"], [*flags, "parallel.tp=2", "model.layers=8"]):
+        assert main(["show", *arguments]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and "tp2" in texts[0] and (tmp_path / "layout.json").exists()
+
+
+def test_a_refused_configuration_exits_with_78_and_every_fault(capsys):
+    assert main(["show", "parallel.tp=3", "model.layer=2"]) == 78
+    report = capsys.readouterr().err.splitlines()
+    assert report[0] == "model.layer=2: no such key; use model.layers"
+    assert any(line.startswith("parallel.tp=3: must divide model.heads=4; use 1, 2 or 4") for line in report)
+
+
+def test_only_one_rank_of_a_world_says_why(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, speaks in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "parallel.tp=4"]) == 78
+        assert ("parallel.dp=null" in capsys.readouterr().err) is speaks
