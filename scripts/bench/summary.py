@@ -1,0 +1,143 @@
+"""From the ranks' records to figures: medians, paired ratios with quartiles, the console's table and the page's."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.measure import SIDES, RankRecord
+from bench.task import LAYOUTS, configuration
+
+_MARKS = ("<!-- figures: written by scripts/bench_layouts.py -->", "<!-- end of figures -->")
+_COLUMNS = (
+    *("layout", "torch's blocks", "step s", "torch s", "ratio (quartiles)", "of ideal", "CPU s", "torch CPU s"),
+    *("CPU ratio (quartiles)", "peak MiB", "torch MiB", "MiB sent by axis", "loss differs by"),
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return Spread(statistics.median(values), low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def summarise(name: str, records: Sequence[RankRecord], peaks: dict[str, list[int]]) -> dict[str, Any]:
+    """The figures of one layout as JSON.
+
+    A step takes as long as its slowest rank; CPU time is the sum over the ranks; peaks are the heaviest rank's. Ratios
+    are megastack's figure by torch's, pair by pair.
+    """
+    layout = LAYOUTS[name]
+    wall = {side: _over_ranks(max, [record.wall_s[side] for record in records]) for side in SIDES}
+    cpu = {side: _over_ranks(sum, [record.cpu_s[side] for record in records]) for side in SIDES}
+    losses = {side: _over_ranks(_mean, [record.losses[side] for record in records]) for side in SIDES}
+    gaps = [abs(ours - theirs) for ours, theirs in zip(*losses.values(), strict=True)]
+    return {
+        "layout": name,
+        "torch_blocks": layout.torch_blocks,
+        "world_size": layout.world_size,
+        "bubble": bubble(name),
+        "pairs": len(wall["torch"]),
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "median_wall_s": {side: statistics.median(values) for side, values in wall.items()},
+        "median_cpu_s": {side: statistics.median(values) for side, values in cpu.items()},
+        "wall_ratio": vars(Spread.of(_ratios(wall))),
+        "cpu_ratio": vars(Spread.of(_ratios(cpu))),
+        "peak_bytes": {side: max(values) for side, values in peaks.items()},
+        "peak_bytes_by_rank": peaks,
+        "bytes_by_axis": {axis: max(r.bytes_by_axis.get(axis, 0) for r in records) for axis in _axes(records)},
+        "losses": losses,
+        "largest_loss_difference": max(gaps),
+    }
+
+
+def bubble(name: str) -> float:
+    """1F1B's: (p-1) / (M + p-1)."""
+    layout, batch = LAYOUTS[name], configuration(LAYOUTS[name]).batch
+    microbatches = batch.global_size // (batch.micro_size * layout.dp)
+    return (layout.pp - 1) / (microbatches + layout.pp - 1)
+
+
+def add_ideals(results: Sequence[dict[str, Any]], cores: int) -> None:
+    """What a layout would take if one rank's step, as measured here, were shared by the cores with nothing added."""
+    single = next((result["median_wall_s"]["megastack"] for result in results if result["layout"] == "single"), None)
+    for result in results if single is not None else ():
+        result["ideal_wall_s"] = single / min(cores, result["world_size"]) / (1 - result["bubble"])
+
+
+def text_table(results: Sequence[dict[str, Any]]) -> str:
+    """The table for the console."""
+    rows = [_COLUMNS, *map(_cells, results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def markdown_table(results: Sequence[dict[str, Any]]) -> str:
+    """The table for the page."""
+    rows = [_COLUMNS, tuple("---" for _ in _COLUMNS), *map(_cells, results)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def write_page(page: Path, results: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
+    """Replace the figures of a page, which stand between two marks."""
+    start, end = _MARKS
+    about = (
+        f"{machine['date']}, torch {machine['torch']}, {machine['cores']} cores ({machine['processor']}), "
+        f"{results[0]['pairs']} pairs a layout, load average {machine['load_before']:.1f} before and "
+        f"{machine['load_after']:.1f} after."
+    )
+    figures = f"{start}\n{about}\n\n{markdown_table(results)}\n{end}"
+    text = page.read_text()
+    page.write_text(re.sub(f"{re.escape(start)}.*{re.escape(end)}", lambda _: figures, text, flags=re.DOTALL))
+
+
+def _cells(result: dict[str, Any]) -> tuple[str, ...]:
+    wall, cpu, peak = result["median_wall_s"], result["median_cpu_s"], result["peak_bytes"]
+    ideal = result.get("ideal_wall_s")
+    sent = ", ".join(f"{axis} {size / 2**20:.3g}" for axis, size in result["bytes_by_axis"].items() if size > 1000)
+    return (
+        result["layout"],
+        result["torch_blocks"],
+        *(f"{wall[side]:.2f}" for side in SIDES),
+        str(Spread(**result["wall_ratio"])),
+        f"{wall['megastack'] / ideal:.2f}" if ideal else "-",
+        *(f"{cpu[side]:.2f}" for side in SIDES),
+        str(Spread(**result["cpu_ratio"])),
+        *(f"{peak[side] / 2**20:.1f}" for side in SIDES),
+        sent or "-",
+        f"{result['largest_loss_difference']:.0e}",
+    )
+
+
+def _over_ranks(join: Any, values: Sequence[Sequence[Any]]) -> list[float]:
+    return [join(together) for together in zip(*values, strict=True)]
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    return statistics.fmean(value for value in values if value is not None)
+
+
+def _ratios(by_side: dict[str, list[float]]) -> list[float]:
+    return [ours / theirs for ours, theirs in zip(by_side["megastack"], by_side["torch"], strict=True)]
+
+
+def _axes(records: Sequence[RankRecord]) -> list[str]:
+    return sorted({axis for record in records for axis in record.bytes_by_axis})

@@ -1,0 +1,62 @@
+"""The task that both sides train: one small GPT-2-like model on the built-in text, on several layouts.
+
+8 layers, hidden 256, 4 heads, vocabulary 4096, sequence 128, 16 sequences a step in microbatches of 2, AdamW without
+clipping, fp32. Everything that is not a degree is the same on every layout, so all of them have one loss curve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megastack.config.compose import compose
+from megastack.config.schema import TrainConfig
+
+RATE, BETAS, DECAY = 1e-3, (0.9, 0.95), 0.1
+_TASK = [
+    *("model=gpt2_tiny", "model.layers=8", "model.hidden=256", "model.heads=4", "model.ffn=1024", "model.vocab=4096"),
+    *("model.tied=false", "batch.global_size=16", "batch.micro_size=2", "batch.sequence_length=128"),
+    *("optim=adamw", f"optim.lr={RATE}", f"optim.weight_decay={DECAY}", f"optim.betas=[{BETAS[0]},{BETAS[1]}]"),
+    *("optim.clip_norm=null", "lr=constant", "lr.warmup_steps=0", "data=builtin", "data.document_mask=false"),
+    *("precision=fp32", "device=cpu", "run.steps=100000"),
+]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees, and how torch's side shards over ``dp``: ``ddp`` or ``fsdp2``."""
+
+    name: str
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    kind: str = "ddp"
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def torch_blocks(self) -> str:
+        """What torch's side is made of."""
+        parts = {"DDP" if self.kind == "ddp" else "FSDP2": self.dp, "DTensor sp+loss": self.tp, "1F1B": self.pp}
+        return " + ".join(part for part, degree in parts.items() if degree > 1) or "plain loop"
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("single"),
+        Layout("dp2", dp=2),
+        Layout("dp2.fsdp2", dp=2, kind="fsdp2"),
+        Layout("tp2", tp=2),
+        Layout("pp2", pp=2),
+        Layout("tp2.pp2", tp=2, pp=2),
+        Layout("dp2.tp2.pp2", dp=2, tp=2, pp=2, kind="fsdp2"),
+    )
+}
+
+
+def configuration(layout: Layout) -> TrainConfig:
+    """The run of megastack on a layout."""
+    degrees = [f"parallel.{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp")]
+    return compose([*_TASK, *degrees])
