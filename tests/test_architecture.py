@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe": {"mesh.shape"},
     "config": {"mesh.shape", "pipeline.schedules", "layers.rules"},
     "training": {"pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
-    "plan": {"config", "models.profile", "models.stages", "pipeline", "mesh.shape"},
+    "plan": {"config", "models.activations", "models.profile", "models.stages", "pipeline", "mesh.shape"},
     "build": {
         *("training", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe", "config"),
         *("mesh", "comm", "placement"),
@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 TORCH_FREE = [
-    *("errors", "cli", "mesh.shape", "layers.rules", "models.profile", "models.stages"),
+    *("errors", "cli", "mesh.shape", "layers.rules", "models.profile", "models.activations", "models.stages"),
     *("config.schema", "config.rules", "config.compose", "config.explain"),
     *("pipeline.action", "pipeline.schedule", "pipeline.check", "pipeline.simulate", "pipeline.render"),
     *("pipeline.split", "pipeline.communication", "pipeline.schedules.registry"),
