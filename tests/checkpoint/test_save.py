@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megastack.checkpoint import write
 from megastack.checkpoint.folder import list_checkpoints, newest_complete, read_latest
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
@@ -20,7 +19,7 @@ from megastack.checkpoint.save import save
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
-from megastack.testing.ranks import RankFailure, run_ranks
+from megastack.testing.ranks import run_ranks
 from tests.checkpoint.state_cuts import CUTS, TENSORS, same_bits, state_of, tensor_of, wrong_items
 
 
@@ -180,22 +179,3 @@ def test_saving_leaves_the_state_alone_and_the_manifest_names_every_file(tmp_pat
     manifest = read_manifest(path)
     assert {*manifest.files, "manifest.json"} == set(os.listdir(path))
     assert all(file.size == (path / name).stat().st_size for name, file in manifest.files.items())
-
-
-def die_while_writing(root: Path) -> None:
-    mesh = Mesh.from_environment(MeshShape(dp=2))
-    state = State([StateItem.replicated(f"model/w{mesh.rank}", torch.ones(5))])
-    save(root / "step_00000002", state, mesh)
-    if mesh.rank == 1:
-        vars(write)["write_tensors"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    save(root / "step_00000004", state, mesh)
-
-
-def test_a_rank_that_is_killed_publishes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure):
-        run_ranks(die_while_writing, 2, tmp_path)
-    assert newest_complete(tmp_path) == tmp_path / "step_00000002" == read_latest(tmp_path)
-    assert [entry.step for entry in list_checkpoints(tmp_path)] == [2]
-    assert (tmp_path / ".step_00000004.writing").is_dir()
-    save(tmp_path / "step_00000004", state_of("whole", 0, 1), Mesh.single())
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002", "step_00000004"]
