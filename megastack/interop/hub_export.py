@@ -98,10 +98,10 @@ def hub_config(
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    legal = (
-        CARRIED if architecture.name != "gpt2" else tuple(key for key in CARRIED if key != "max_position_embeddings")
-    )
-    return shared | own | {key: original[key] for key in legal if original and key in original}
+    carried = {key: original[key] for key in CARRIED if original and key in original}
+    if architecture.name == "gpt2":
+        carried.pop("max_position_embeddings", None)
+    return shared | own | carried
 
 
 def _llama_like(config: TrainConfig, architecture: Architecture) -> dict[str, Any]:
