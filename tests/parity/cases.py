@@ -69,6 +69,8 @@ CHOICES = {
     "tied": ("true", "false"),
     "kv_groups": ("4", "1"),
     "optimizer": ("sgd", "adamw"),
+    "recompute": ("none", "full"),
+    "zero": ("0", "1"),
 }
 
 
@@ -85,7 +87,11 @@ def model_of(row: Mapping[str, str]) -> Changes:
 
 def layout_of(row: Mapping[str, str]) -> Changes:
     """What differs from the reference."""
-    return LAYOUTS[row["layout"]] | {"parallel.sequence_parallel": row["sequence_parallel"] == "true"}
+    return LAYOUTS[row["layout"]] | {
+        "parallel.sequence_parallel": row["sequence_parallel"] == "true",
+        "recompute.mode": row["recompute"],
+        "parallel.zero.stage": int(row["zero"]),
+    }
 
 
 @cache

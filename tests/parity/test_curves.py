@@ -1,0 +1,72 @@
+"""Twenty steps in fp32: curves that overlay to 1e-5, and copies of a parameter that never drift apart."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from megastack.build import build_training
+from megastack.config.layout_rules import mesh_shape
+from megastack.config.schema import TrainConfig
+from megastack.data.dataset import Dataset
+from megastack.mesh.mesh import Mesh
+from megastack.testing.gather import Spread, gather_whole
+from megastack.testing.ranks import run_ranks
+from tests.parity.cases import FAMILIES, LAYOUTS, Changes, configured, dataset
+
+STEPS = 20
+Curve = tuple[list[float], Spread, Spread]
+
+
+def train(config: TrainConfig, data: Dataset) -> Curve:
+    """The losses, and how far copies of gradients and weights are apart at the end."""
+    mesh = Mesh.from_environment(mesh_shape(config), device="cpu")
+    training = build_training(config, mesh, data)
+    losses = [float(training.step(step).loss) for step in range(STEPS)]
+    _, gradients = gather_whole(training.gradient_items(), mesh)
+    _, weights = gather_whole(training.weight_items(), mesh)
+    return losses, gradients, weights
+
+
+def curve(*changes: Changes) -> Curve:
+    config = configured({"precision.compute": "fp32", "optim.name": "adamw"}, *changes)
+    ranks = run_ranks(train, mesh_shape(config).world_size, config, dataset(), timeout=120)
+    assert all(losses == ranks[0][0] for losses, *_ in ranks), "the loss is on every rank"
+    return ranks[0]
+
+
+MODELS = {"llama": {"model.qk_norm": True}, "gpt2": FAMILIES["gpt2"] | {"model.tied": True}}
+DEPTHS = {"pp4": 4, "pp2x2": 4, "pp4x2": 8}
+
+
+@cache
+def reference(family: str, layers: int) -> Curve:
+    return curve(MODELS[family], {"model.layers": layers, "batch.micro_size": 8})
+
+
+def assert_overlay(family: str, layout: str, micro_size: int, sequence_parallel: bool = True) -> None:
+    layers = DEPTHS.get(layout, 2)
+    cut = {"parallel.sequence_parallel": sequence_parallel, "batch.micro_size": micro_size, "model.layers": layers}
+    losses, gradients, weights = curve(MODELS[family], LAYOUTS[layout], cut)
+    expected, _, _ = reference(family, layers)
+    assert losses[-1] < losses[0]
+    worst = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
+    assert worst < 1e-5, f"{worst}"
+    assert (gradients, weights) == ({}, {}), "copies on several ranks are the same bits"
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "micro_size"),
+    [("llama", "tp2", 8), ("gpt2", "tp2", 8), ("llama", "dp2.tp2.pp2", 2), ("gpt2", "dp2.pp2", 2)],
+)
+def test_fp32_curves_overlay_and_copies_stay_the_same_bits(family: str, layout: str, micro_size: int) -> None:
+    assert_overlay(family, layout, micro_size)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", list(MODELS))
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_fp32_curves_overlay_everywhere(family: str, layout: str, sequence_parallel: bool) -> None:
+    assert_overlay(family, layout, 1, sequence_parallel)

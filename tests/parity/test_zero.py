@@ -1,0 +1,42 @@
+"""ZeRO-1 and hybrid sharding give the losses, gradients, norms and weights of one rank, in fp64."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from megastack.testing.compare import Trace
+from megastack.testing.training import layout_differences, trace_layout
+from tests.parity.cases import LAYOUTS, Changes, configured, dataset
+
+STEPS = 3
+TIED: Changes = {"model.tied": True}
+ONE_GROUP: Changes = {"model.kv_groups": 1}
+FROZEN: Changes = {"optim.freeze": ["^embedding", r"^blocks\.0\."]}
+MODELS: dict[str, Changes] = {"plain": {}, "tied": TIED, "one kv group": ONE_GROUP, "frozen": FROZEN}
+CELLS: dict[str, tuple[str, str, str, Changes]] = {
+    "dp2": ("dp2", "adamw", "plain", {}),
+    "dp4": ("dp4", "sgd", "tied", {}),
+    "dp4 in shards of 2": ("dp4", "adamw", "tied", {"parallel.zero.shard_size": 2}),
+    "dp2.tp2": ("dp2.tp2", "adamw", "one kv group", {}),
+    "dp2.pp2": ("dp2.pp2", "sgd", "tied", {}),
+    "dp2.tp2.pp2 tied": ("dp2.tp2.pp2", "adamw", "tied", {}),
+    "dp2.tp2.pp2": ("dp2.tp2.pp2", "sgd", "plain", {}),
+    "dp2 on the host": ("dp2", "adamw", "plain", {"parallel.zero.offload": True}),
+    "first stage is the embedding": ("dp2.pp2", "adamw", "tied", {"parallel.layers_per_stage": [0, 4]}),
+    "frozen stage": ("dp2.pp2", "adamw", "frozen", {"parallel.layers_per_stage": [1, 3]}),
+}
+
+
+@cache
+def reference(optimizer: str, model: str) -> Trace:
+    return trace_layout(configured({"optim.name": optimizer}, MODELS[model]), STEPS, dataset=dataset())
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_sharing_the_optimizer_changes_nothing(cell: str) -> None:
+    layout, optimizer, model, more = CELLS[cell]
+    changes = ({"optim.name": optimizer}, MODELS[model], LAYOUTS[layout], {"parallel.zero.stage": 1}, more)
+    found = layout_differences(reference(optimizer, model), configured(*changes), STEPS, dataset=dataset())
+    assert not found, "\n".join(map(str, found[:20]))

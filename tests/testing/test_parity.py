@@ -1,0 +1,123 @@
+"""assert_parity: right layers pass on every mesh, and each fault that trains along unseen is caught by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megastack.errors import MeshError, PlacementError
+from megastack.layers.norm import RMSNorm
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import MeshShape
+from megastack.testing.parity import assert_parity, perturb_
+from tests.testing.layers import (
+    RIGHT,
+    SPLIT,
+    D,
+    Drifting,
+    Dropping,
+    F,
+    Normed,
+    OneSeed,
+    Pair,
+    Sloped,
+    early_bias,
+    mlp,
+    right,
+    split,
+)
+
+TP2, DP2_TP2 = MeshShape(tp=2), MeshShape(dp=2, tp=2)
+
+
+@pytest.mark.parametrize("name", list(RIGHT))
+def test_layers_on_dp2_tp2(name: str) -> None:
+    assert_parity(partial(right, name=name), DP2_TP2, steps=2)
+
+
+@pytest.mark.parametrize("name", list(SPLIT))
+def test_layers_with_a_split_sequence_on_dp2_tp2(name: str) -> None:
+    assert_parity(partial(split, name=name), DP2_TP2, steps=2, sequence_parallel=True)
+
+
+def test_plain_functions_classes_dtypes_and_optimizers() -> None:
+    assert_parity(mlp, MeshShape(tp=4))
+    assert_parity(Pair, MeshShape(dp=4), dtype=torch.float32)
+    assert_parity(Pair, TP2, optimizer="adamw")
+    assert_parity(Pair, TP2, optimizer="adamw", dtype=torch.float32)
+
+
+def undeclared_slope(mesh: Mesh) -> nn.Module:
+    return Sloped(mesh, declared=False)
+
+
+def undeclared_norm(mesh: Mesh) -> nn.Module:
+    return Normed(mesh, RMSNorm, sequence_parallel=True, declared=False)
+
+
+def declared_without_need(mesh: Mesh) -> nn.Module:
+    layer = Normed(mesh, RMSNorm, sequence_parallel=False)
+    layer.norm = RMSNorm(D, mesh, sequence_parallel=True)
+    return layer
+
+
+def one_seed(mesh: Mesh) -> nn.Module:
+    return OneSeed(D, F, mesh)
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "words"),
+    [
+        (undeclared_slope, {}, "copies of gradient slope differs"),
+        (undeclared_norm, {"sequence_parallel": True}, "copies of gradient norm.weight differs"),
+        (declared_without_need, {}, r"gradient norm\.weight differs by .* \(ratio 2\)"),
+        (early_bias, {}, "gradient <output> differs"),
+        (Dropping, {}, "copies of gradient <output> differs"),
+        (one_seed, {}, r"gradient down\.weight differs"),
+        (Drifting, {}, r"copies of weight down\.bias differs"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_faults_are_caught_by_name(factory: Callable[[Mesh], nn.Module], options: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=rf"(?s)tp2 against one rank\n.*{words}"):
+        assert_parity(factory, TP2, steps=1, **options)
+
+
+def test_a_bias_that_is_added_too_often_is_caught_in_what_follows_from_it() -> None:
+    """Its own gradient is right; noise on the zeros of a bias makes the output tell."""
+    with pytest.raises(AssertionError) as caught:
+        assert_parity(early_bias, TP2, steps=2)
+    assert "loss differs" in str(caught.value)
+    assert "gradient down.bias" not in str(caught.value).split("step 1")[0]
+
+
+def unnamed(mesh: Mesh) -> nn.Module:
+    return nn.Identity()
+
+
+def test_what_a_single_layer_cannot_be_tried_on_is_refused() -> None:
+    for shape in (MeshShape(pp=2), MeshShape(cp=2)):
+        with pytest.raises(MeshError, match="no pipeline or context axis; use dp and tp"):
+            assert_parity(Pair, shape)
+    with pytest.raises(MeshError, match="batch=3: must be a multiple of 2"):
+        assert_parity(Pair, MeshShape(dp=2), batch=3)
+    with pytest.raises(MeshError, match="sequence=7: must be a multiple of 2"):
+        assert_parity(partial(split, name="pair"), TP2, sequence=7, sequence_parallel=True)
+    assert_parity(Pair, TP2, sequence=7, steps=1)
+    with pytest.raises(Exception, match="no parameter called weight") as caught:
+        assert_parity(unnamed, TP2)
+    assert isinstance(getattr(caught.value, "error", None), PlacementError)
+
+
+def test_perturbing_moves_what_starts_at_one_value_and_nothing_else() -> None:
+    mesh, layer = Mesh.single(), Normed(Mesh.single(), RMSNorm, sequence_parallel=False)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    perturb_(layer, mesh)
+    for name, parameter in layer.named_parameters():
+        moved = not torch.equal(parameter, before[name])
+        assert moved == (name.endswith("bias") or name == "norm.weight"), name
