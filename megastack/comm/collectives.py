@@ -75,9 +75,7 @@ def start_reduce_scatter_(buffer: Tensor, group: AxisGroup) -> Pending:
     if buffer.device.type != "cpu":
         work = _reduce_scatter_into(piece, buffer, group=group.group, async_op=True)
         return Pending(work, lambda: piece)
-    pieces = torch.empty_like(buffer)
-    work = dist.all_to_all_single(pieces, buffer, group=group.group, async_op=True)
-    return Pending(work, lambda: torch.sum(pieces.view(group.size, -1), 0, out=piece))
+    return _exchange(buffer.view(group.size, -1), group).then(lambda pieces: torch.sum(pieces, 0, out=piece))
 
 
 def start_all_gather_(buffer: Tensor, group: AxisGroup) -> Pending:
@@ -124,12 +122,14 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
-    """Begin :func:`reduce_scatter`."""
+    """Begin :func:`reduce_scatter`; on the CPU pieces are exchanged and added here, as above."""
     if group.size == 1:
         return done(x)
     assert x.shape[dim] % group.size == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size}"
     pieces = _cut(x, group.size, dim)
     _record(group, "reduce_scatter", pieces)
+    if x.device.type == "cpu":
+        return _exchange(pieces, group).then(lambda arrived: arrived.sum(0, dtype=arrived.dtype))
     result = x.new_empty(pieces.shape[1:])
     work = _reduce_scatter_into(result.view(-1), pieces.view(-1), group=group.group, async_op=True)
     return Pending(work, lambda: result)
@@ -149,6 +149,13 @@ def broadcast(x: Tensor, group: AxisGroup, source: int = 0) -> Tensor:
         _record(group, "broadcast", result)
     dist.broadcast(result, src=group.ranks[source], group=group.group)
     return result
+
+
+def _exchange(pieces: Tensor, group: AxisGroup) -> Pending:
+    """Send each rank its piece, the first dim; the result has what each rank sent here."""
+    arrived = torch.empty_like(pieces)
+    work = dist.all_to_all_single(arrived.view(-1), pieces.view(-1), group=group.group, async_op=True)
+    return Pending(work, lambda: arrived)
 
 
 def _cut(x: Tensor, size: int, dim: int) -> Tensor:
