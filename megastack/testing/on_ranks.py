@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megastack.build import Training, build_training
-from megastack.checkpoint.collect import model_items, stage_placements
+from megastack.checkpoint.collect import stage_placements
 from megastack.checkpoint.items import StateItem
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
@@ -131,7 +131,7 @@ class _Comparison:
             outcome = training.step(step, on_gradients)
             self._scalar("loss", step, float(outcome.loss), reference.losses[step])
             self._scalar("norm", step, float(outcome.grad_norm), reference.norms[step])
-            self._tensors("weight", step, model_items(training.stages, training.mesh), reference.weights[step])
+            self._tensors("weight", step, training.weight_items(), reference.weights[step])
 
     def _scalar(self, kind: str, step: int, actual: float, expected: float) -> None:
         relative = abs(actual - expected) / max(abs(expected), 1e-300)

@@ -95,12 +95,17 @@ class Verifier:
         """The training on one rank, by optimizer.
 
         Raises:
-            RankFailure: it does not run.
+            MegastackError: its layers or data are refused, it does not run, or it is not finite.
         """
         runs, steps, dataset = _runs(self.alone), self.steps, self.dataset
-        traces: dict[str, Trace] = run_ranks(lambda: reference_traces(runs, steps, dataset), 1, timeout=self._timeout)[
-            0
-        ]
+        try:
+            traces: dict[str, Trace] = run_ranks(
+                lambda: reference_traces(runs, steps, dataset), 1, timeout=self._timeout
+            )[0]
+        except RankFailure as failure:
+            if isinstance(failure.error, REFUSALS):
+                raise failure.error from None
+            raise
         if any(not isfinite(x) for trace in traces.values() for x in (*trace.losses, *trace.norms)):
             raise MegastackError(
                 "the training on one rank is not finite within these steps: there is nothing to compare"
@@ -131,7 +136,12 @@ class Verifier:
         return self.config
 
     def check(self, layout: TrainConfig) -> Verdict:
-        """Compare one layout."""
+        """Compare one layout.
+
+        Raises:
+            MegastackError: as :attr:`references`.
+        """
+        names = list(self.references[self.runs[0]].weights[0])
         try:
             reports = self._compare(layout)
         except RankFailure as failure:
@@ -140,7 +150,6 @@ class Verifier:
             run: {kind: max(r.worst[run][kind] for r in reports) for kind in reports[0].worst[run]}
             for run in reports[0].worst
         }
-        names = list(self.references[self.runs[0]].weights[0])
         missing = set(names) - {name for report in reports for name in report.names}
         if missing:
             reason = f"no rank holds {', '.join(sorted(missing))}"

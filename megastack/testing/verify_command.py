@@ -65,9 +65,9 @@ def _broken_reference(verifier: Verifier) -> str | None:
     """Why the training does not even run on one rank; None if it does."""
     try:
         _ = verifier.references
+    except REFUSALS:
+        raise
     except RankFailure as failure:
-        if isinstance(failure.error, REFUSALS):
-            raise failure.error from None
         return account(failure)
     except MegastackError as error:
         return str(error)

@@ -1,0 +1,77 @@
+"""The layouts that verify compares: legal ones only, all of them, and one rank as the reference."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megastack.config.convert import replace_values
+from megastack.config.layout_rules import mesh_shape
+from megastack.config.rules import violations
+from megastack.config.schema import TrainConfig
+from megastack.pipeline.schedules.registry import schedule_names
+from megastack.testing.training import composed
+from megastack.testing.variants import (
+    in_double,
+    layout_overrides,
+    layout_text,
+    legal_layouts,
+    reference_of,
+    with_sgd,
+)
+
+
+def identity(config: TrainConfig) -> tuple[object, ...]:
+    grid, schedule = config.parallel, config.schedule
+    shape = mesh_shape(config)
+    split = grid.sequence_parallel and grid.tp > 1
+    name = schedule.name if grid.pp * schedule.chunks > 1 else "one stage"
+    return (shape.dp, grid.cp, grid.tp, grid.pp, split, name, schedule.chunks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+def test_exactly_the_layouts_that_the_rules_accept_are_listed_once(ranks: int) -> None:
+    config = composed("experiment=parity", "model.layers=3", "batch.global_size=12")
+    found = [identity(layout) for layout in legal_layouts(config, ranks)]
+    sizes = range(1, ranks + 1)
+    expected = set()
+    for dp, tp, pp, chunks in itertools.product(sizes, sizes, sizes, range(1, 4)):
+        for split, name in itertools.product((True, False), set(schedule_names()) - {"custom"}):
+            values = {"dp": dp, "tp": tp, "pp": pp, "sequence_parallel": split}
+            keys = {f"parallel.{key}": value for key, value in values.items()}
+            tried = replace_values(config, keys | {"schedule.name": name, "schedule.chunks": chunks})
+            if dp * tp * pp == ranks and not violations(tried):
+                expected.add(identity(tried))
+    assert set(found) >= expected
+    assert len(found) == len(set(found))
+    assert all(not violations(layout) for layout in legal_layouts(config, ranks))
+
+
+def test_the_reference_is_one_rank_of_the_same_training() -> None:
+    config = composed("experiment=parity", "parallel.tp=2", "parallel.pp=2", "schedule=interleaved")
+    alone = reference_of(config)
+    assert mesh_shape(alone).world_size == 1
+    assert (alone.model, alone.batch, alone.optim, alone.seed) == (
+        config.model,
+        config.batch,
+        config.optim,
+        config.seed,
+    )
+    assert not violations(alone)
+
+
+def test_everything_is_computed_in_double_precision_on_cpus() -> None:
+    config = in_double(composed("precision.compute=fp32", "device=cuda", "precision.reduce=fp32"))
+    assert (config.precision.compute, config.precision.reduce, config.device) == ("fp64", None, "cpu")
+
+
+def test_sgd_hides_nothing_behind_a_clipped_norm() -> None:
+    config = with_sgd(composed("optim=adamw", "optim.clip_norm=1.0"))
+    assert (config.optim.name, config.optim.clip_norm) == ("sgd", None)
+
+
+def test_a_layout_reads_well_and_composes_again_from_what_is_printed() -> None:
+    config = composed("experiment=parity", "parallel.tp=2", "parallel.pp=2", "schedule=interleaved")
+    assert layout_text(config) == "tp2 × pp2, sequence parallel, interleaved of 2 chunks"
+    assert identity(composed("experiment=parity", layout_overrides(config))) == identity(config)

@@ -1,0 +1,140 @@
+"""verify finds nothing in what is right, and names what is wrong, by how much and why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megastack.errors import ConfigError, PlacementError
+from megastack.testing.training import composed
+from megastack.testing.verify import Verdict, Verifier
+
+HERE = "tests.testing.wrong_layers"
+BASE = [
+    *("experiment=parity", "model.layers=2", "model.hidden=16", "model.ffn=16", "model.vocab_multiple=8"),
+    *("batch.global_size=2", "batch.sequence_length=8"),
+]
+TEXT = " ".join(["rank stage tensor the of pipeline sum a gradient layout and is"] * 4)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    path = tmp_path_factory.mktemp("text") / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{number} {TEXT}"}) + "\n" for number in range(20)))
+    return ["data.source=jsonl", f"data.paths=[{path}]"]
+
+
+def verify(data: list[str], *overrides: str, steps: int = 1) -> Verdict:
+    verifier = Verifier(composed(BASE, data, overrides), steps=steps)
+    return verifier.check(verifier.own_layout())
+
+
+def mlp(name: str) -> str:
+    return f"model.mlp={{_target_: {HERE}.{name}}}"
+
+
+def test_a_right_layer_is_equal_with_adamw_and_sgd_whatever_precision_is_asked_for(data: list[str]) -> None:
+    layout = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=2")
+    verdict = verify(data, mlp("GainMLP"), *layout, "optim=adamw", "precision=fp32", steps=2)
+    assert verdict.status == "equal", verdict
+    assert set(verdict.worst) == {"adamw", "sgd"}
+    assert verdict.config.precision.compute == "fp64"
+    assert max(x for worst in verdict.worst.values() for x in worst.values()) < 1e-11
+
+
+def test_an_undeclared_partial_gradient_is_named_though_the_placements_fit(data: list[str]) -> None:
+    verdict = verify(data, mlp("UndeclaredGain"), "parallel.tp=2")
+    assert verdict.status == "differs"
+    finding = verdict.finding
+    assert finding is not None
+    assert (finding.kind, finding.name, finding.step) == ("gradient", "blocks.1.mlp.gain", 0)
+    assert finding.also == ("blocks.0.mlp.gain",)
+    assert finding.owner == "UndeclaredGain"
+    assert finding.cause is not None
+    assert finding.cause.startswith("undeclared partial gradient over tp")
+
+
+def test_it_is_found_on_split_heads_without_sequence_parallelism_and_on_any_other_axes(data: list[str]) -> None:
+    own = f"model.attention={{_target_: {HERE}.UndeclaredScale}}"
+    layout = ("parallel.tp=2", "parallel.dp=2", "parallel.sequence_parallel=false")
+    finding = verify(data, own, *layout).finding
+    assert finding is not None
+    assert finding.name == "blocks.1.attention.scale"
+    assert "undeclared partial" in (finding.cause or "")
+
+
+def test_a_full_gradient_that_is_declared_partial_is_t_times_the_reference(data: list[str]) -> None:
+    finding = verify(data, mlp("OverdeclaredGain"), "parallel.tp=2", "parallel.sequence_parallel=false").finding
+    assert finding is not None
+    assert finding.name == "blocks.1.mlp.gain"
+    assert finding.ratio == pytest.approx(2.0)
+    assert "declared partial over tp on a full gradient: it is exactly 2 times" in (finding.cause or "")
+
+
+@pytest.mark.parametrize(
+    "layout", [["parallel.tp=4"], ["parallel.tp=2", "parallel.sequence_parallel=false"]], ids=" ".join
+)
+def test_a_bias_added_before_the_reduction_is_told_by_its_multiple(data: list[str], layout: list[str]) -> None:
+    finding = verify(data, mlp("EarlyBias"), *layout).finding
+    assert finding is not None
+    assert (finding.kind, finding.name, finding.owner) == ("module", "blocks.0.mlp.down", "EarlyRow")
+    extra = 3 if "parallel.tp=4" in layout else 1
+    assert f"off by exactly {extra} × blocks.0.mlp.down.bias" in (finding.cause or "")
+
+
+def test_a_wrong_forward_names_the_module_whose_own_code_it_is_and_not_the_linear_layer_in_it(data: list[str]) -> None:
+    finding = verify(data, mlp("LocalNorm"), "parallel.tp=2", "parallel.pp=2").finding
+    assert finding is not None
+    assert (finding.kind, finding.name) == ("module", "blocks.0.mlp")
+    assert finding.relative is not None
+    assert finding.relative > 1e-6
+
+
+def test_a_missing_reduction_is_told_by_the_sum(data: list[str]) -> None:
+    finding = verify(data, mlp("NoReduction"), "parallel.tp=2", "parallel.sequence_parallel=false").finding
+    assert finding is not None
+    assert finding.name == "blocks.0.mlp"
+    assert "missing reduction over tp" in (finding.cause or "")
+
+
+def test_a_layout_that_does_not_run_names_the_module_that_gives_another_shape(data: list[str]) -> None:
+    verdict = verify(data, mlp("NoReduction"), "parallel.tp=2")
+    assert verdict.status == "failed"
+    assert "RuntimeError" in (verdict.reason or "")
+    assert verdict.finding is not None
+    assert "blocks.0.mlp gives (1, 8, 16) for an input of (1, 4, 16)" in (verdict.finding.cause or "")
+
+
+def test_a_wrong_backward_names_the_first_gradient_and_the_module_that_broke_it(data: list[str]) -> None:
+    finding = verify(data, mlp("NoCopy"), "parallel.tp=2", "parallel.sequence_parallel=false").finding
+    assert finding is not None
+    assert (finding.kind, finding.name, finding.module) == ("gradient", "blocks.1.mlp_norm.weight", "blocks.1.mlp")
+    assert "copy_to" in (finding.cause or "")
+
+
+def test_a_gradient_that_is_off_by_a_little_on_one_rank_is_found(data: list[str]) -> None:
+    finding = verify(data, mlp("Rounded"), "parallel.tp=2", "parallel.sequence_parallel=false").finding
+    assert finding is not None
+    assert finding.name == "blocks.1.mlp.gain"
+    assert finding.cause is None
+
+
+def test_a_parameter_without_a_placement_is_refused(data: list[str]) -> None:
+    verifier = Verifier(composed(BASE, data, mlp("Undeclared"), "parallel.tp=2"), steps=1)
+    with pytest.raises(PlacementError, match=r"blocks.0.mlp.extra: has no placement"):
+        verifier.check(verifier.own_layout())
+
+
+def test_too_many_ranks_for_one_machine_are_refused(data: list[str]) -> None:
+    verifier = Verifier(composed("model=llama3_8b", "parallel.tp=8", "parallel.pp=16", data, "batch.sequence_length=8"))
+    with pytest.raises(ConfigError, match=r"ranks=128: .*at most 64"):
+        verifier.own_layout()
+
+
+@pytest.mark.full
+def test_every_layout_of_four_ranks_is_equal_for_a_right_layer(data: list[str]) -> None:
+    verifier = Verifier(composed(BASE, data, mlp("GainMLP"), "batch.global_size=8"), steps=2)
+    verdicts = [verifier.check(layout) for layout in verifier.layouts(4)]
+    assert len(verdicts) > 20
+    assert {verdict.status for verdict in verdicts} == {"equal"}
