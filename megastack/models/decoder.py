@@ -112,7 +112,7 @@ class Decoder(ParallelModule):
         return self._logits(self._run(carry, microbatch)["hidden"])
 
     def units(self) -> list[nn.Module]:
-        """The parts whose parameters are used by calling them alone, in order of use; a tied projection's copy is none."""
+        """Parts whose parameters are used by calling them alone, in order of use; a tied projection's copy is none."""
         parts = [self.embedding if self.has_embedding else None, self.positions, *self.blocks.values(), self.norm]
         return [part for part in (*parts, self.head) if part is not None]
 

@@ -2,8 +2,8 @@
 
 It updates flat buckets, or this rank's slices of them, with torch's fused kernels, one call for each
 :class:`OptimGroup`. The learning rate comes with each step, from :class:`megastack.optim.lr.LearningRate`; nothing of
-it is state. Moments and masters are read and loaded by global parameter name, as boxes, so what is saved knows nothing of
-buckets or slices. A rank without a trained parameter has an optimizer that does nothing but count.
+it is state. Moments and masters are read and loaded by global parameter name, as boxes, so what is saved knows nothing
+of buckets or slices. A rank without a trained parameter has an optimizer that does nothing but count.
 """
 
 from __future__ import annotations

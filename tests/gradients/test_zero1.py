@@ -12,10 +12,10 @@ from megastack.gradients.norm import clip_gradients_, grad_norm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.optim.optimizer import OptimizerOptions, build_optimizer
+from megastack.placement.boxes import Box
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Normal, Ones, Placement, Shard
 from megastack.random import counter_normal
-from megastack.placement.boxes import Box
 from megastack.testing.ranks import run_ranks
 
 OPTIONS = {"sgd": OptimizerOptions("sgd", momentum=0.9), "adamw": OptimizerOptions("adamw", weight_decay=0.1)}
@@ -207,7 +207,7 @@ def reads_before_and_after_waiting() -> bool:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     stack = Stack(mesh, 2, 4)
     buckets = GradientBuckets([stack], mesh, zero=1)
-    for name, gradient in buckets.named_gradients():
+    for _, gradient in buckets.named_gradients():
         gradient.fill_(1.0)
     buckets.finish()
     before = {name: x.detach().clone() for name, x in stack.named_parameters()}

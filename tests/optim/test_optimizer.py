@@ -67,9 +67,7 @@ def parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def moments(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     """The moments by name where nothing is shared: one box is the whole parameter."""
-    return {
-        kind: {name: part for name, ((_, part),) in named.items()} for kind, named in optimizer.moments().items()
-    }
+    return {kind: {name: part for name, ((_, part),) in named.items()} for kind, named in optimizer.moments().items()}
 
 
 def build(options: OptimizerOptions) -> tuple[Model, GradientBuckets, Optimizer]:

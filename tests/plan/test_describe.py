@@ -1,0 +1,32 @@
+"""The lines that open a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from megastack.config.compose import compose
+from megastack.plan.describe import short
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["precision=bf16"], "bf16 compute, fp32 masters, fp32 reduction"),
+        (["precision=bf16", "precision.reduce=bf16"], "bf16 compute, fp32 masters, bf16 reduction"),
+        (["precision=fp16"], "fp16 compute, fp32 masters, fp32 reduction, dynamic loss scale"),
+        (["precision=fp16", "precision.loss_scale=64"], "fp16 compute, fp32 masters, fp32 reduction, loss scale 64"),
+        (["precision=fp32"], "fp32 compute, fp32 reduction"),
+        (["precision=fp64"], "fp64 compute, fp64 reduction"),
+    ],
+)
+def test_the_first_line_says_the_number_formats(overrides: list[str], words: str) -> None:
+    assert short(compose(["experiment=laptop", *overrides])).splitlines()[0].endswith(f", {words}")
+
+
+def test_the_second_line_says_who_shares_the_optimizer() -> None:
+    grid = ["experiment=laptop", "parallel.dp=4", "parallel.tp=1", "parallel.pp=1"]
+    zero = [*grid, "parallel.zero.stage=1"]
+    assert short(compose(grid)).splitlines()[1].endswith("4 ranks")
+    assert short(compose(zero)).splitlines()[1].endswith("4 ranks, ZeRO-1 over 4 of 4 data ranks")
+    hybrid = [*zero, "parallel.zero.shard_size=2", "parallel.zero.offload=true"]
+    assert short(compose(hybrid)).splitlines()[1].endswith("ZeRO-1 over 2 of 4 data ranks on the host")
