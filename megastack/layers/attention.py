@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -137,10 +136,8 @@ class ParallelAttention(ParallelModule):
         groups = k_BGSK.shape[1]
         q_BGRK = q_BHSK.reshape(batch, groups, -1, width)  # R: the queries of all heads of a group, one after another
         scores_BHSS = (q_BGRK @ k_BGSK.mT).view(batch, heads, length, length) * self.head_dim**-0.5
-        mask = context.mask_B1SS
-        if mask is None:
-            mask = torch.ones(length, length, dtype=torch.bool, device=scores_BHSS.device).tril()
-        weights_BHSS = torch.where(mask, scores_BHSS, -torch.inf).softmax(-1)
+        bias_SS = context.bias_for(length, scores_BHSS.dtype, scores_BHSS.device)  # added, so that no mask is kept
+        weights_BHSS = (scores_BHSS + bias_SS).softmax(-1)
         first = self.mesh[Axis.TP].rank * heads
         kept_BHSS = attention_dropout(weights_BHSS, self.attention_dropout, context, "weights", first_head=first)
         return (kept_BHSS.view(batch, groups, -1, length) @ v_BGSK).view(q_BHSK.shape)

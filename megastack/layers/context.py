@@ -60,7 +60,7 @@ class Context:
         """The context of a microbatch, with its rotary tables and its mask computed."""
         rotary = rope.tables(positions_BS, dtype) if rope is not None and positions_BS is not None else None
         mask = None if documents_BS is None else document_mask(documents_BS)
-        bias = None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        bias = None if mask is None else _bias(mask, dtype)
         return cls(positions_BS, documents_BS, samples_B, step, seed, "", rotary, mask, bias)
 
     def within(self, scope: str) -> Context:
@@ -71,6 +71,14 @@ class Context:
         """The mask as fused attention takes it: the shared bias if that has the scores' dtype, else True and False."""
         return self.bias_B1SS if self.bias_B1SS is not None and self.bias_B1SS.dtype == dtype else self.mask_B1SS
 
+    def bias_for(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What to add to scores of this dtype, 0 or minus infinity, that broadcasts against (B, H, S, S)."""
+        if self.mask_B1SS is None:
+            return torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu_(1)
+        mask = self.mask_for(dtype)
+        assert mask is not None
+        return _bias(mask, dtype) if mask.dtype == torch.bool else mask
+
     def tables(self, rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
         """Rotary tables for these frequencies: the shared ones if they are the same, else computed here."""
         if self.rotary is not None and self.rotary.rope == rope:
@@ -79,6 +87,10 @@ class Context:
         if positions is None:
             positions = torch.arange(length, device=device)[None]
         return rope.tables(positions, dtype)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def document_mask(documents_BS: Tensor) -> Tensor:

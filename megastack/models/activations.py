@@ -18,7 +18,7 @@ from math import prod
 from megastack.config.schema import TrainConfig
 from megastack.models.profile import BYTES, head_dim, kv_groups, padded_vocab
 
-ATTENTION_CORE = ("log-sum-exp", "causal mask", "weights", "kept weights", "dropped weights", "copied value")
+ATTENTION_CORE = ("log-sum-exp", "weights", "kept weights", "dropped weights", "copied value")
 """The items of ``attend``, which selective recompute does not keep."""
 
 
@@ -143,8 +143,6 @@ def _core(config: TrainConfig) -> Iterator[Kept]:
     if config.model.qk_norm and sizes.batch > 1:  # the value itself is kept with the key before its norm
         shape = (sizes.batch, sizes.sequence, sizes.groups, sizes.head_dim)
         yield Kept("copied value", "attention", shape, sizes.width)
-    if not _has_documents(config):
-        yield Kept("causal mask", "attention", square[2:], 1)
     yield Kept("weights", "attention", square, sizes.width)
     yield Kept("dropped weights", "attention", square, 1)
     yield Kept("kept weights", "attention", square, sizes.width)
@@ -179,7 +177,7 @@ def _is_recomputed(config: TrainConfig, layer: int, item: Kept) -> bool:
 def shared_items(config: TrainConfig) -> list[Kept]:
     """What the blocks of a stage share for a microbatch: rotary tables, and the mask of documents.
 
-    The mask has two forms, for fused attention and for attention with dropout; recompute keeps both.
+    Fused attention keeps the mask as numbers; recompute keeps it in both forms, for whoever runs again.
     """
     sizes = Sizes.of(config)
     items = []
@@ -188,9 +186,9 @@ def shared_items(config: TrainConfig) -> list[Kept]:
         items += [Kept("cosines", "", angles, sizes.wide), Kept("sines", "", angles, sizes.wide)]
     if _has_documents(config):
         mask = (sizes.batch, 1, sizes.sequence, sizes.sequence)
-        drops, again = config.model.attention_dropout > 0, config.recompute.mode != "none"
-        items += [Kept("mask", "", mask, 1)] if drops or again else []
-        items += [Kept("bias", "", mask, sizes.width)] if again or not drops else []
+        again = config.recompute.mode != "none"
+        items += [Kept("mask", "", mask, 1)] if again else []
+        items += [Kept("bias", "", mask, sizes.width)] if again or not config.model.attention_dropout else []
     return items
 
 
