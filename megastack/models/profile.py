@@ -12,7 +12,7 @@ Embedding lookups, norms, activations and the softmax count nothing; kv heads co
 follow one of two conventions: *causal* counts the half that causal attention needs, *full* all S × S. **MFU uses
 causal**: it cannot flatter. For full, as in PaLM's and Megatron-LM's papers, pass ``causal=False``.
 
-Not here: activation memory, time, and communication.
+Not here: activations (:mod:`megastack.models.activations`), time, and communication.
 """
 
 from __future__ import annotations

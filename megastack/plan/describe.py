@@ -53,6 +53,7 @@ def as_record(config: TrainConfig, world_size: int | None = None) -> dict[str, o
                 "optimizer_bytes": share.bytes.optimizer,
                 "static_bytes": share.bytes.total,
                 "peak_activations": share.peak_activations,
+                "activation_bytes": share.activation_bytes,
             }
             for share in layout.pipeline_ranks()
         ],
@@ -121,7 +122,7 @@ def _schedule_figures(layout: Layout) -> str:
 
 
 def _places(layout: Layout) -> str:
-    rows = [["pp", "stages", "parameters", "weights", "gradients", "optimizer", "static", "alive"]]
+    rows = [["pp", "stages", "parameters", "weights", "gradients", "optimizer", "static", "alive", "activations"]]
     rows += [_place(share, layout) for share in layout.pipeline_ranks()]
     return "each rank at a place along the pipeline holds\n" + columns(_cut(rows))
 
@@ -135,6 +136,7 @@ def _place(share: RankShare, layout: Layout) -> list[str]:
         f"{share.parameters:,}",
         *(gibibytes(count) for count in (held.parameters, held.gradients, held.optimizer, held.total)),
         f"{share.peak_activations:g}",
+        gibibytes(share.activation_bytes),
     ]
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.mesh.shape import MeshShape
+from megastack.models.activations import activation_bytes
 from megastack.models.profile import StaticBytes, rank_parameters, static_bytes, total_parameters
 from megastack.models.stages import StageSlice, configured_schedule, stage_slices
 from megastack.pipeline.check import check
@@ -74,7 +76,13 @@ class Layout:
         total = StaticBytes(
             sum(b.parameters for b in held), sum(b.gradients for b in held), sum(b.optimizer for b in held)
         )
-        return RankShare(place, tuple(own), sum(counts), total, self.timeline.peaks[place])
+        peak = self.timeline.peaks[place]
+        return RankShare(place, tuple(own), sum(counts), total, peak, self._activations(own, peak))
+
+    def _activations(self, own: list[StageSlice], peak: float) -> int:
+        """Microbatches alive times what each keeps, and one block that is recomputed."""
+        each = [activation_bytes(self.config, s.layers, embedding=s.embedding, head=s.head) for s in own]
+        return ceil(peak * sum(stage.kept for stage in each)) + max(stage.again for stage in each)
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,7 @@ class RankShare:
         parameters: allocated elements, padding and copies included.
         bytes: weights, gradients and optimizer state.
         peak_activations: the most microbatches of a whole rank whose activations are alive at once.
+        activation_bytes: what these keep for backward, and the block that is recomputed, if any.
     """
 
     place: int
@@ -94,3 +103,4 @@ class RankShare:
     parameters: int
     bytes: StaticBytes
     peak_activations: float
+    activation_bytes: int
