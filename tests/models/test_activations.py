@@ -101,7 +101,7 @@ def compare(name: str, compute: str, tp: int, sequence_parallel: bool) -> list[s
     return wrong
 
 
-@pytest.mark.parametrize("compute", ["fp32", "fp64"])
+@pytest.mark.parametrize("compute", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_saves_what_the_formulas_say_item_by_item(name, compute):
     assert not compare(name, compute, 1, True)
