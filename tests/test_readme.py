@@ -49,6 +49,15 @@ def test_train_commands_are_legal(arguments: list[str], tmp_path: Path) -> None:
     assert "completed after step 1" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(a, marks=[pytest.mark.full] if "--all" in a else []) for a in commands("verify")],
+    ids=" ".join,
+)
+def test_verify_commands_find_everything_equal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--steps", "1", "batch.sequence_length=16"]) == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_run(code: str, tmp_path: Path) -> None:
     file = tmp_path / "example.py"

@@ -22,6 +22,7 @@ from megastack.build import read_dataset
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
+from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, DataError, MegastackError, PlacementError, ScheduleError, Violation
 from megastack.mesh.shape import DENSE_AXES
 from megastack.testing.compare import TOLERANCES, Trace
@@ -82,13 +83,17 @@ class Verifier:
         self.steps = steps
         if found := violations(self.alone):
             raise ConfigError.of(found)
-        self.dataset = read_dataset(self.alone)
         self._modules: dict[int, ModuleTrace] = {}
 
     @property
     def runs(self) -> tuple[str, ...]:
         """The optimizers that are used, the configuration's own first."""
         return tuple(_runs(self.alone))
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The data of the configuration, read once; ranks inherit them."""
+        return read_dataset(self.alone)
 
     @cached_property
     def references(self) -> dict[str, Trace]:
