@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from megastack.checkpoint.manifest import MANIFEST, RANK_FILE, REPORT_FILE, TRAINER
@@ -53,7 +54,10 @@ def begin(path: Path) -> None:
 
 
 def publish(path: Path) -> None:
-    """Give the written checkpoint its name, in one rename; a former checkpoint of that name goes afterwards."""
+    """Give the written checkpoint its name, in one rename; a former checkpoint of that name goes afterwards.
+
+    :func:`note_latest` flushes the rename.
+    """
     written, former = writing_folder(path), path.with_name(f".{path.name}.replaced")
     sync_folder(written)
     remove(former)
@@ -65,14 +69,20 @@ def publish(path: Path) -> None:
         if former.exists():
             os.rename(former, path)
         raise
-    sync_folder(path.parent)
     remove(former)
 
 
 def note_latest(path: Path) -> None:
-    """Point ``latest`` beside a published checkpoint to it; a folder not named for a step has no such file."""
+    """Point ``latest`` beside a published checkpoint to it, and flush both renames to disk.
+
+    A folder that is not named for a step has no such file. What ``latest`` says is no more than a hint, so it is not
+    flushed for itself: each flush waits for everything that the disk has to write.
+    """
     if step_of(path) is not None:
-        replace_text(path.with_name(LATEST), path.name + "\n")
+        fresh = path.with_name(f".{LATEST}.{os.getpid()}")
+        fresh.write_text(path.name + "\n", encoding="utf-8")
+        os.replace(fresh, path.with_name(LATEST))
+    sync_folder(path.parent)
 
 
 def withdraw(path: Path) -> None:
@@ -117,23 +127,19 @@ def foreign_content(folder: Path) -> list[str]:
 
 def write_text(path: Path, text: str) -> int:
     """Write a new file, flushed to disk; returns its size in bytes."""
-    data = text.encode("utf-8")
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return len(data)
+    write_texts(path.parent, {path.name: text})
+    return len(text.encode("utf-8"))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file's content in one step: readers see the old or the new, never a part."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write_text(fresh, text)
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
-    sync_folder(path.parent)
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write new files by name and flush them to disk; together, since the first flush brings the others along."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(open(folder / name, "xb")) for name in texts]
+        for file, text in zip(files, texts.values(), strict=True):
+            file.write(text.encode("utf-8"))
+            file.flush()
+        for file in files:
+            os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

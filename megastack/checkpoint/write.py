@@ -32,7 +32,7 @@ from megastack.checkpoint.manifest import (
     dump_manifest,
     rank_file,
 )
-from megastack.checkpoint.publish import note_latest, publish, write_text, writing_folder
+from megastack.checkpoint.publish import note_latest, publish, write_texts, writing_folder
 from megastack.checkpoint.tensorfile import Block, write_tensors
 from megastack.errors import CheckpointError
 from megastack.placement.boxes import Box
@@ -88,9 +88,9 @@ def write_share(path: Path, rank: int, items: Sequence[WriteItem], tensor: Calla
 
 def complete(path: Path, metadata: Metadata, reports: Sequence[RankReport], trainer: str) -> None:
     """Add the trainer's state and the manifest to what all ranks wrote, and publish; one rank calls."""
-    folder = writing_folder(path)
-    record = FileRecord(TRAINER, write_text(folder / TRAINER, trainer), zlib.crc32(trainer.encode()))
-    write_text(folder / MANIFEST, dump_manifest(_manifest(metadata, reports, record)))
+    data = trainer.encode()
+    manifest = _manifest(metadata, reports, FileRecord(TRAINER, len(data), zlib.crc32(data)))
+    write_texts(writing_folder(path), {TRAINER: trainer, MANIFEST: dump_manifest(manifest)})
     publish(path)
     note_latest(path)
 

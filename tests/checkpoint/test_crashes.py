@@ -39,7 +39,7 @@ def die(point: str) -> None:
         whole_file = write.write_tensors
         vars(write)["write_tensors"] = lambda *given: kill_myself(whole_file(*given))
     elif point == "before the manifest":
-        vars(write)["write_text"] = kill_myself
+        vars(write)["write_texts"] = kill_myself
     elif point == "before the rename":
         vars(write)["publish"] = kill_myself
     else:
