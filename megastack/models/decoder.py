@@ -41,8 +41,8 @@ from megastack.models.families import (
     splits_sequence,
     vocabulary_layer,
 )
-from megastack.placement.module import ParallelModule
 from megastack.models.recompute import recompute_blocks_
+from megastack.placement.module import ParallelModule
 
 LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Activations below fp32, which begin behind the embedding: its weight may be kept in fp32."""
@@ -88,12 +88,12 @@ class Decoder(ParallelModule):
         self.embedding = vocabulary_layer(VocabParallelEmbedding, config, mesh) if embeds else None
         self.positions = learned_positions(config, mesh) if learns else None
         self.blocks = nn.ModuleDict({str(layer): block(layer=layer) for layer in self.layers})
-        self.norm = norm_factory(config, mesh)() if self.has_head else None
-        self.head = vocabulary_layer(VocabParallelHead, config, mesh) if projects else None
-
         recompute_blocks_(
             dict(self.blocks.items()), config.recompute.mode, config.recompute.pattern, layers=config.model.layers
         )
+        self.norm = norm_factory(config, mesh)() if self.has_head else None
+        self.head = vocabulary_layer(VocabParallelHead, config, mesh) if projects else None
+
     def forward(self, carry: Carry, microbatch: Microbatch) -> dict[str, Any] | StageLoss:
         """Run the stage on one microbatch.
 
@@ -138,7 +138,7 @@ class Decoder(ParallelModule):
             step=microbatch.step,
             seed=self.config.seed,
             rope=self.rope,
-            dtype=next(self.parameters()).dtype,
+            dtype=LOWER_PRECISION.get(self.config.precision.compute, next(self.parameters()).dtype),
         )
 
     def _embed(self, microbatch: Microbatch, context: Context) -> Tensor:

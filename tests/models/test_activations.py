@@ -246,3 +246,13 @@ def test_the_tool_tells_parameters_and_what_was_given_apart_and_counts_a_storage
         [("given", 6), ("parameter", 15), ("made", 10), ("made", 10)]
     )
     assert all(saved.bytes == 4 * saved.elements for saved in found)
+
+
+def test_blocks_in_bf16_share_one_mask_where_norms_are_in_fp32():
+    config = configured("qwen", "bf16")
+    decoder = made(config, Mesh.single(), layers=range(1, 2), head=False)
+    for name, parameter in decoder.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    context = decoder._context(microbatch(documents=True))
+    assert context.mask_for(torch.bfloat16) is context.bias_B1SS is not None
