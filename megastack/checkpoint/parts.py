@@ -136,6 +136,7 @@ class _Scan:
         record = part.record
         flat = torch.frombuffer(self._map, dtype=DTYPES[part.dtype], count=prod(record.box.size), offset=record.begin)
         part.target.detach().copy_(flat.view(record.box.size)[part.box.slices])
+        self._map.madvise(mmap.MADV_DONTNEED)  # the pages need not count as ours until the file is closed
 
     @cached_property
     def _scratch(self) -> memoryview:

@@ -218,3 +218,33 @@ def test_parts_that_live_on_single_ranks_move_by_global_name(tmp_path: Path) -> 
     run_ranks(save_experts, 2, tmp_path)
     for world in (1, 2, 4):
         assert run_ranks(load_experts, world, tmp_path, world) == [True] * world
+
+
+def peak_of_a_load(root: Path, dim: int) -> int:
+    """Bytes by which this rank's memory grew at most while it filled a quarter of a 32 MB checkpoint of one file."""
+    mesh = Mesh.from_environment(MeshShape(tp=4))
+    offset, size = [0, 0], [1024, 1024]
+    offset[dim], size[dim] = 256 * mesh.rank, 256
+    box = Box(tuple(offset), tuple(size))
+    state = State([StateItem(f"model/w{n}", (1024, 1024), ((box, torch.zeros(size)),)) for n in range(8)])
+    load(root / "x", state, mesh)  # what is imported and connected on first use does not count
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    load(root / "x", state, mesh)
+    assert all(bool((item.boxes[0][1] == 1).all()) for item in state.items)
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    """A figure of this process in bytes."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(status[field].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_load_needs_its_own_tensors_and_no_more_than_one_besides(tmp_path: Path, dim: int) -> None:
+    whole = [StateItem.replicated(f"model/w{n}", torch.ones(1024, 1024)) for n in range(8)]
+    save(tmp_path / "x", State(whole), Mesh.single())
+    growth = run_ranks(peak_of_a_load, 4, tmp_path, dim)
+    assert max(growth) < 6 << 20, growth  # one whole tensor is 4 MiB
