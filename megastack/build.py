@@ -7,7 +7,7 @@ mathematics; it hands each part its plain arguments.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -239,11 +239,11 @@ def build_loop(
     )
 
 
-def _names(stages: list[nn.Module]) -> list[str]:
+def _names(stages: Sequence[nn.Module]) -> list[str]:
     return [name for stage in stages for name, _ in stage.named_parameters()]
 
 
-def _groups(config: TrainConfig, stages: list[nn.Module], names: set[str]) -> dict[str, Any]:
+def _groups(config: TrainConfig, stages: Sequence[nn.Module], names: set[str]) -> dict[str, Any]:
     decays = {name: placement.decay for name, placement in stage_placements(stages).items()}
     rules = [GroupRule(group.pattern, group.lr_scale, group.weight_decay) for group in config.optim.groups]
     optim = config.optim

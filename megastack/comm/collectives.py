@@ -26,16 +26,17 @@ class Pending:
 
     def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
         self._work = work
-        self._finish = finish
+        self._finish: Callable[[], Tensor] | None = finish
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Block until the operation is complete and return its result."""
-        if self._result is None:
+        if self._finish is not None:
             if self._work is not None:
                 self._work.wait()
             self._result = self._finish()
-            self._work = None
+            self._work = self._finish = None  # with the buffers that they hold
+        assert self._result is not None
         return self._result
 
     def then(self, finish: Callable[[Tensor], Tensor]) -> Pending:

@@ -51,7 +51,8 @@ def column_product(
     Returns:
         One ``(…, S, out/t)`` per weight.
     """
-    weights, biases = ([_in_dtype_of(x, parameter) for parameter in some] for some in (weights, biases))
+    weights = [weight.to(x.dtype) for weight in weights]
+    biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
     if group.size == 1:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     return _ColumnProduct.apply(x, group, sequence_parallel, *weights, *biases)
@@ -76,7 +77,7 @@ def row_product(
     Raises:
         PlacementError: S is not a multiple of t under sequence parallelism.
     """
-    weight, bias = _in_dtype_of(x, weight), _in_dtype_of(x, bias)
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if group.size == 1:
         return F.linear(x, weight, bias)
     partial = F.linear(x, weight)
@@ -86,11 +87,6 @@ def row_product(
     else:
         out = reduce_from(partial, group)
     return out if bias is None else out + bias
-
-
-def _in_dtype_of(x: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """A parameter as a product with ``x`` takes it, where it is kept in a higher precision than activations."""
-    return None if parameter is None else parameter.to(x.dtype)
 
 
 def check_sequence(length: int, group: AxisGroup) -> None:

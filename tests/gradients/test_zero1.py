@@ -272,6 +272,21 @@ def test_slices_of_tied_copies_are_summed_after_the_data_ranks_and_count_once() 
         assert found == pytest.approx([5.0] * 5 + [5.0 * 5**0.5])
 
 
+def sums_of_slices() -> dict[tuple[str, str], int]:
+    mesh = Mesh.from_environment(MeshShape(pp=2, dp=2, tp=2))
+    bag = Bag(mesh, partial=Placement((8,), partial=frozenset({Axis.TP})), tied=Placement((12,)))
+    buckets = GradientBuckets([bag], mesh, zero=1, tied={"tied": mesh[Axis.PP]})
+    mesh.ledger.reset()
+    bag().backward()
+    buckets.finish()
+    return {key: total.payload_bytes for key, total in mesh.ledger.records().items()}
+
+
+def test_what_follows_the_reduce_scatter_is_done_to_slices() -> None:
+    slices = {("tp", "all_reduce"): 8 // 2 * 8, ("pp", "all_reduce"): 12 // 2 * 8}
+    assert run_ranks(sums_of_slices, 8) == [{("dp", "reduce_scatter"): (8 + 12) * 8, **slices}] * 8
+
+
 def refuses() -> str:
     mesh = Mesh.from_environment(MeshShape(dp=4))
     with pytest.raises(ConfigError) as caught:
