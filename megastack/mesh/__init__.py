@@ -1,1 +1,1 @@
-"""The grid of ranks: its shape as a value, its live process groups, the machine under it."""
+"""The grid of ranks: its shape as a value, and its live process groups."""
