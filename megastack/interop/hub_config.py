@@ -160,7 +160,8 @@ def _rope(fields: Fields) -> RopeOptions:
     if kind not in ROPE_KINDS:
         fields.fault("rope_type", kind, "this scaling of the rotary frequencies is not built", ROPE_KINDS)
         return RopeOptions()
-    options: dict[str, Any] = {"theta": float(theta), "scaling": RopeScaling.none if kind == "default" else RopeScaling(kind)}
+    scaling = RopeScaling.none if kind == "default" else RopeScaling(kind)
+    options: dict[str, Any] = {"theta": float(theta), "scaling": scaling}
     names = {"factor": "factor"} if kind != "default" else {}
     if kind == "llama3":
         names |= {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
