@@ -24,7 +24,8 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 from bench.measure import limit_threads, measure_pairs, measure_peaks  # noqa: E402
-from bench.summary import add_ideals, summarise, text_table, write_page  # noqa: E402
+from bench.shares import measure_shares  # noqa: E402
+from bench.summary import add_ideals, summarise, text_tables, write_page  # noqa: E402
 from bench.task import LAYOUTS  # noqa: E402
 
 LOSS_TOLERANCE = 1e-4
@@ -37,11 +38,13 @@ def main() -> int:
     before, results = os.getloadavg()[0], []
     for name in options.layouts:
         print(f"{name} …", file=sys.stderr, flush=True)
-        results.append(summarise(name, measure_pairs(name, options.pairs), measure_peaks(name)))
+        records = measure_pairs(name, options.pairs)
+        results.append(summarise(name, records, measure_peaks(name), measure_shares(name)))
     cores = len(os.sched_getaffinity(0))
     add_ideals(results, cores)
     machine = _machine(cores, before)
-    print(text_table(results))
+    print(text_tables(results))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
     if options.page:
         write_page(ROOT / "docs" / "benchmarks" / "layouts.md", results, machine)
@@ -55,7 +58,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--pairs", type=int, default=10, help="timed steps of each side, after two of warm-up")
-    parser.add_argument("--json", type=Path, default=Path("bench_layouts.json"), help="where the figures go")
+    parser.add_argument("--json", type=Path, default=Path("outputs/bench_layouts.json"), help="where the figures go")
     parser.add_argument("--page", action="store_true", help="write the table of docs/benchmarks/layouts.md")
     options = parser.parse_args()
     if unknown := set(options.layouts) - set(LAYOUTS):

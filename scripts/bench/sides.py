@@ -66,7 +66,6 @@ class Torch:
         self._model = self._data_parallel(model, layout)
         self._optimizer = _optimizer(self._model)
         self._loss_context = loss_parallel if layout.tp > 1 else contextlib.nullcontext
-        self._count = configuration(layout).batch.global_size // 2 // layout.dp
         self._schedule = self._pipeline(layout) if layout.pp > 1 else None
 
     def step(self, number: int) -> Tensor | None:
@@ -111,7 +110,7 @@ class Torch:
         self._first, self._last = self._stage == 0, self._stage == layout.pp - 1
         layers = stage_slices(config, layout.pp)[self._stage].layers
         model = Model(config.model, config.batch.sequence_length, layers)
-        load(model, _initial_values())
+        load(model, _initial_values(layout.alone))
         return model
 
     def _data_parallel(self, model: Model, layout: Layout) -> nn.Module:
@@ -128,7 +127,8 @@ class Torch:
     def _pipeline(self, layout: Layout) -> Schedule1F1B:
         group = self._mesh["pp"].get_group()
         stage = PipelineStage(self._model, self._stage, layout.pp, torch.device("cpu"), group=group)
-        return Schedule1F1B(stage, self._count, loss_fn=cross_entropy)
+        batch = configuration(layout).batch
+        return Schedule1F1B(stage, batch.global_size // batch.micro_size // layout.dp, loss_fn=cross_entropy)
 
 
 def _mesh(layout: Layout) -> DeviceMesh | None:
@@ -137,9 +137,9 @@ def _mesh(layout: Layout) -> DeviceMesh | None:
     return init_device_mesh("cpu", (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
-def _initial_values() -> dict[str, Tensor]:
+def _initial_values(alone: Layout) -> dict[str, Tensor]:
     """Every parameter as megastack starts it, whole."""
-    config = configuration(Layout("single"))
+    config = configuration(alone)
     mesh = Mesh.single()
     (model,) = build_stages(config, mesh, configured_schedule(config, mesh.shape))
     return dict(model.named_parameters())

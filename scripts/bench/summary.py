@@ -12,7 +12,8 @@ from typing import Any
 from bench.measure import SIDES, RankRecord
 from bench.task import LAYOUTS, configuration
 
-_MARKS = ("<!-- figures: written by scripts/bench_layouts.py -->", "<!-- end of figures -->")
+MARKS = ("<!-- figures: written by scripts/bench_layouts.py -->", "<!-- end of figures -->")
+Rows = Sequence[tuple[str, ...]]
 _COLUMNS = (
     *("layout", "torch's blocks", "step s", "torch s", "ratio (quartiles)", "of ideal", "CPU s", "torch CPU s"),
     *("CPU ratio (quartiles)", "peak MiB", "torch MiB", "MiB sent by axis", "loss differs by"),
@@ -36,7 +37,9 @@ class Spread:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
-def summarise(name: str, records: Sequence[RankRecord], peaks: dict[str, list[int]]) -> dict[str, Any]:
+def summarise(
+    name: str, records: Sequence[RankRecord], peaks: dict[str, list[int]], shares: dict[str, float]
+) -> dict[str, Any]:
     """The figures of one layout as JSON.
 
     A step takes as long as its slowest rank; CPU time is the sum over the ranks; peaks are the heaviest rank's. Ratios
@@ -62,6 +65,7 @@ def summarise(name: str, records: Sequence[RankRecord], peaks: dict[str, list[in
         "peak_bytes": {side: max(values) for side, values in peaks.items()},
         "peak_bytes_by_rank": peaks,
         "bytes_by_axis": {axis: max(r.bytes_by_axis.get(axis, 0) for r in records) for axis in _axes(records)},
+        "shares": shares,
         "losses": losses,
         "largest_loss_difference": max(gaps),
     }
@@ -81,32 +85,45 @@ def add_ideals(results: Sequence[dict[str, Any]], cores: int) -> None:
         result["ideal_wall_s"] = single / min(cores, result["world_size"]) / (1 - result["bubble"])
 
 
-def text_table(results: Sequence[dict[str, Any]]) -> str:
-    """The table for the console."""
-    rows = [_COLUMNS, *map(_cells, results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+def text_tables(results: Sequence[dict[str, Any]]) -> str:
+    """The tables for the console."""
+    return "\n\n".join(_text(rows) for rows in (_figures(results), _shares(results)))
+
+
+def _text(rows: Rows) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
 
 
-def markdown_table(results: Sequence[dict[str, Any]]) -> str:
-    """The table for the page."""
-    rows = [_COLUMNS, tuple("---" for _ in _COLUMNS), *map(_cells, results)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+def _markdown(rows: Rows) -> str:
+    head, *body = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, tuple("---" for _ in head), *body))
 
 
 def write_page(page: Path, results: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
     """Replace the figures of a page, which stand between two marks."""
-    start, end = _MARKS
+    start, end = MARKS
     about = (
         f"{machine['date']}, torch {machine['torch']}, {machine['cores']} cores ({machine['processor']}), "
         f"{results[0]['pairs']} pairs a layout, load average {machine['load_before']:.1f} before and "
         f"{machine['load_after']:.1f} after."
     )
-    figures = f"{start}\n{about}\n\n{markdown_table(results)}\n{end}"
+    shares = "Where megastack's step goes, on the first rank, in percent of its time:"
+    tables = f"{_markdown(_figures(results))}\n\n{shares}\n\n{_markdown(_shares(results))}"
+    figures = f"{start}\n{about}\n\n{tables}\n{end}"
     text = page.read_text()
     page.write_text(re.sub(f"{re.escape(start)}.*{re.escape(end)}", lambda _: figures, text, flags=re.DOTALL))
+
+
+def _figures(results: Sequence[dict[str, Any]]) -> Rows:
+    return [_COLUMNS, *map(_cells, results)]
+
+
+def _shares(results: Sequence[dict[str, Any]]) -> Rows:
+    rows = [(result["layout"], *(f"{100 * share:.0f}" for share in result["shares"].values())) for result in results]
+    return [("layout", *results[0]["shares"]), *rows]
 
 
 def _cells(result: dict[str, Any]) -> tuple[str, ...]:

@@ -23,17 +23,23 @@ _TASK = [
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees, and how torch's side shards over ``dp``: ``ddp`` or ``fsdp2``."""
+    """Degrees, how torch's side shards over ``dp`` (``ddp``, ``fsdp2``), and what differs from the task (in tests)."""
 
     name: str
     dp: int = 1
     tp: int = 1
     pp: int = 1
     kind: str = "ddp"
+    changes: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
         return self.dp * self.tp * self.pp
+
+    @property
+    def alone(self) -> Layout:
+        """The same task on one rank."""
+        return Layout("single", changes=self.changes)
 
     @property
     def torch_blocks(self) -> str:
@@ -59,4 +65,4 @@ LAYOUTS = {
 def configuration(layout: Layout) -> TrainConfig:
     """The run of megastack on a layout."""
     degrees = [f"parallel.{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp")]
-    return compose([*_TASK, *degrees])
+    return compose([*_TASK, *degrees, *layout.changes])
