@@ -38,8 +38,8 @@ ALLOWED: dict[str, set[str]] = {
         *("mesh", "comm", "placement"),
     },
     "launch": {
-        *("build", "training", "config", "observe", "mesh", "checkpoint.folder", "data", "plan.describe"),
-        *("comm.objects",),
+        *("build", "training", "config", "observe", "mesh", "data", "plan.describe"),
+        *("checkpoint.folder", "checkpoint.manifest", "comm.objects"),
     },
     "testing": {
         *("build", "config", "checkpoint", "comm", "data", "gradients", "mesh", "optim", "placement", "random"),

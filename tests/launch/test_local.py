@@ -161,7 +161,10 @@ def test_hooks_are_called_on_every_rank(tmp_path):
 
 def test_a_rank_with_two_threads_computes(tmp_path):
     """Forked from a parent that ran nothing on several threads."""
-    assert train(tmp_path, "launch.threads_per_rank=2", "run.steps=2", "model.hidden=256", "model.ffn=1024") == 0
+    assert (
+        train(tmp_path, "launch.threads_per_rank=2", "run.steps=1", "model.hidden=128", "data.validation_fraction=0")
+        == 0
+    )
     assert "2 threads" in (tmp_path / "run" / "logs" / "rank_00000.log").read_text()
 
 
