@@ -5,6 +5,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 # The versions that are tested; `make CONSTRAINTS= …` takes the newest that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
+# Test processes; each forks ranks of its own.
+WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 
@@ -29,10 +31,10 @@ train: install
 	$(BIN)/megastack train experiment=laptop
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-full: install
-	$(BIN)/python -m pytest -m "full or not full"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "full or not full"
 
 lint: install
 	$(BIN)/ruff check .

@@ -240,7 +240,7 @@ def _process_group(task: _Task) -> Iterator[None]:
     try:
         if task.world_size > 1:
             store = dist.FileStore(task.store, task.world_size)
-            limit = timedelta(seconds=task.timeout)
+            limit = timedelta(seconds=task.timeout + 2 * _GRACE_S)  # the parent speaks first, and names who is late
             dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit)
         yield
     finally:

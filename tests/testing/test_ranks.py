@@ -70,6 +70,6 @@ def test_a_killed_rank_is_named() -> None:
 
 def test_a_late_rank_is_killed_at_the_time_out() -> None:
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"ranks \[0\]: no result within 1 s"):
-        run_ranks(sleeps_on, 2, 0, timeout=1)
-    assert time.monotonic() - start < 20
+    with pytest.raises(RankFailure, match=r"ranks \[0\]: no result within 4 s"):
+        run_ranks(sleeps_on, 2, 0, timeout=4)
+    assert time.monotonic() - start < 30
