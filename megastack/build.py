@@ -26,7 +26,7 @@ from megastack.data.baseline import bigram_loss
 from megastack.data.dataset import Dataset, build_dataset
 from megastack.data.loader import Loader
 from megastack.data.validation import ValidationBatches
-from megastack.errors import CheckpointError
+from megastack.errors import CheckpointError, ConfigError
 from megastack.gradients.buckets import GradientBuckets
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -37,14 +37,14 @@ from megastack.observe.console import Console
 from megastack.observe.devices import peak_flops
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, tensorboard_installed
-from megastack.optim.groups import GroupRule, assign_groups, freeze
+from megastack.optim.groups import GroupRule, assign_groups, check_patterns, freeze
 from megastack.optim.loss_scale import INITIAL, LossScale
 from megastack.optim.lr import LearningRate
 from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
 from megastack.optim.precision import set_dtypes_
 from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
-from megastack.placement.module import initialise_
+from megastack.placement.module import initialise_, placements_of
 from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop, LoopOptions
 from megastack.training.report import Recorder
@@ -71,6 +71,25 @@ def _stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
         set_dtypes_(stage, DTYPES[config.precision.compute], config.precision.keep_fp32)
     initialise_(stage, mesh, config.seed, device=mesh.device)
     return stage
+
+
+def check_model(config: TrainConfig) -> None:
+    """Build the whole model once, as one rank and without values, for what only its modules and their names can tell.
+
+    Raises:
+        MegastackError: a layer that cannot be named, called or placed, or patterns that match none of the names.
+    """
+    with torch.device("meta"):
+        model = Decoder(config, Mesh.single())
+    placements_of(model)
+    names, optim, faults = set(_names([model])), config.optim, list[str]()
+    for key, patterns in (("optim.freeze", optim.freeze), ("optim.groups", [group.pattern for group in optim.groups])):
+        try:
+            check_patterns(key, patterns, names)
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
 @dataclass

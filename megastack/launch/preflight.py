@@ -1,4 +1,4 @@
-"""What can be found wrong before any rank starts: data, resume path, run folder.
+"""What can be found wrong before any rank starts: layers and patterns of the model, data, resume path, run folder.
 
 Runs once, in the launcher or on the first rank. It touches nothing until everything else was found right; taking the
 run folder comes last.
@@ -7,12 +7,13 @@ run folder comes last.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megastack.build import identity, identity_faults, read_dataset
+from megastack.build import check_model, identity, identity_faults, read_dataset
 from megastack.checkpoint.folder import Resume, resolve_resume
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.compose import to_yaml
@@ -43,6 +44,7 @@ def prepare(config: TrainConfig, overrides: Sequence[str] = ()) -> Prepared:
         ConfigError: every fault found, one a line.
     """
     faults: list[str] = []
+    _tried(faults, lambda: _check_model(config))
     dataset = _tried(faults, lambda: read_dataset(config))
     resume = _tried(faults, lambda: resolve(config))
     if dataset is not None and resume is not None and resume.checkpoint is not None:
@@ -52,8 +54,11 @@ def prepare(config: TrainConfig, overrides: Sequence[str] = ()) -> Prepared:
     if faults or dataset is None or resume is None:
         raise ConfigError("\n".join(faults))
     folder = _folder(config, resume)
-    _describe(folder, config, overrides)
-    write_status(folder.status, "running", checkpoint=None if resume.checkpoint is None else str(resume.checkpoint))
+    try:
+        _describe(folder, config, overrides)
+        write_status(folder.status, "running", checkpoint=None if resume.checkpoint is None else str(resume.checkpoint))
+    except OSError as error:
+        raise ConfigError(f"run.dir={folder.path}: cannot be written ({error})") from None
     assignment = Assignment(config, folder.path, resume.checkpoint, os.getpid())
     return Prepared(assignment, dataset, _notes(config, resume, dataset))
 
@@ -62,6 +67,16 @@ def resolve(config: TrainConfig) -> Resume:
     """What ``resume`` means for this configuration on this file system."""
     run = config.run
     return resolve_resume(config.resume, run.dir, run.root, on_corrupt=config.checkpoint.on_corrupt.value)
+
+
+def _check_model(config: TrainConfig) -> None:
+    """What the model itself refuses; other errors are left to the ranks, which report them with their traceback."""
+    try:
+        check_model(config)
+    except MegastackError:
+        raise
+    except Exception as error:
+        logging.getLogger(__name__).debug("left to the ranks: %s", error)
 
 
 def _tried(faults: list[str], ask: Callable[[], T]) -> T | None:
@@ -89,7 +104,7 @@ def _describe(folder: RunFolder, config: TrainConfig, overrides: Sequence[str]) 
         path.write_text(to_yaml(config), encoding="utf-8")
     choices = "".join(f"- {json.dumps(override, ensure_ascii=False)}\n" for override in overrides)
     (folder.hydra / "overrides.yaml").write_text(choices or "[]\n", encoding="utf-8")
-    for record in folder.failures.glob("rank_*.json"):
+    for record in (*folder.failures.glob("rank_*.json"), *folder.watch.glob("rank_*.json")):
         record.unlink()
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
-from megastack.errors import ConfigError
+from megastack.errors import ConfigError, MegastackError
 
 ADVISORY = ("init", "out_init")
 """Extras that a layer may leave out without being refused: then it chooses its own initial values."""
@@ -42,6 +42,10 @@ def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Cal
             raise ConfigError(
                 f"{key}._target_={_name(target)}: cannot be called as its parent calls it, with {names}: {error}"
             ) from error
+        except MegastackError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"{key}._target_={_name(target)}: refuses its arguments: {error}") from error
         if not isinstance(module, nn.Module):
             raise ConfigError(f"{key}._target_={_name(target)}: made a {type(module).__name__}; use a torch module")
         return module
@@ -73,7 +77,7 @@ def import_target(key: str, spec: Any) -> Callable[..., Any]:
 
 
 def _accepted(key: str, target: Callable[..., Any], extras: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-    parameters = inspect.signature(target).parameters.values()
+    parameters = _parameters(target)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     taken = {name: value for name, (value, _) in extras.items() if takes_all or name in names}
@@ -84,6 +88,14 @@ def _accepted(key: str, target: Callable[..., Any], extras: Mapping[str, tuple[A
                 f"use {neutral}, or add `{name}` or `**kwargs` to its arguments"
             )
     return taken
+
+
+def _parameters(target: Callable[..., Any]) -> Sequence[inspect.Parameter]:
+    """What a callable takes; nothing by name where it does not say, as some built-in ones."""
+    try:
+        return tuple(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        return ()
 
 
 def _name(target: Callable[..., Any]) -> str:

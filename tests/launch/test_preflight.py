@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from tests.tiny_runs import status, text, train
+
+
+class Plain(nn.Module):
+    """Owns a parameter, and is no module that could say how it is cut."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(3))
+
+
+class Picky(nn.Module):
+    def __init__(self, *args, **kwargs):
+        raise ValueError("width=0: must be positive")
+
+
+class Broken(nn.Module):
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        self.width = 1 // 0
 
 
 @pytest.fixture
@@ -34,6 +55,11 @@ def refused(tmp_path, capfd):
         (None, (), "does not exist"),
         (
             b'{"text": "long enough for one sample"}\n',
+            ("data.tokenizer=bytes",),
+            "data.tokenizer=bytes: no such file; use byte or the path of a tokenizer.json",
+        ),
+        (
+            b'{"text": "long enough for one sample"}\n',
             ("model.vocab=128", "data.validation_fraction=0"),
             "model.vocab=128",
         ),
@@ -54,6 +80,59 @@ def test_unusable_resume_is_reported_together_with_the_data(tmp_path, refused):
     assert any("none.jsonl" in line for line in report) and any("resume=" in line for line in report)
     assert any("resume=last" in line for line in refused("resume=last", keeps=True))
     assert any("resume=auto" in line for line in refused("resume=auto", "run.dir=null", keeps=True))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ("model.mlp={_target_: no_such_file.MLP}",),
+            "model.mlp._target_=no_such_file.MLP: importing no_such_file failed",
+        ),
+        (
+            ("model.mlp={_target_: megastack.layers.mlp.ParalelMLP}",),
+            "model.mlp._target_=megastack.layers.mlp.ParalelMLP: megastack.layers.mlp has no class or function "
+            "ParalelMLP; use ParallelMLP",
+        ),
+        (
+            ("model.block={_target_: torch.nn.Linear}",),
+            "model.block._target_=torch.nn.modules.linear.Linear: cannot be",
+        ),
+        (("model.mlp={_target_: builtins.dict}",), "model.mlp._target_=builtins.dict: cannot be called"),
+        (
+            ("model.attention={_target_: tests.launch.test_preflight.Plain}",),
+            "blocks.0.attention.own: has no placement",
+        ),
+        (
+            ("model.mlp={_target_: tests.launch.test_preflight.Picky}",),
+            "model.mlp._target_=tests.launch.test_preflight.",
+        ),
+        (("optim.freeze=[embeding]",), "optim.freeze=embeding: matches no parameter; near names are embedding.weight"),
+        (
+            ("optim.groups=[{pattern: 'mlp.upp'}]",),
+            "optim.groups=mlp.upp: matches no parameter; near names are blocks.0",
+        ),
+        (
+            ("recompute.mode=pattern", "recompute.pattern=blocks.mlp"),
+            "recompute.pattern=blocks.mlp: matches the whole name of no module; use for example",
+        ),
+    ],
+)
+def test_layers_and_patterns_that_only_the_model_can_tell(refused, overrides, line):
+    """A class that is not there, is no layer, declares nothing or refuses; a pattern without a match."""
+    report = refused("parallel.dp=2", *overrides)
+    assert any(said.startswith(line) for said in report), report
+
+
+def test_the_model_and_the_data_are_reported_together(refused):
+    report = refused("optim.freeze=[nothing]", "optim.groups=[{pattern: nix}]", "data.paths=[none.jsonl]")
+    for line, key in zip(report, ("optim.freeze=nothing", "optim.groups=nix", "data.paths"), strict=True):
+        assert line.startswith(key)
+
+
+def test_a_layer_that_breaks_is_left_to_the_ranks_and_their_traceback(tmp_path, capfd):
+    assert train(tmp_path, "model.mlp={_target_: tests.launch.test_preflight.Broken}") == 1
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_illegal_values_and_unwritable_folders(tmp_path, refused):

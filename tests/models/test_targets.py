@@ -42,6 +42,10 @@ def not_a_module(*args, **kwargs):
     return "text"
 
 
+def picky(*args, **kwargs):
+    raise ValueError("width=0: must be positive")
+
+
 NOT_CALLABLE = 3
 
 
@@ -82,6 +86,8 @@ def test_an_option_that_a_layer_does_not_take_is_refused_and_not_dropped():
         (own("WiderMLP"), "no class or function WiderMLP; use WideMLP"),
         (own("NOT_CALLABLE"), "no class or function NOT_CALLABLE"),
         (own("WideMLP", depth=3), r"cannot be called.*unexpected keyword argument 'depth'"),
+        ({"_target_": "builtins.dict"}, "cannot be called"),
+        (own("picky"), "refuses its arguments: width=0"),
         (own("not_a_module"), "made a str; use a torch module"),
     ],
     ids=str,
