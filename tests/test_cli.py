@@ -64,3 +64,13 @@ def test_only_one_rank_of_a_world_says_why(monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         assert main(["train", "parallel.tp=4"]) == 78
         assert ("parallel.dp=null" in capsys.readouterr().err) is speaks
+
+
+def test_degrees_that_do_not_make_the_world_are_refused_on_every_rank_with_the_numbers(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    for rank in ("0", "17", "31"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "parallel.tp=4", "parallel.pp=8", "parallel.dp=4", "model.layers=8"]) == 78
+        said = capsys.readouterr().err.splitlines()
+        expected = "parallel.dp=4: pp·dp·cp·tp = 128 must be the world of 32 ranks; use 1"
+        assert (expected in said) is (rank == "0")

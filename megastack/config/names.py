@@ -26,6 +26,7 @@ OTHER_SYSTEMS: Mapping[str, str] = {
     "decoder_last_pipeline_num_layers": "parallel.layers_per_stage",
     "pipeline_model_parallel_layout": "parallel.layers_per_stage",
     "use_distributed_optimizer": "parallel.zero.stage",
+    "optimizer": "optim.name",
     "num_layers": "model.layers",
     "hidden_size": "model.hidden",
     "ffn_hidden_size": "model.ffn",
@@ -89,8 +90,11 @@ OTHER_SYSTEMS: Mapping[str, str] = {
     "gradient_clipping": "optim.clip_norm",
     "zero_optimization": "parallel.zero.stage",
     "zero_stage": "parallel.zero.stage",
+    "stages": "parallel.pp",
+    "num_stages": "parallel.pp",
     "offload_optimizer": "parallel.zero.offload",
     "steps_per_print": "run.log_every",
+    "scheduler": "lr.schedule",
     "warmup_num_steps": "lr.warmup_steps",
     "total_num_steps": "lr.total_steps",
     "activation_checkpointing": "recompute.mode",
@@ -135,6 +139,9 @@ OTHER_SYSTEMS: Mapping[str, str] = {
 }
 """Names of other systems' settings (last word, underscores) to the key of ours that does what they do."""
 
+SWITCHES = ("enabled", "device", "type")
+"""Last words that turn a section on or choose its kind (``bf16.enabled``, ``optimizer.type``): the section is meant."""
+
 CLOSE, CLOSE_WORD = 0.7, 0.8
 """Least similarity, by :mod:`difflib`, of a whole key and of a last word that are worth suggesting."""
 
@@ -153,6 +160,8 @@ def suggest(key: str, known: Sequence[str] | None = None) -> str | None:
         known: the keys to choose from; None for all, with other systems' names.
     """
     path = key.replace("-", "_").lower().strip("_").split(".")
+    if len(path) > 1 and path[-1] in SWITCHES and path[-2] in OTHER_SYSTEMS:
+        path.pop()
     last = path[-1]
     if known is None and last in OTHER_SYSTEMS:
         return OTHER_SYSTEMS[last]

@@ -62,6 +62,29 @@ def test_every_fault_is_in_one_report() -> None:
         assert any(line.startswith(start) for line in lines), (start, lines)
 
 
+def test_other_systems_names_are_answered_with_ours_together() -> None:
+    lines = report(
+        "tensor_model_parallel_size=4",
+        "pipeline_model_parallel_size=8",
+        "model.num_layers=80",
+        "micro_batch_size=1",
+        "zero_optimization.stage=1",
+        "train_micro_batch_size_per_gpu=2",
+        "gradient_clipping=1.0",
+        "model.family=llama3",
+    )
+    assert lines == [
+        "tensor_model_parallel_size=4: no such key; use parallel.tp",
+        "pipeline_model_parallel_size=8: no such key; use parallel.pp",
+        "model.num_layers=80: no such key; use model.layers",
+        "micro_batch_size=1: no such key; use batch.micro_size",
+        "zero_optimization.stage=1: no such key; use parallel.zero.stage",
+        "train_micro_batch_size_per_gpu=2: no such key; use batch.micro_size",
+        "gradient_clipping=1.0: no such key; use optim.clip_norm",
+        "model.family=llama3: not one of the choices; use llama or gpt2",
+    ]
+
+
 def test_rules_are_left_to_whoever_knows_the_world() -> None:
     assert compose(["parallel.tp=3"]).parallel.tp == 3
 
