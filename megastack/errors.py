@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 
 class MegastackError(Exception):
-    """Base of all errors that megastack raises on purpose."""
+    """Base of all errors that megastack raises on purpose.
+
+    Attributes:
+        ranks: the ranks whose fault it is, where all ranks raise it; empty where it is the raising rank's own.
+    """
+
+    ranks: tuple[int, ...] = ()
+
+    def about(self, ranks: Iterable[int]) -> Self:
+        """This error, as the fault of some ranks that all ranks raise."""
+        self.ranks = tuple(ranks)
+        return self
 
 
 @dataclass(frozen=True)

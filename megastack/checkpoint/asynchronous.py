@@ -52,6 +52,8 @@ class AsynchronousSave:
         self._share = replace(share, tensors=())
         self._fault = ""  # what kept this rank from its part
         self._error: str | None = None  # the common verdict, once all ranks know it: "" is success
+        self._failed: tuple[int, ...] = ()
+        self._cause: RuntimeError | None = None
         self._written = threading.Event()
         self._given_up = threading.Event()
         self._began, self._ended = began, began
@@ -83,7 +85,7 @@ class AsynchronousSave:
         if self._error is None:
             self._error = self._meet()
         if self._error:
-            raise CheckpointError(self._error)
+            raise CheckpointError(self._error).about(self._failed) from self._cause
         return self.path
 
     def _meet(self) -> str:
@@ -97,9 +99,11 @@ class AsynchronousSave:
             verdicts = gather(self._fault, self._world)
         except RuntimeError as error:
             self._given_up.set()
+            self._cause = error
             return f"{self.path}: was not saved\na rank is gone ({error})"
         found = {rank: fault for rank, fault in enumerate(faults) if fault}
         found = found or {rank: fault for rank, fault in enumerate(verdicts) if fault}
+        self._failed = tuple(found)
         return f"{self.path}: was not saved\n{described(found)}" if found else ""
 
     def _run(self) -> None:

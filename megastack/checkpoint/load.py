@@ -102,7 +102,7 @@ def load(
     stored = set(_chosen(dict(manifest.tensors), weights_only))
     _judge(folder, everyone, stored, strict)
     here = {name: item for name, item in items.items() if name in stored}
-    with one_error(f"{folder}: was not loaded, and left the state half filled"):
+    with one_error(f"{folder}: was not loaded, and left the state half filled"), world.blocks("checkpoint_load"):
         dcp.load(
             {},
             storage_reader=BoxReader(folder, manifest),

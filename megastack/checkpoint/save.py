@@ -103,7 +103,7 @@ def save(path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = Fal
         return writer.last
     storage = BoxWriter(target, world.rank, state.trainer)
     try:
-        with one_error(f"{target}: was not saved"):
+        with one_error(f"{target}: was not saved"), world.blocks("checkpoint_save"):
             dcp.save(
                 {},
                 storage_writer=storage,

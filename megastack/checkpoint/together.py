@@ -28,7 +28,8 @@ def gather(value: T, world: AxisGroup) -> list[T]:
     if world.group is None:
         return [value]
     values: list[T | None] = [None] * world.size
-    dist.all_gather_object(values, value, group=world.group)
+    with world.blocks("all_gather_object"):
+        dist.all_gather_object(values, value, group=world.group)
     return [found for found in values if found is not None]
 
 
@@ -38,7 +39,8 @@ def all_true(value: bool, world: AxisGroup) -> bool:
         return value
     device = "cpu" if "gloo" in dist.get_backend_config(world.group) else "cuda"
     flag = torch.tensor([int(value)], device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN, group=world.group)
+    with world.blocks("all_reduce"):
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=world.group)
     return bool(flag.item())
 
 
@@ -63,7 +65,7 @@ def plan_together(task: str, world: AxisGroup, own: Callable[[], T], everyone: C
         final = [outcome] * world.size if isinstance(outcome, _Failed) else outcome
     mine = _from_first(final, world)
     if isinstance(mine, _Failed):
-        raise CheckpointError(f"{task}: {described(mine.by_rank)}")
+        raise CheckpointError(f"{task}: {described(mine.by_rank)}").about(mine.by_rank)
     return mine
 
 
@@ -78,7 +80,8 @@ def _to_first(value: Any, world: AxisGroup) -> list[Any]:
     if world.group is None:
         return [value]
     values = [None] * world.size if world.rank == 0 else None
-    dist.gather_object(value, values, dst=world.ranks[0], group=world.group)
+    with world.blocks("gather_object"):
+        dist.gather_object(value, values, dst=world.ranks[0], group=world.group)
     return values or []
 
 
@@ -86,7 +89,8 @@ def _from_first(values: list[Any], world: AxisGroup) -> Any:
     if world.group is None:
         return values[0]
     received = [None]
-    dist.scatter_object_list(received, values or None, src=world.ranks[0], group=world.group)
+    with world.blocks("scatter_object"):
+        dist.scatter_object_list(received, values or None, src=world.ranks[0], group=world.group)
     return received[0]
 
 
@@ -99,7 +103,7 @@ def one_error(task: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         causes = {rank: said(wrapped[0]) for rank, wrapped in error.failures.items()}
-        raise CheckpointError(f"{task}: {described(causes)}") from error
+        raise CheckpointError(f"{task}: {described(causes)}").about(causes) from error
 
 
 def described(failures: Mapping[int, str]) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastack.comm.group import AxisGroup
+from megastack.comm.trail import Operation, Waited
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -49,17 +50,23 @@ def done(result: Tensor) -> Pending:
     return Pending(None, lambda: result)
 
 
-def _record(group: AxisGroup, op: str, payload: Tensor) -> None:
+def _record(group: AxisGroup, op: str, payload: Tensor) -> Operation:
+    """Count an operation in the ledger and put it on the trail."""
     group.ledger.record(group.axis, op, group.size, payload.numel() * payload.element_size())
+    return group.begin(op, tuple(payload.shape))
+
+
+def _pending(work: Any, group: AxisGroup, operation: Operation, finish: Callable[[], Tensor]) -> Pending:
+    return Pending(Waited(work, group.trail, operation), finish)
 
 
 def start_all_reduce_(buffer: Tensor, group: AxisGroup, op: str = "sum") -> Pending:
     """Reduce ``buffer`` over the group in place; the caller owns it and leaves it alone until :meth:`Pending.wait`."""
     if group.size == 1:
         return done(buffer)
-    _record(group, "all_reduce", buffer)
+    operation = _record(group, "all_reduce", buffer)
     work = dist.all_reduce(buffer, op=_OPS[op], group=group.group, async_op=True)
-    return Pending(work, lambda: buffer)
+    return _pending(work, group, operation, lambda: buffer)
 
 
 def start_reduce_scatter_(buffer: Tensor, group: AxisGroup) -> Pending:
@@ -72,20 +79,20 @@ def start_reduce_scatter_(buffer: Tensor, group: AxisGroup) -> Pending:
     if group.size == 1:
         return done(buffer)
     piece = own_piece(buffer, group)
-    _record(group, "reduce_scatter", buffer)
+    operation = _record(group, "reduce_scatter", buffer)
     if buffer.device.type != "cpu":
         work = _reduce_scatter_into(piece, buffer, group=group.group, async_op=True)
-        return Pending(work, lambda: piece)
-    return _exchange(buffer.view(group.size, -1), group).then(lambda pieces: torch.sum(pieces, 0, out=piece))
+        return _pending(work, group, operation, lambda: piece)
+    return _exchange(buffer.view(group.size, -1), group, operation).then(lambda pieces: torch.sum(pieces, 0, out=piece))
 
 
 def start_all_gather_(buffer: Tensor, group: AxisGroup) -> Pending:
     """Fill a flat ``buffer``, of which each rank has its own equal piece, with the pieces of all, in place."""
     if group.size == 1:
         return done(buffer)
-    _record(group, "all_gather", buffer)
+    operation = _record(group, "all_gather", buffer)
     work = _all_gather_into(buffer, own_piece(buffer, group), group=group.group, async_op=True)
-    return Pending(work, lambda: buffer)
+    return _pending(work, group, operation, lambda: buffer)
 
 
 def own_piece(buffer: Tensor, group: AxisGroup) -> Tensor:
@@ -112,9 +119,9 @@ def start_all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
         return done(x)
     x = x.contiguous()
     pieces = x.new_empty((group.size, *x.shape))
-    _record(group, "all_gather", pieces)
+    operation = _record(group, "all_gather", pieces)
     work = _all_gather_into(pieces.view(-1), x.view(-1), group=group.group, async_op=True)
-    return Pending(work, lambda: _join(pieces, dim))
+    return _pending(work, group, operation, lambda: _join(pieces, dim))
 
 
 def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
@@ -128,12 +135,12 @@ def start_reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
         return done(x)
     assert x.shape[dim] % group.size == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size}"
     pieces = _cut(x, group.size, dim)
-    _record(group, "reduce_scatter", pieces)
+    operation = _record(group, "reduce_scatter", pieces)
     if x.device.type == "cpu":
-        return _exchange(pieces, group).then(lambda arrived: arrived.sum(0, dtype=arrived.dtype))
+        return _exchange(pieces, group, operation).then(lambda arrived: arrived.sum(0, dtype=arrived.dtype))
     result = x.new_empty(pieces.shape[1:])
     work = _reduce_scatter_into(result.view(-1), pieces.view(-1), group=group.group, async_op=True)
-    return Pending(work, lambda: result)
+    return _pending(work, group, operation, lambda: result)
 
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
@@ -147,16 +154,17 @@ def broadcast(x: Tensor, group: AxisGroup, source: int = 0) -> Tensor:
         return x
     result = x.clone(memory_format=torch.contiguous_format)
     if group.rank == source:
-        _record(group, "broadcast", result)
-    dist.broadcast(result, src=group.ranks[source], group=group.group)
+        group.ledger.record(group.axis, "broadcast", group.size, result.numel() * result.element_size())
+    with group.blocks("broadcast"):
+        dist.broadcast(result, src=group.ranks[source], group=group.group)
     return result
 
 
-def _exchange(pieces: Tensor, group: AxisGroup) -> Pending:
+def _exchange(pieces: Tensor, group: AxisGroup, operation: Operation) -> Pending:
     """Send each rank its piece, the first dim; the result has what each rank sent here."""
     arrived = torch.empty_like(pieces)
     work = dist.all_to_all_single(arrived.view(-1), pieces.view(-1), group=group.group, async_op=True)
-    return Pending(work, lambda: arrived)
+    return _pending(work, group, operation, lambda: arrived)
 
 
 def _cut(x: Tensor, size: int, dim: int) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from megastack.comm.ledger import Ledger
+from megastack.comm.trail import Operation, Trail
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,19 @@ class AxisGroup:
     group: dist.ProcessGroup | None
     axis: str
     ledger: Ledger
+
+    @property
+    def trail(self) -> Trail:
+        """What this rank did last, on any group of its mesh."""
+        return self.ledger.trail
+
+    def begin(self, op: str, shape: tuple[int, ...] = ()) -> Operation:
+        """Note on the trail that this rank takes part in a collective of this group."""
+        return self.ledger.trail.start(self.axis, op, shape, self.ranks)
+
+    def blocks(self, op: str) -> AbstractContextManager[None]:
+        """Note a collective that blocks until it is done, which the context is about to call."""
+        return self.trail.waits(self.begin(op))
 
     @staticmethod
     def single(axis: str, ledger: Ledger, rank: int = 0) -> AxisGroup:

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megastack.comm.trail import Trail
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -51,9 +53,14 @@ def wire_bytes(op: str, size: int, payload_bytes: int) -> int:
 
 
 class Ledger:
-    """Operations of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation."""
+    """Operations of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation.
+
+    Attributes:
+        trail: the last operations themselves, for reports about a failure; never reset.
+    """
 
     def __init__(self) -> None:
+        self.trail = Trail()
         self._totals: dict[tuple[str, str], Traffic] = {}
 
     def record(self, axis: str, op: str, size: int, payload_bytes: int) -> None:

@@ -16,7 +16,8 @@ def all_gather_objects(value: T, group: AxisGroup) -> list[T]:
     if group.size == 1:
         return [value]
     values: list[T | None] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.group)
+    with group.blocks("all_gather_object"):
+        dist.all_gather_object(values, value, group=group.group)
     return cast("list[T]", values)
 
 
@@ -25,5 +26,6 @@ def gather_objects(value: T, group: AxisGroup) -> list[T]:
     if group.size == 1:
         return [value]
     values: list[T | None] | None = [None] * group.size if group.rank == 0 else None
-    dist.gather_object(value, values, dst=group.ranks[0], group=group.group)
+    with group.blocks("gather_object"):
+        dist.gather_object(value, values, dst=group.ranks[0], group=group.group)
     return cast("list[T]", values or [])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megastack.comm.collectives import Pending
 from megastack.comm.group import AxisGroup
+from megastack.comm.trail import Waited
 
 
 class Lines:
@@ -36,7 +37,7 @@ class Lines:
         self._group = group
         self._backward = backward
         self._device = device
-        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        self._posted: deque[tuple[Waited, Tensor]] = deque()
 
     def send(self, x: Tensor, peer: int) -> None:
         """Post ``x`` to a peer; it must not be written to afterwards."""
@@ -47,7 +48,8 @@ class Lines:
         """Post a receive for the peer's next message, whose shape and dtype are known."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         line = self._line(peer, self._group.rank)
-        return Pending(dist.irecv(buffer, src=self._group.ranks[peer], group=line), lambda: buffer)
+        work = self._tracked("receive", buffer, dist.irecv(buffer, src=self._group.ranks[peer], group=line), peer)
+        return Pending(work, lambda: buffer)
 
     def send_header(self, value: Any, peer: int) -> None:
         """Post a JSON value, for what must be said before tensors can be received; not counted in the ledger."""
@@ -63,8 +65,14 @@ class Lines:
     def _post(self, x: Tensor, peer: int) -> None:
         self._release()
         work = dist.isend(x, dst=self._group.ranks[peer], group=self._line(self._group.rank, peer))
+        self._posted.append((self._tracked("send", x, work, peer), x))
+
+    def _tracked(self, op: str, x: Tensor, work: dist.Work | None, peer: int) -> Waited:
+        """A message's work, once it is posted, with its place on the trail."""
         assert work is not None
-        self._posted.append((work, x))
+        ends = self._group.ranks[self._group.rank], self._group.ranks[peer]
+        operation = self._group.trail.start(self._group.axis, op, tuple(x.shape), ends if op == "send" else ends[::-1])
+        return Waited(work, self._group.trail, operation)
 
     def _line(self, source: int, destination: int) -> dist.ProcessGroup | None:
         return self._group.group if source < destination else self._backward

@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megastack.comm.group import AxisGroup
 from megastack.comm.ledger import Ledger
@@ -47,13 +48,22 @@ class Mesh:
             each other. ``None`` where ``pp`` is 1.
     """
 
-    def __init__(self, shape: MeshShape, rank: int, device: torch.device, device_mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self,
+        shape: MeshShape,
+        rank: int,
+        device: torch.device,
+        device_mesh: DeviceMesh | None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.shape = shape
         self.rank = rank
         self.device = device
         self.device_mesh = device_mesh
         self.ledger = Ledger()
         self.coordinates = shape.coordinates(rank)
+        self._timeout = timeout
         self._groups: dict[tuple[object, ...], AxisGroup] = {}
         self.backward_lines: dist.ProcessGroup | None = None
         if device_mesh is not None:
@@ -79,15 +89,15 @@ class Mesh:
             MeshError: the shape's world size is not the number of ranks, there is no launcher, or no such device.
         """
         target = pick_device(device)
+        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
         if not dist.is_initialized():
             if "RANK" not in os.environ and shape.world_size == 1:
                 return cls.single(target)
             _require_launcher(shape)
             _require_size(shape, int(os.environ["WORLD_SIZE"]))
-            limit = None if timeout_s is None else timedelta(seconds=timeout_s)
             dist.init_process_group(backend_of(target), timeout=limit)
         _require_size(shape, dist.get_world_size())
-        return cls(shape, dist.get_rank(), target, _device_mesh(shape, target))
+        return cls(shape, dist.get_rank(), target, _device_mesh(shape, target, limit), timeout=limit)
 
     @property
     def world(self) -> AxisGroup:
@@ -126,7 +136,7 @@ class Mesh:
         key = (axis, "sub", chosen)
         if key not in self._groups:
             ranks = [whole.ranks[i] for i in chosen]
-            group = dist.new_group(ranks, use_local_synchronization=True)
+            group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
             self._groups[key] = AxisGroup(
                 chosen.index(whole.rank), len(chosen), tuple(ranks), group, whole.axis, self.ledger
             )
@@ -149,7 +159,7 @@ class Mesh:
 
     def _new_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
         """This rank's group along ``axes``; all ranks of the world call, and take part in making every group."""
-        made = [(ranks, dist.new_group(ranks)) for ranks in self.shape.groups(*axes)]
+        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in self.shape.groups(*axes)]
         return next(group for ranks, group in made if self.rank in ranks)
 
     def __repr__(self) -> str:
@@ -198,12 +208,17 @@ def _require_size(shape: MeshShape, ranks: int) -> None:
         )
 
 
-def _device_mesh(shape: MeshShape, device: torch.device) -> DeviceMesh | None:
+def _device_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | None) -> DeviceMesh | None:
+    """Torch's grid; its groups get the time-out afterwards, for they do not take it from the default group."""
     axes = [axis for axis in DENSE_AXES if shape.size(axis) > 1]
     if not axes:
         return None
     ranks = torch.arange(shape.world_size).view([shape.size(axis) for axis in axes])
-    return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(axis.value for axis in axes))
+    made = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(axis.value for axis in axes))
+    if timeout is not None:
+        for axis in axes:
+            _set_pg_timeout(timeout, made.get_group(axis.value))
+    return made
 
 
 def _label(wanted: tuple[Axis, ...], real: tuple[Axis, ...]) -> str:

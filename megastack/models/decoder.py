@@ -105,6 +105,7 @@ class Decoder(ParallelModule):
             The carry for the next stage, or the loss sums where this stage has the head.
         """
         carry = self._run(carry, microbatch)
+        self.mesh.ledger.trail.layer = "head" if self.has_head else None
         return self._loss(self._logits(carry["hidden"]), microbatch.labels_BS) if self.has_head else carry
 
     def logits(self, carry: Carry, microbatch: Microbatch) -> Tensor:
@@ -124,7 +125,8 @@ class Decoder(ParallelModule):
     def _run(self, carry: Carry, microbatch: Microbatch) -> dict[str, Any]:
         context = self._context(microbatch)
         values = {"hidden": self._embed(microbatch, context)} if self.has_embedding else dict(carry)
-        for block in self.blocks.values():
+        for name, block in self.blocks.items():
+            self.mesh.ledger.trail.layer = f"blocks.{name}"
             values |= _call(block, values, context)
         return values
 
