@@ -29,9 +29,9 @@ ALLOWED: dict[str, set[str]] = {
     "optim": {"gradients", "placement"},
     "data": {"random", "batch"},
     "checkpoint": {"placement", "comm", "mesh"},
-    "observe": {"mesh.shape"},
+    "observe": {"mesh.shape", "comm.group", "comm.objects", "comm.trail"},
     "config": {"mesh.shape", "pipeline.schedules", "layers.rules"},
-    "training": {"pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
+    "training": {"batch", "pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
     "plan": {"config", "models.activations", "models.profile", "models.stages", "pipeline", "mesh.shape"},
     "build": {
         *("training", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe", "config"),

@@ -6,6 +6,7 @@ one fails, the accounts that ranks wrote are sorted, and the first is shown last
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
@@ -15,7 +16,8 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -24,14 +26,16 @@ from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError
+from megastack.launch.account import Seen, account_of
 from megastack.launch.preflight import Prepared, prepare
 from megastack.launch.stopping import SIGNALS, StopForwarder, StoppedEarly
+from megastack.launch.survivors import SurvivorKiller
 from megastack.launch.worker import Assignment, threads_per_rank, work
-from megastack.mesh.shape import MeshShape, describe_coordinates
 from megastack.observe.console import Console
-from megastack.observe.failure import read_failures, silent_ranks
+from megastack.observe.failure import FailureRecord, by_cause, read_failures
 from megastack.observe.folder import RunFolder
 from megastack.observe.status import read_status, update_status
+from megastack.observe.watchdog import read_reports
 from megastack.training.hooks import Hooks
 from megastack.training.state import RunResult
 
@@ -65,18 +69,21 @@ def launch(
         if line:
             console.line(line)
     world_size = mesh_shape(config).world_size
-    method = "fork" if cold or threads_per_rank(config, world_size) == 1 else "forkserver"
+    named = config.model.attention or config.model.mlp or config.model.block  # imported here, whatever that may run
+    method = "fork" if (cold and not named) or threads_per_rank(config, world_size) == 1 else "forkserver"
     with StopForwarder(config.launch.grace_s) as stop:
         result = _result(prepared, _agent(config, world_size, method), hooks, stop)
     return replace(result, interrupted=stop.received is not None)
 
 
 def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: StopForwarder) -> RunResult:
-    folder = RunFolder(prepared.assignment.folder)
+    folder, config = RunFolder(prepared.assignment.folder), prepared.assignment.config
+    told = multiprocessing.get_context(agent.start_method).SimpleQueue()
     try:
-        returned = elastic_launch(agent, _rank)(prepared.assignment, prepared.dataset, hooks)
+        with SurvivorKiller(lambda: not told.empty() or any(folder.failures.glob("rank_*")), config.launch.grace_s):
+            returned = elastic_launch(agent, _rank)(prepared.assignment, prepared.dataset, hooks, told)
     except ChildFailedError as error:
-        return _failed(error, prepared, stop)
+        return _failed(error, prepared, stop, by_cause([*read_failures(folder.failures), *_drained(told)]))
     except StoppedEarly as error:
         reason = str(error)
         status = update_status(folder.status, "preempted", reason=reason)
@@ -86,11 +93,25 @@ def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: 
     return result
 
 
-def _rank(assignment: Assignment, dataset: Dataset, hooks: Hooks | None) -> RunResult:
-    """A rank of this launcher: it ends with it, and is asked to stop by SIGTERM only, never by a terminal's SIGINT."""
+def _drained(told: Any) -> list[FailureRecord]:
+    found = []
+    while not told.empty():
+        found.append(told.get())
+    return found
+
+
+def _rank(assignment: Assignment, dataset: Dataset, hooks: Hooks | None, told: Any) -> RunResult:
+    """A rank of this launcher: it ends with it, and is asked to stop by SIGTERM only, never by a terminal's SIGINT.
+
+    One that fails has left its account; the agent learns no more than that.
+    """
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    result = work(assignment, dataset, hooks, signals=(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    try:
+        result = work(assignment, dataset, hooks, signals=signals, tell=lambda record: told.put(record.shortened()))
+    except Exception:
+        sys.exit(1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     return result
@@ -124,62 +145,34 @@ def _agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchCon
     )
 
 
-@dataclass(frozen=True)
-class _Account:
-    """Which failure ended the run."""
-
-    rank: int
-    coordinates: str
-    reason: str
-    text: str
-    step: int = 0
-    refused: bool = False
-
-
-def _failed(error: ChildFailedError, prepared: Prepared, stop: StopForwarder) -> RunResult:
+def _failed(
+    error: ChildFailedError, prepared: Prepared, stop: StopForwarder, records: Sequence[FailureRecord]
+) -> RunResult:
     """Show the first failure and write it into ``status.json``.
 
     Raises:
         ConfigError: the ranks found, before they trained, that they cannot do what was asked.
     """
-    folder = RunFolder(prepared.assignment.folder)
-    account = _first(error, folder, mesh_shape(prepared.assignment.config), stop)
+    folder, config = RunFolder(prepared.assignment.folder), prepared.assignment.config
+    rank, failure = error.get_first_failure()
+    killed = None
+    if stop.killed and stop.received is not None:
+        killed = f"received {stop.received.name} and did not stop in launch.grace_s"
+    seen = Seen(rank, failure.exitcode, killed)
+    account = account_of(records, read_reports(folder.watch), seen, mesh_shape(config), config.launch.timeout_s)
     step = account.step or (read_status(folder.status) or {}).get("step") or 0
-    update_status(
-        folder.status,
-        "failed",
-        step=step,
-        reason=account.reason,
-        rank=account.rank,
-        coordinates=account.coordinates,
-        exit_code=78 if account.refused else 1,
-        pid=os.getpid(),
-    )
+    with contextlib.suppress(OSError):  # a full disk may be the very reason
+        update_status(
+            folder.status,
+            "failed",
+            step=step,
+            reason=account.reason,
+            rank=account.rank,
+            coordinates=account.coordinates,
+            exit_code=78 if account.refused else 1,
+            pid=os.getpid(),
+        )
     if account.refused:
         raise ConfigError(account.reason)
     Console(stderr=True).line(f"failed after step {step}; everything is in {folder.path}\n{account.text}", style="red")
     return RunResult("failed", step, None, folder.path, account.reason)
-
-
-def _first(error: ChildFailedError, folder: RunFolder, shape: MeshShape, stop: StopForwarder) -> _Account:
-    """The rank that failed by itself first, else one that died without a word, else the first to miss another."""
-    records = read_failures(folder.failures)
-    silent = silent_ranks(records, shape.world_size)
-    if not silent:
-        record = records[0]
-        reason = record.message if record.refused else record.error
-        return _Account(record.rank, record.coordinates, reason, record.describe(), record.step, record.refused)
-    rank, failure = error.get_first_failure()
-    reason = "ended without a traceback, as when it is killed or out of memory"
-    if rank in silent:
-        reason = f"ended by {_cause(failure.exitcode)}"
-    if stop.killed and stop.received is not None:
-        reason = f"received {stop.received.name} and did not stop in launch.grace_s"
-    rank = rank if rank in silent else silent[0]
-    coordinates = describe_coordinates(shape.coordinates(rank))
-    step = max((record.step for record in records), default=0)
-    return _Account(rank, coordinates, reason, f"[rank {rank} | {coordinates}] {reason}", step)
-
-
-def _cause(exitcode: int) -> str:
-    return signal.Signals(-exitcode).name if exitcode < 0 else f"exit code {exitcode}"

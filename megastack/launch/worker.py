@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.observe.failure import FailureRecord
 from megastack.observe.folder import RunFolder
 from megastack.observe.logging import set_up_logging
+from megastack.observe.watchdog import Watchdog
 from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop
 from megastack.training.signals import StopRequest
@@ -54,6 +55,7 @@ def work(
     hooks: Hooks | None = None,
     *,
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+    tell: Callable[[FailureRecord], object] | None = None,
 ) -> RunResult:
     """Train on this rank; to be called on every rank of the world, with rank variables in the environment.
 
@@ -62,6 +64,7 @@ def work(
         dataset: the data, where it was read already.
         hooks: what to call on the way.
         signals: those that ask this rank, and so the run, to stop.
+        tell: called with this rank's account of its failure where that cannot be written.
     """
     config, folder = assignment.config, RunFolder(assignment.folder)
     torch.set_num_threads(threads_per_rank(config))
@@ -72,16 +75,23 @@ def work(
             mesh = Mesh.from_environment(shape, device=config.device.value, timeout_s=config.launch.timeout_s)
             log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
             log.info("started with pid %d on %s, %d threads", os.getpid(), mesh.device, torch.get_num_threads())
-            loop = build_loop(_ready(assignment, mesh, dataset), folder, stop, hooks, assignment.resume, assignment.pid)
-            result = loop.run()
+            trail, report, limit_s = mesh.ledger.trail, folder.report(rank), config.launch.timeout_s
+            with Watchdog(trail, report, rank, mesh.coordinates, limit_s=limit_s, doing=lambda: _whereabouts(loop)):
+                ready = _ready(assignment, mesh, dataset)
+                loop = build_loop(ready, folder, stop, hooks, assignment.resume, assignment.pid)
+                result = loop.run()
             log.info("%s after step %d", result.status, result.step)
         except BaseException as error:
-            step, action = _whereabouts(loop)
-            echo, refused = is_echo(error), loop is None and isinstance(error, MegastackError)
             record = FailureRecord.of(
-                error, rank, shape.coordinates(rank), step=step, action=action, echo=echo, refused=refused
+                error,
+                rank,
+                shape.coordinates(rank),
+                step=0 if loop is None else loop.progress.step,
+                action=_failing(loop, error),
+                echo=is_echo(error) or is_of_others(error, rank),
+                refused=loop is None and isinstance(error, MegastackError),
             )
-            record.write(folder.failure(rank))
+            _leave(record, folder.failure(rank), tell)
             raise
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -98,12 +108,28 @@ def _ready(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Train
     return training
 
 
-def _whereabouts(loop: Loop | None) -> tuple[int, str]:
-    """Completed steps, and what a rank is doing."""
+def _whereabouts(loop: Loop | None) -> str:
+    """What a rank is doing: the step or phase, the action, the layer."""
     if loop is None:
-        return 0, "starting"
-    action = loop.step.pipeline.current
-    return loop.progress.step, loop.doing + ("" if action is None else f", action {action}")
+        return "starting"
+    action, layer = loop.step.pipeline.current, loop.mesh.ledger.trail.layer
+    parts = [loop.doing] if action is None else [loop.doing, f"action {action}", *([layer] if layer else [])]
+    return ", ".join(parts)
+
+
+def _failing(loop: Loop | None, error: BaseException) -> str:
+    """The same, with the operation that a rank waited for in vain."""
+    waiting = loop.mesh.ledger.trail.waiting if loop is not None and is_echo(error) else None
+    return _whereabouts(loop) + ("" if waiting is None else f", waiting for {waiting}")
+
+
+def _leave(record: FailureRecord, path: Path, tell: Callable[[FailureRecord], object] | None) -> None:
+    """Leave the account of a failure on the disk, or with somebody else where the disk is full."""
+    try:
+        record.write(path)
+    except OSError:
+        if tell is not None:
+            tell(record)
 
 
 def is_echo(error: BaseException) -> bool:
@@ -112,6 +138,11 @@ def is_echo(error: BaseException) -> bool:
         isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "gloo/" in str(cause))
         for cause in _causes(error)
     )
+
+
+def is_of_others(error: BaseException, rank: int) -> bool:
+    """Whether an error is the fault of other ranks, which raise it as well."""
+    return isinstance(error, MegastackError) and bool(error.ranks) and rank not in error.ranks
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

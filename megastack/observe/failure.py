@@ -7,14 +7,16 @@ after those that failed by themselves, and after those that died without writing
 from __future__ import annotations
 
 import json
-import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megastack.mesh.shape import Axis, describe_coordinates
+from megastack.observe.files import replace_text
+
+TRACE_KEPT = 10_000
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,13 @@ class FailureRecord:
     def write(self, path: Path) -> None:
         """Write the record; readers see all of it or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        replace_text(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    def shortened(self) -> FailureRecord:
+        """The record for a pipe, which must not fill up: of a long traceback only the end."""
+        return replace(
+            self, trace=self.trace[-TRACE_KEPT:], error=self.error[-TRACE_KEPT:], message=self.message[-TRACE_KEPT:]
+        )
 
     def summary(self) -> str:
         """The account in one line (or as many as the error has)."""
@@ -88,8 +94,13 @@ class FailureRecord:
 
 
 def read_failures(folder: Path) -> list[FailureRecord]:
-    """The records in a folder: ranks that failed by themselves first, the earliest first."""
-    records = [FailureRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank_*.json")]
+    """The records in a folder, in order of importance (:func:`by_cause`)."""
+    paths = folder.glob("rank_*.json")
+    return by_cause([FailureRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths])
+
+
+def by_cause(records: Iterable[FailureRecord]) -> list[FailureRecord]:
+    """Ranks that failed by themselves first, the earliest first."""
     return sorted(records, key=lambda record: (record.echo, record.time_ns))
 
 

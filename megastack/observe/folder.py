@@ -52,6 +52,11 @@ class RunFolder:
         """What ranks wrote about their own failures."""
         return self.path / "failures"
 
+    @property
+    def watch(self) -> Path:
+        """Where ranks stood when they waited in vain, or failed."""
+        return self.path / "watch"
+
     def log(self, rank: int) -> Path:
         """The log of one rank."""
         return self.path / "logs" / f"rank_{rank:05d}.log"
@@ -59,6 +64,10 @@ class RunFolder:
     def failure(self, rank: int) -> Path:
         """What one rank wrote about its own failure."""
         return self.failures / f"rank_{rank:05d}.json"
+
+    def report(self, rank: int) -> Path:
+        """Where one rank stood."""
+        return self.watch / f"rank_{rank:05d}.json"
 
     def dump(self, step: int) -> Path:
         """Gradients and weights of one step."""

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from megastack.mesh.shape import Axis, describe_coordinates
+from megastack.observe.files import cannot_write
 
 LOGGER = "megastack"
+
+
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written, as on a full disk, is a failure, not a note on the screen."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            raise cannot_write(Path(self.baseFilename), error) from error
+        super().handleError(record)
 
 
 def set_up_logging(path: Path, rank: int, coordinates: Mapping[Axis, int]) -> logging.Logger:
@@ -27,7 +39,7 @@ def set_up_logging(path: Path, rank: int, coordinates: Mapping[Axis, int]) -> lo
     for old in list(logger.handlers):
         logger.removeHandler(old)
         old.close()
-    file = logging.FileHandler(path, encoding="utf-8")
+    file = _LogFile(path, encoding="utf-8")
     file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {prefix} %(message)s"))
     screen = logging.StreamHandler()
     screen.setLevel(logging.WARNING)

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megastack.observe.files import LineFile
+
 Row = dict[str, Any]
 
 TAGS = {
@@ -51,7 +53,7 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, *, tensorboard: bool) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = LineFile(path)
         self._events: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -59,9 +61,12 @@ class MetricsWriter:
             self._events = SummaryWriter(str(path.parent / "tensorboard"))
 
     def write(self, entry: Row) -> None:
-        """Append a row, and its scalars to TensorBoard."""
-        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
-        self._file.flush()
+        """Append a row, and its scalars to TensorBoard.
+
+        Raises:
+            OSError: the row cannot be written; the file ends with the row before.
+        """
+        self._file.append(json.dumps(entry, allow_nan=False))
         if self._events is not None:
             for tag, value in scalars(entry).items():
                 self._events.add_scalar(tag, value, entry["step"])

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megastack.observe.files import replace_text
+
 FIELDS = ("status", "step", "checkpoint", "reason", "rank", "coordinates", "exit_code", "pid", "time")
 EXIT_CODES = {"completed": 0, "preempted": 75, "failed": 1, "diverged": 1}
 
@@ -18,9 +20,7 @@ def write_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
     assert not unknown, unknown
     record = dict.fromkeys(FIELDS) | {"pid": os.getpid(), "exit_code": EXIT_CODES.get(status)} | fields
     record |= {"status": status, "time": time.time()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, json.dumps(record, indent=1) + "\n")
     return record
 
 

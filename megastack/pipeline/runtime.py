@@ -60,6 +60,7 @@ class Pipeline:
 
     Attributes:
         current: the action being executed, for reports about a failure.
+        reports: the reported loss sum of each microbatch of the last step, on the last stage's rank.
 
     Raises:
         ScheduleError: the schedule is for another number of ranks or chunks, or has actions that are not supported.
@@ -141,6 +142,7 @@ class Pipeline:
         self._carries: dict[tuple[int, int], _Receive | Carry] = {}
         self._gradients: dict[tuple[int, int], _Receive | Mapping[str, Tensor]] = {}
         self._unposted: dict[int, deque[_Receive]] = defaultdict(deque)
+        self.reports: dict[int, Tensor] = {}
         self._sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for stage in self._stages.values():
             stage.drop()
@@ -155,6 +157,7 @@ class Pipeline:
         self._signatures = [_signature(microbatch) for microbatch in microbatches]
         self._scale = scale.to(self.mesh.device)
         for self.current in program.actions:
+            self.mesh.ledger.trail.act(self.current)
             self._dispatch(self.current, program)
         self._lines.finish()
         self.current = None
@@ -185,7 +188,8 @@ class Pipeline:
         output = self._stages[index].forward(carry, self._microbatches[number], number)
         self._peak = max(self._peak, sum(stage.live for stage in self._stages.values()))
         if isinstance(output, StageLoss):
-            self._sum += output.report.detach()
+            self.reports[number] = output.report.detach()
+            self._sum += self.reports[number]
             self._gradients[index, number] = {"objective": self._scale.to(output.objective.dtype)}
             return
         self._describe((index, self._signatures[number]), output)

@@ -18,9 +18,12 @@ from megastack.checkpoint.items import State
 from megastack.checkpoint.saver import Saved, Saver
 from megastack.comm.collectives import all_reduce
 from megastack.data.validation import ValidationBatches
+from megastack.errors import DataError
 from megastack.mesh.mesh import Mesh
 from megastack.observe.memory import peak_memory_bytes
+from megastack.training.agreement import Signature, require_alike
 from megastack.training.hooks import Hooks
+from megastack.training.nonfinite import Origin, locate
 from megastack.training.report import Recorder, Spent
 from megastack.training.signals import StopRequest, describe_stop
 from megastack.training.state import Progress, RunResult
@@ -69,17 +72,21 @@ class Loop:
     _saved: int = -1
     _validated: int = -1
 
+    def __post_init__(self) -> None:
+        validation = self.validation
+        self._scored = (validation.samples, validation.valid_tokens) if validation is not None else (0, 0)
+
     def run(self) -> RunResult:
         """Train until the last step, a request to stop, or a loss that is not finite."""
         self._saved = self.progress.step if self.progress.step else -1
         self.recorder.start(self.progress.step)
-        reason, _ = self._agree()
+        reason, _ = self._agree(self.progress.step)
         while self.progress.step < self.options.steps and not reason:
             began = time.perf_counter()
             outcome = self._train_step()
-            reason, memory = self._agree()
+            reason, memory = self._agree(self.progress.step + 1)
             if not self._report(outcome, Spent(time.perf_counter() - began, memory)):
-                return self._end("diverged", f"non-finite loss or gradient in step {self.progress.step + 1}")
+                return self._diverged()
             self._every(self.options.validate_every, self._validate)
             self._every(self.options.save_every or 0, self._checkpoint)
         if reason and self.progress.step < self.options.steps:
@@ -100,14 +107,28 @@ class Loop:
             self.dump(number, "weights")
         return outcome
 
-    def _agree(self) -> tuple[float, int]:
-        """The strongest request to stop and the highest peak of memory over all ranks; reports what all have saved."""
-        memory = float(peak_memory_bytes(self.mesh.device))
-        own = torch.tensor([self.stop.code, memory, float(self.saver.busy)], dtype=torch.float64)
-        code, memory, busy = all_reduce(own.to(self.mesh.device), self.mesh.world, "max").tolist()
+    def _agree(self, coming: int) -> tuple[float, int]:
+        """The strongest request to stop and the highest peak of memory over all ranks; reports what all have saved.
+
+        Also compares what the ranks bring to the 0-based step that is coming.
+        """
+        memory, signature = float(peak_memory_bytes(self.mesh.device)), self._signature(coming)
+        mark = signature.fingerprint
+        own = torch.tensor([self.stop.code, memory, float(self.saver.busy), mark, -mark], dtype=torch.float64)
+        code, memory, busy, most, least = all_reduce(own.to(self.mesh.device), self.mesh.world, "max").tolist()
+        if most != -least:
+            require_alike(signature, self.mesh)
         if not busy:
             self._published(self.saver.settle())
         return code, int(memory)
+
+    def _signature(self, step: int) -> Signature:
+        """What this rank brings to a 0-based step; a step whose data cannot be used fails when it is its turn."""
+        try:
+            data = self.step.prepare(step)
+        except DataError:
+            return Signature.of(step + 1, [], 0, self._scored)
+        return Signature.of(step + 1, data.microbatches, data.tokens, self._scored)
 
     def _report(self, outcome: StepOutcome, spent: Spent) -> bool:
         """Count the step and write its row; False, and nothing counted, where the run is to end here."""
@@ -160,10 +181,19 @@ class Loop:
             for hook in self.hooks.on_checkpoint:
                 hook(saved.step, saved.path)
 
-    def _end(self, status: str, reason: str | None) -> RunResult:
+    def _diverged(self) -> RunResult:
+        origin = locate(self.step, self.stages, self.progress.step)
+        return self._end(
+            "diverged", f"non-finite loss or gradient in step {self.progress.step + 1}{origin.text}", origin
+        )
+
+    def _end(self, status: str, reason: str | None, origin: Origin | None = None) -> RunResult:
         self.doing = "ending"
         self._published(self.saver.settle())
-        result = RunResult(status, self.progress.step, self._loss, self.folder, reason)
+        rank, coordinates = (None, None) if origin is None else (origin.rank, origin.coordinates)
+        result = RunResult(
+            status, self.progress.step, self._loss, self.folder, reason, rank=rank, coordinates=coordinates
+        )
         self.recorder.end(result)
         return result
 

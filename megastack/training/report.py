@@ -124,7 +124,8 @@ class Recorder:
         if result.status == "preempted":
             self.event(result.step, "preempt", reason=result.reason)
         self.event(result.step, "end", status=result.status, reason=result.reason)
-        self._status(result.status, step=result.step, reason=result.reason)
+        where = {"rank": result.rank, "coordinates": result.coordinates}
+        self._status(result.status, step=result.step, reason=result.reason, **where)
         if self.metrics is not None:
             for line in self._closing_lines(result):
                 self.console.line(line)

@@ -46,6 +46,8 @@ class RunResult:
         folder: the run folder.
         reason: why, unless it completed.
         interrupted: a signal asked the launcher to stop.
+        rank: the global rank that the reason is about, where it is about one.
+        coordinates: its place on the mesh, in words.
     """
 
     status: str
@@ -54,6 +56,8 @@ class RunResult:
     folder: Path
     reason: str | None = None
     interrupted: bool = False
+    rank: int | None = None
+    coordinates: str | None = None
 
     @property
     def exit_code(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megastack.batch import Microbatch
 from megastack.data.loader import Loader
 from megastack.gradients.buckets import GradientBuckets
 from megastack.gradients.norm import clip_gradients_, is_nonfinite
@@ -36,6 +37,15 @@ class StepOutcome:
     loss_scale: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """The data of a 0-based step: valid labels of the global batch, and this rank's microbatches on the host."""
+
+    step: int
+    tokens: int
+    microbatches: list[Microbatch]
+
+
 @dataclass
 class TrainStep:
     """Everything that takes part in a step; built once, called once a step.
@@ -51,11 +61,19 @@ class TrainStep:
     learning_rate: LearningRate
     clip_norm: float | None
     loss_scale: LossScale = field(default_factory=LossScale)
+    _prepared: Prepared | None = None
+
+    def prepare(self, step: int) -> Prepared:
+        """The data of the 0-based ``step``, read once; for looking at what comes before it is needed."""
+        if self._prepared is None or self._prepared.step != step:
+            tokens = self.loader.global_valid_tokens(step)
+            self._prepared = Prepared(step, tokens, self.loader.step(step))
+        return self._prepared
 
     def __call__(self, step: int, on_gradients: Callable[[], None] | None = None) -> StepOutcome:
         """Do the 0-based ``step``. Parameters stay as they are, on every rank, if loss or gradient are not finite."""
-        tokens = self.loader.global_valid_tokens(step)
-        microbatches = [microbatch.to(self.mesh.device) for microbatch in self.loader.step(step)]
+        data = self.prepare(step)
+        tokens, microbatches = data.tokens, [microbatch.to(self.mesh.device) for microbatch in data.microbatches]
         self.buckets.zero_()
         scale = None if self.loss_scale.value is None else self.loss_scale.value.clone()
         loss = self.pipeline.run(microbatches, tokens, loss_scale=scale)

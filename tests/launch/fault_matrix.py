@@ -1,0 +1,229 @@
+"""Runs that fail: every kind of fault on every stage of three in every phase, and how each has to end.
+
+A cell is a run of a second with a launcher of its own, forked from this process, and a layer that fails
+(:mod:`tests.launch.fault_block`). :func:`run_cell` gives what came of it, :func:`faults` what is wrong with that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megastack.checkpoint.reader import CheckpointReader
+from megastack.cli import main
+from megastack.errors import MegastackError
+from megastack.launch import command, local
+from megastack.observe.folder import RunFolder
+from megastack.observe.metrics import read_metrics
+from megastack.observe.status import read_status
+from tests.launch.fault_block import KINDS, PHASES, STEP
+from tests.tiny_runs import events, overrides
+
+STAGES = ("first", "middle", "last")
+TIMEOUT_S, GRACE_S = 6, 2
+SAVED = 2
+"""The checkpoint that is there before the fault; the next one would be of step ``STEP + 1``."""
+PATIENCE_S = 120
+SOON_S = 10.0
+"""All processes of a run whose rank is not merely stopped are gone by then."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault: what, on which stage of three, when."""
+
+    kind: str
+    stage: int
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {STAGES[self.stage]} stage, {self.phase}"
+
+    @property
+    def impossible(self) -> str | None:
+        """Why there is no such fault."""
+        if self.kind == "NaN" and self.phase in ("before step 1", "save"):
+            return "nothing is computed then"
+        if self.kind == "disk full" and self.stage > 0 and self.phase != "save":
+            return "only the first rank writes then"
+        return None
+
+
+CELLS = tuple(Cell(*cell) for cell in itertools.product(KINDS, range(3), PHASES))
+
+
+@dataclass
+class Ending:
+    """What came of a run; ``seconds`` are from the fault until the launcher was gone."""
+
+    exit_code: int | None
+    seconds: float
+    screen: str
+    status: dict[str, Any]
+    alive: list[int]
+
+
+LOADED = (command, local)
+"""So that a forked launcher need not."""
+
+
+def choices(folder: Path, cell: Cell) -> list[str]:
+    """The command line of a cell's run: three stages, a checkpoint of step 2, the fault at step 3."""
+    layer = f"_target_: tests.launch.fault_block.FailingMLP, kind: '{cell.kind}', stage: {cell.stage}"
+    mlp = f"model.mlp={{{layer}, phase: {cell.phase}, mark: {folder / 'mark'}}}"
+    pipeline = ["parallel.pp=3", "model.layers=3", "batch.global_size=4", "batch.micro_size=2", "run.steps=5"]
+    saves = ["checkpoint.every=1" if cell.phase == "save" else f"checkpoint.every={SAVED}", "run.validate_every=3"]
+    limits = [f"launch.timeout_s={TIMEOUT_S}", f"launch.grace_s={GRACE_S}"]
+    return [*overrides(folder), *pipeline, *saves, *limits, mlp]
+
+
+def run_cell(folder: Path, cell: Cell) -> Ending:
+    """Run a cell in an empty folder."""
+    screen = folder / "screen.txt"
+    launcher = multiprocessing.get_context("fork").Process(target=_launch, args=(choices(folder, cell), screen))
+    launcher.start()
+    launcher.join(PATIENCE_S)
+    if launcher.is_alive():
+        launcher.kill()
+        launcher.join()
+    mark = folder / "mark"
+    seconds = time.time() - mark.stat().st_mtime if mark.exists() else float("inf")
+    run = RunFolder(folder / "run")
+    alive = [pid for pid in _pids(run) if _is_alive(pid)]
+    return Ending(launcher.exitcode, seconds, screen.read_text(), read_status(run.status) or {}, alive)
+
+
+def _launch(command: list[str], screen: Path) -> None:
+    """The launcher: ``megastack train``, with everything that it and its ranks say in a file."""
+    descriptor = os.open(screen, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    raise SystemExit(main(["train", *command]))
+
+
+def _pids(run: RunFolder) -> Iterator[int]:
+    for log in sorted(run.path.glob("logs/*.log")):
+        for found in re.findall(r"started with pid (\d+)", log.read_text()):
+            yield int(found)
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def faults(folder: Path, cell: Cell, ending: Ending) -> list[str]:
+    """What is wrong with an ending; empty where all is as it has to be."""
+    run = RunFolder(folder / "run")
+    wrong = [f"process {pid} is left" for pid in ending.alive]
+    limit = SOON_S + (TIMEOUT_S + GRACE_S if cell.kind == "SIGSTOP" else 0)
+    if ending.seconds > limit:
+        wrong.append(f"took {ending.seconds:.1f} s, more than {limit:g}")
+    wrong += _wrong_files(run)
+    if cell.kind == "SIGTERM":
+        return wrong + _wrong_preemption(run, cell, ending)
+    if cell.kind == "NaN" and cell.phase == "validation":
+        return wrong + _wrong_validation(run, ending)
+    if cell.kind == "NaN":
+        return wrong + _wrong_divergence(run, cell, ending)
+    return wrong + _wrong_failure(run, cell, ending)
+
+
+def _wrong(ending: Ending, exit_code: int, **expected: Any) -> list[str]:
+    wrong = [] if ending.exit_code == exit_code else [f"exit code {ending.exit_code}, not {exit_code}"]
+    expected["exit_code"] = exit_code
+    found = {name: ending.status.get(name) for name in expected}
+    return wrong + [
+        f"{name} {found[name]!r}, not {expected[name]!r}" for name in expected if found[name] != expected[name]
+    ]
+
+
+def _wrong_files(run: RunFolder) -> list[str]:
+    """Whatever happened: whole rows, whole checkpoints, and the newest one named."""
+    wrong = []
+    if run.metrics.exists() and not run.metrics.read_text().endswith("\n") and run.metrics.stat().st_size:
+        wrong.append("metrics.jsonl ends in the middle of a row")
+    for path in sorted(run.checkpoints.glob("step_*")):
+        try:
+            CheckpointReader(path).verify()
+        except MegastackError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+def _wrong_failure(run: RunFolder, cell: Cell, ending: Ending) -> list[str]:
+    where = f"pp{cell.stage} dp0 tp0"
+    step = {"before step 1": 0, "step": STEP, "validation": STEP + 1, "save": 1}[cell.phase]
+    if cell.kind == "disk full":  # what says which step it was is what could not be written
+        wrong = _wrong(ending, 1)
+    else:
+        wrong = _wrong(ending, 1, status="failed", rank=cell.stage, coordinates=where)
+    told = {
+        "raise": "RuntimeError: the layer broke",
+        "SIGKILL": "ended by SIGKILL",
+        "SIGSTOP": f"within launch.timeout_s={TIMEOUT_S}",
+        "disk full": "cannot write|File too large",
+    }[cell.kind]
+    tail = "\n".join(ending.screen.rstrip().splitlines()[-4:])
+    if not re.search(told, tail) or f"[rank {cell.stage} | {where}]" not in tail:
+        wrong.append(f"the screen ends with {tail!r}")
+    if cell.kind == "SIGSTOP" and "waits for" not in ending.screen:
+        wrong.append("nobody says what it waited for")
+    saved = sorted(path.name for path in run.checkpoints.glob("step_*"))
+    expected = [] if cell.phase in ("before step 1", "save") else [f"step_{SAVED:08d}"]
+    if saved != expected:
+        wrong.append(f"checkpoints {saved}, not {expected}")
+    if cell.kind == "raise" and ending.status.get("step") != step:
+        wrong.append(f"step {ending.status.get('step')}, not {step}")
+    return wrong
+
+
+def _wrong_preemption(run: RunFolder, cell: Cell, ending: Ending) -> list[str]:
+    step = {"before step 1": 0, "step": STEP + 1, "validation": STEP + 2, "save": 2}[cell.phase]
+    wrong = _wrong(ending, 75, status="preempted", reason="received SIGTERM", step=step)
+    if not (run.checkpoint(step) / "manifest.json").exists():
+        wrong.append(f"step {step} is not saved")
+    return wrong
+
+
+def _wrong_divergence(run: RunFolder, cell: Cell, ending: Ending) -> list[str]:
+    where = f"pp{cell.stage} dp0 tp0"
+    wrong = _wrong(ending, 1, status="diverged", step=STEP, rank=cell.stage, coordinates=where)
+    reason = str(ending.status.get("reason"))
+    for part in (
+        f"step {STEP + 1}",
+        f"blocks.{cell.stage}.mlp",
+        "microbatch 0",
+        f"rank {cell.stage}",
+        "first gradient",
+    ):
+        if part not in reason:
+            wrong.append(f"{part!r} is not in the reason {reason!r}")
+    if not any(event["name"] == "nonfinite" for event in events(run.path)):
+        wrong.append("no event nonfinite")
+    return wrong
+
+
+def _wrong_validation(run: RunFolder, ending: Ending) -> list[str]:
+    """Weights and gradients are fine: the row says null and training goes on."""
+    scored = read_metrics(run.metrics, "validation")
+    wrong = _wrong(ending, 0, status="completed", step=5)
+    return wrong if scored[0]["loss"] is None else [*wrong, f"validation loss {scored[0]['loss']}"]
+
+
+def outcome(cell: Cell, ending: Ending) -> str:
+    """The ending in a few words, for a table."""
+    status = ending.status.get("status", "none")
+    if cell.kind == "NaN" and cell.phase == "validation":
+        return f"0 {status}, the row is null"
+    return f"{ending.exit_code} {status}, {ending.seconds:.0f} s"
