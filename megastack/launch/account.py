@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megastack.mesh.shape import MeshShape, describe_coordinates
@@ -28,10 +28,16 @@ class Account:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the launcher saw: the rank that ended first in its eyes, how, and why it killed the ranks, if it did."""
+    """What the launcher saw.
 
-    rank: int
-    exitcode: int
+    Attributes:
+        first: the rank that ended first in its eyes.
+        exit_codes: how ranks ended, as far as that is known; negative for a signal.
+        killed: why it killed the ranks, if it did.
+    """
+
+    first: int
+    exit_codes: Mapping[int, int]
     killed: str | None = None
 
 
@@ -58,11 +64,11 @@ def _culprit(silent: Sequence[int], late: Missing | None, seen: Seen, timeout_s:
     """The rank to name, and what is known of it."""
     if late is not None:
         return late.rank, f"did not arrive at {late.operation} within launch.timeout_s={timeout_s:g}"
-    rank = seen.rank if seen.rank in silent else silent[0]
+    rank = seen.first if seen.first in silent else silent[0]
     if seen.killed is not None:
         return rank, seen.killed
-    if seen.rank in silent:
-        return rank, f"ended by {_cause(seen.exitcode)}"
+    if seen.exit_codes.get(rank):
+        return rank, f"ended by {_cause(seen.exit_codes[rank])}"
     return rank, "ended without a traceback, as when it is killed or out of memory"
 
 

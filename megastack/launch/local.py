@@ -79,11 +79,18 @@ def launch(
 def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: StopForwarder) -> RunResult:
     folder, config = RunFolder(prepared.assignment.folder), prepared.assignment.config
     told = multiprocessing.get_context(agent.start_method).SimpleQueue()
+    survivors = SurvivorKiller(
+        mesh_shape(config).world_size,
+        lambda: not told.empty() or any(folder.failures.glob("rank_*")),
+        config.launch.grace_s,
+    )
     try:
-        with SurvivorKiller(lambda: not told.empty() or any(folder.failures.glob("rank_*")), config.launch.grace_s):
+        with survivors:
             returned = elastic_launch(agent, _rank)(prepared.assignment, prepared.dataset, hooks, told)
     except ChildFailedError as error:
-        return _failed(error, prepared, stop, by_cause([*read_failures(folder.failures), *_drained(told)]))
+        rank, failure = error.get_first_failure()
+        seen = Seen(rank, survivors.exit_codes() | {rank: failure.exitcode}, _why_killed(stop))
+        return _failed(prepared, seen, by_cause([*read_failures(folder.failures), *_drained(told)]))
     except StoppedEarly as error:
         reason = str(error)
         status = update_status(folder.status, "preempted", reason=reason)
@@ -145,20 +152,19 @@ def _agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchCon
     )
 
 
-def _failed(
-    error: ChildFailedError, prepared: Prepared, stop: StopForwarder, records: Sequence[FailureRecord]
-) -> RunResult:
+def _why_killed(stop: StopForwarder) -> str | None:
+    if not stop.killed or stop.received is None:
+        return None
+    return f"received {stop.received.name} and did not stop in launch.grace_s"
+
+
+def _failed(prepared: Prepared, seen: Seen, records: Sequence[FailureRecord]) -> RunResult:
     """Show the first failure and write it into ``status.json``.
 
     Raises:
         ConfigError: the ranks found, before they trained, that they cannot do what was asked.
     """
     folder, config = RunFolder(prepared.assignment.folder), prepared.assignment.config
-    rank, failure = error.get_first_failure()
-    killed = None
-    if stop.killed and stop.received is not None:
-        killed = f"received {stop.received.name} and did not stop in launch.grace_s"
-    seen = Seen(rank, failure.exitcode, killed)
     account = account_of(records, read_reports(folder.watch), seen, mesh_shape(config), config.launch.timeout_s)
     step = account.step or (read_status(folder.status) or {}).get("step") or 0
     with contextlib.suppress(OSError):  # a full disk may be the very reason

@@ -1,4 +1,4 @@
-"""The end of ranks that outlast a failure.
+"""The processes of a run: how each ended, and the end of those that outlast a failure.
 
 A rank that fails leaves an account, and the elastic agent asks the others to end. A stopped process does not hear
 that, and the agent waits for a time of its own; here it is ``launch.grace_s``, whatever the agent does.
@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 LOOKS_EVERY_S = 0.2
@@ -21,13 +22,15 @@ class SurvivorKiller:
     """A context that kills the processes started in it, ``grace_s`` after ``failed`` first says so.
 
     Args:
+        ranks: how many processes will be started.
         failed: whether a rank has failed; asked often, on a thread.
         grace_s: how long the others have to end by themselves.
     """
 
-    def __init__(self, failed: Callable[[], bool], grace_s: float) -> None:
-        self._failed, self._grace_s = failed, grace_s
-        self._others = {child.pid for child in multiprocessing.active_children()}
+    def __init__(self, ranks: int, failed: Callable[[], bool], grace_s: float) -> None:
+        self._count, self._failed, self._grace_s = ranks, failed, grace_s
+        self._others = set(multiprocessing.active_children())
+        self._ranks: list[BaseProcess] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="survivors", daemon=True)
 
@@ -43,13 +46,29 @@ class SurvivorKiller:
 
     def _watch(self) -> None:
         while not self._over.wait(LOOKS_EVERY_S):
+            self._find()
             if self._failed():
                 if not self._over.wait(self._grace_s):
                     self._kill()
                 return
 
+    def _find(self) -> None:
+        """The processes in the order of their start, whose names are numbered; looked for until all are there.
+
+        Whoever asks for living children reaps dead ones, on which the agent waits on the main thread, so it is not
+        asked again.
+        """
+        if len(self._ranks) < self._count:
+            found = set(multiprocessing.active_children()) - self._others
+            self._ranks = sorted(found, key=lambda child: int(child.name.rpartition("-")[2]))
+
     def _kill(self) -> None:
-        for child in multiprocessing.active_children():
-            if child.pid is not None and child.pid not in self._others:
+        for child in self._ranks:
+            if child.pid is not None and child.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
+
+    def exit_codes(self) -> dict[int, int]:
+        """How each rank ended, after the context; empty where they ended before all were seen."""
+        codes = {rank: child.exitcode for rank, child in enumerate(self._ranks)}
+        return {rank: code for rank, code in codes.items() if code is not None and len(codes) == self._count}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megastack.comm.collectives import all_reduce
+from megastack.comm.collectives import all_reduce, start_all_reduce
 from megastack.comm.ledger import Traffic
+from megastack.comm.p2p import Lines
 from megastack.errors import MeshError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
@@ -187,3 +189,32 @@ def test_variables_of_a_launcher_open_the_process_group() -> None:
         port = free.getsockname()[1]
     expected = [f"Mesh(dp2, rank {rank} | pp0 dp{rank} tp0, cpu) 1" for rank in range(2)]
     assert run_ranks(launched, 2, port) == expected
+
+
+def waits_in_vain() -> dict[str, float]:
+    """Of each kind of group: how long a rank waits for the last one, which does not come."""
+    mesh = Mesh.from_environment(MeshShape(dp=2, pp=2, tp=2), timeout_s=3)
+    last = mesh.shape.world_size - 1
+    groups: dict[str, Any] = {axis.value: mesh[axis] for axis in (Axis.PP, Axis.DP, Axis.TP)}
+    groups["pp+tp"] = mesh[Axis.PP, Axis.TP]
+    if mesh.coordinates[Axis.TP]:
+        groups["pair"] = mesh.subgroup((Axis.PP, Axis.TP), [1, 3])
+    if mesh.rank == last:
+        time.sleep(6)
+        return {}
+    began = time.monotonic()
+    pending = {name: start_all_reduce(torch.ones(1), group) for name, group in groups.items() if last in group.ranks}
+    if last in mesh[Axis.PP].ranks:
+        lines = Lines(mesh[Axis.PP], mesh.backward_lines, mesh.device)
+        pending["backward"] = lines.receive((1,), torch.float32, 1)
+    for operation in pending.values():
+        with pytest.raises(RuntimeError):
+            operation.wait()
+    return dict.fromkeys(pending, time.monotonic() - began)
+
+
+def test_every_group_gives_up_after_the_time_out() -> None:
+    """Groups do not take the time-out of the default one by themselves."""
+    results = run_ranks(waits_in_vain, 8)
+    assert {name for took in results for name in took} == {"pp", "dp", "tp", "pp+tp", "pair", "backward"}
+    assert max(seconds for took in results for seconds in took.values()) < 20

@@ -1,0 +1,97 @@
+"""Who is missing: reports of ranks put together, and the thread that writes one."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from megastack.comm.trail import KEPT, Operation, Trail
+from megastack.mesh.shape import Axis
+from megastack.observe.watchdog import Report, Watchdog, diagnose, read_reports
+
+HERE = {Axis.PP: 1, Axis.DP: 0, Axis.CP: 0, Axis.TP: 0}
+
+
+def report(rank: int, waiting: Operation | None, counts: dict[str, int], seconds: float = 5.0) -> Report:
+    return Report(rank, f"pp{rank} dp0 tp0", 0, "training step 3", seconds, waiting, counts, [], [], ["a.py:7 in f"])
+
+
+def receive(number: int, source: int, destination: int) -> Operation:
+    return Operation("pp", "receive", number, (2, 4), (source, destination))
+
+
+def test_the_end_of_a_chain_of_waits_is_named() -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2, which is stopped and wrote nothing."""
+    waits = [report(0, receive(5, 1, 0), {}), report(1, receive(4, 2, 1), {"pp send 1>0": 4}, 6.0)]
+    missing = diagnose(waits, 3)
+    assert missing is not None
+    assert (missing.rank, missing.operation, missing.waited_s) == (2, "pp send 4 of [2, 4] to rank 1", 6.0)
+    assert missing.lines == (
+        "[rank 0 | pp0 dp0 tp0] waits for pp receive 5 of [2, 4] from rank 1 in training step 3",
+        "[rank 1 | pp1 dp0 tp0] waits for pp receive 4 of [2, 4] from rank 2 in training step 3",
+    )
+
+
+def test_a_rank_that_is_stuck_elsewhere_says_where() -> None:
+    """Two ranks of a collective have come, the third is at an earlier one and in code of its own."""
+    reduction = Operation("tp", "all_reduce", 7, (8,), (0, 1, 2))
+    counts = {reduction.line: 7}
+    found = [report(0, reduction, counts), report(1, None, {reduction.line: 6}, 9.0), report(2, reduction, counts)]
+    missing = diagnose(found, 3)
+    assert missing is not None and (missing.rank, missing.operation) == (1, "tp all_reduce 7 of [8]")
+    assert missing.lines[-1] == "[rank 1 | pp1 dp0 tp0] called nothing for 9 s in training step 3, at a.py:7 in f"
+
+
+def test_nobody_is_missing_where_all_came_or_wait_in_a_circle() -> None:
+    reduction = Operation("tp", "all_reduce", 7, (8,), (0, 1))
+    assert diagnose([report(rank, reduction, {reduction.line: 7}) for rank in (0, 1)], 2) is None
+    assert diagnose([report(0, receive(1, 1, 0), {}), report(1, receive(1, 0, 1), {})], 2) is None
+    assert diagnose([], 2) is None
+
+
+def test_operations_are_numbered_by_group_and_line_and_few_are_kept() -> None:
+    trail = Trail()
+    for _ in range(KEPT):
+        trail.start("tp", "all_reduce", (1,), (0, 1))
+    trail.start("tp", "all_gather", (1,), (0, 1))
+    trail.start("tp", "all_gather", (1,), (0, 2))
+    trail.start("pp", "send", (1,), (0, 1))
+    last = trail.start("pp", "receive", (1,), (1, 0))
+    assert len(trail.operations) == KEPT and trail.operations[-1] is last
+    assert trail.counts() == {
+        "tp 0-1/2": KEPT + 1, "tp 0-2/2": 1, "pp send 0>1": 1, "pp receive 1>0": 1
+    }  # fmt: skip
+    assert last.line == "pp receive 1>0" and last.other.line == "pp send 1>0"
+
+
+def test_the_thread_writes_when_nothing_moves_and_the_report_stays_as_it_was(tmp_path) -> None:
+    trail, path = Trail(), tmp_path / "watch" / "rank_00001.json"
+    operation = trail.start("dp", "all_reduce", (3,), (0, 1))
+    trail.begin_wait(operation)
+    with Watchdog(trail, path, 1, HERE, limit_s=0.3, doing=lambda: "training step 3") as watchdog:
+        for _ in range(4):
+            time.sleep(0.1)
+            trail.act("1F0")  # it moves
+        assert not path.exists()
+        deadline = time.monotonic() + 20
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (found,) = read_reports(path.parent)
+        trail.end_wait()
+        watchdog.write()
+    assert (found.waiting, found.doing, found.who) == (operation, "training step 3", "[rank 1 | pp1 dp0 tp0]")
+    assert found.seconds >= 0.3 and found.actions == ["1F0"] * 4 and "test_watchdog.py" in found.stack[-1]
+    assert json.loads(path.read_text())["waiting"] is not None
+
+
+def test_a_rank_that_ends_well_leaves_no_report_and_one_that_fails_does(tmp_path) -> None:
+    path = tmp_path / "rank_00000.json"
+    with Watchdog(Trail(), path, 0, HERE, limit_s=60, doing=lambda: "starting"):
+        pass
+    assert not path.exists()
+    try:
+        with Watchdog(Trail(), path, 0, HERE, limit_s=60, doing=lambda: "starting"):
+            raise ValueError
+    except ValueError:
+        pass
+    assert read_reports(tmp_path)[0].doing == "starting"
