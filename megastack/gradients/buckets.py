@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -41,6 +42,26 @@ from megastack.placement.placement import Placement
 
 BUCKET_BYTES = 25 * 2**20
 """The size of gradients at which a bucket is closed, by default."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Watched:
+    """A parameter whose gradients are watched: the number of its bucket, its part of it, the stages that use it."""
+
+    bucket: int
+    parameter: nn.Parameter
+    view: Tensor
+    stages: frozenset[int]
+
+    def attach(self) -> None:
+        """Let autograd accumulate in the buffer, where the dtypes are one."""
+        self.parameter.grad = self.view if self.view.dtype == self.parameter.dtype else None
+
+    def collect(self) -> None:
+        """Add a gradient that autograd put elsewhere (other dtype, or ``.grad`` was cleared) to the buffer."""
+        if self.parameter.grad is not None:
+            self.view.add_(self.parameter.grad)
+            self.attach()
 
 
 class GradientBuckets:
@@ -94,12 +115,13 @@ class GradientBuckets:
         plans = plan_buckets(named, kind_of, gradient_dtype=dtype_of, bucket_bytes=bucket_bytes)
         self.buckets = tuple(Bucket(plan, dtype_of(plan.kind.dtype), reduce_dtype) for plan in plans)
         self._gathers = ParameterGathers(self.buckets, modules, units)
-        self._stages = _stages_of(modules)
-        self._parameters = [
-            frozenset(parameter for entry in bucket.entries for parameter in entry.parameters)
-            for bucket in self.buckets
+        stages = _stages_of(modules)
+        self._watched = [
+            _Watched(number, parameter, entry.view(bucket.gradients), stages[parameter])
+            for number, bucket in enumerate(self.buckets)
+            for entry in bucket.entries
+            for parameter in entry.parameters
         ]
-        self._views: dict[nn.Parameter, Tensor] = {}
         self._hook_all()
         self._begin()
 
@@ -125,8 +147,8 @@ class GradientBuckets:
         """Clear all gradients for the next step."""
         for bucket in self.buckets:
             bucket.gradients.zero_()
-        for parameter in self._views:
-            self._attach(parameter)
+        for watched in self._watched:
+            watched.attach()
         self._begin()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -151,41 +173,30 @@ class GradientBuckets:
 
     def _begin(self) -> None:
         self._armed: set[int] = set()
-        self._waiting = [set(parameters) for parameters in self._parameters]
+        self._waiting: list[set[int]] = [set() for _ in self.buckets]
+        for index, watched in enumerate(self._watched):
+            self._waiting[watched.bucket].add(index)
         self._pending: list[Pending] = []
         self._finished = False
 
     def _hook_all(self) -> None:
-        for number, bucket in enumerate(self.buckets):
-            for entry in bucket.entries:
-                for parameter in entry.parameters:
-                    self._views[parameter] = entry.view(bucket.gradients)
-                    self._attach(parameter)
-                    parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), number))
+        for index, watched in enumerate(self._watched):
+            watched.attach()
+            watched.parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), index))
 
-    def _attach(self, parameter: nn.Parameter) -> None:
-        view = self._views[parameter]
-        parameter.grad = view if view.dtype == parameter.dtype else None
-
-    def _stored(self, number: int, parameter: Tensor) -> None:
-        """A gradient of bucket ``number`` was stored."""
-        assert isinstance(parameter, nn.Parameter)
+    def _stored(self, index: int) -> None:
+        """The gradient of a parameter was stored; called for each of them in each microbatch, so it does little."""
+        watched = self._watched[index]
         assert not self._finished, "a gradient came after finish(); call zero_() before the next step"
-        assert number >= len(self._pending), (
+        assert watched.bucket >= len(self._pending), (
             "a gradient came after its bucket was started; arm() the last backward only"
         )
-        self._collect(parameter)
-        if self._stages[parameter] <= self._armed:
-            self._waiting[number].discard(parameter)
+        if watched.parameter.grad is not watched.view:
+            watched.collect()
+        if self._armed and watched.stages <= self._armed:
+            self._waiting[watched.bucket].discard(index)
             while len(self._pending) < len(self.buckets) and not self._waiting[len(self._pending)]:
                 self._start_next()
-
-    def _collect(self, parameter: nn.Parameter) -> None:
-        """Add a gradient that autograd put elsewhere (other dtype, or ``.grad`` was cleared) to the buffer."""
-        view, gradient = self._views[parameter], parameter.grad
-        if gradient is not None and gradient is not view:
-            view.add_(gradient)
-            self._attach(parameter)
 
     def _start_next(self) -> None:
         self._pending.append(self.buckets[len(self._pending)].start_reduction())
@@ -195,11 +206,11 @@ class GradientBuckets:
         _wait(start_all_reduce_(bucket.own_gradients, group) for bucket, group in grouped if group is not None)
 
 
-def _tell(buckets: weakref.ref[GradientBuckets], number: int, parameter: Tensor) -> None:
+def _tell(buckets: weakref.ref[GradientBuckets], index: int, parameter: Tensor) -> None:
     """The hook of a parameter; it must not keep the buckets alive, for Python cannot see a cycle through autograd."""
     alive = buckets()
     if alive is not None:
-        alive._stored(number, parameter)
+        alive._stored(index)
 
 
 def _wait(operations: Iterable[Pending]) -> None:

@@ -100,7 +100,10 @@ def column_parallel(x_BSD: Tensor, *layers: ColumnParallelLinear) -> tuple[Tenso
         first.mesh[Axis.TP],
         sequence_parallel=first.sequence_parallel,
     )
-    return tuple(out.unflatten(-1, layer.weight.shape[:-1]) for out, layer in zip(outputs, layers, strict=True))
+    return tuple(
+        out if layer.weight.dim() == 2 else out.unflatten(-1, layer.weight.shape[:-1])
+        for out, layer in zip(outputs, layers, strict=True)
+    )
 
 
 class RowParallelLinear(ParallelModule):

@@ -105,6 +105,9 @@ class Mesh:
         return self[DENSE_AXES]
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> AxisGroup:
+        known = self._groups.get((axes,))
+        if known is not None:  # layers ask at every call
+            return known
         named = (axes,) if isinstance(axes, str) else axes
         wanted = tuple(axis for axis in DENSE_AXES if axis in named)
         if len(wanted) != len(set(named)):
@@ -113,6 +116,7 @@ class Mesh:
         key = (wanted,)
         if key not in self._groups:
             self._groups[key] = self._axis_group(real, _label(wanted, real))
+        self._groups[(axes,)] = self._groups[key]
         return self._groups[key]
 
     def subgroup(self, axis: Axis | tuple[Axis, ...], indices: Sequence[int]) -> AxisGroup:
