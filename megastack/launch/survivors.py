@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class SurvivorKiller:
         """
         if len(self._ranks) < self._count:
             found = set(multiprocessing.active_children()) - self._others
-            self._ranks = sorted(found, key=lambda child: int(child.name.rpartition("-")[2]))
+            self._ranks = sorted(found, key=lambda child: [int(number) for number in re.findall(r"\d+", child.name)])
 
     def _kill(self) -> None:
         for child in self._ranks:

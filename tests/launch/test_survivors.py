@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from typing import Any
 
 from megastack.launch.survivors import SurvivorKiller
 
@@ -35,3 +36,28 @@ def test_nothing_is_killed_without_a_failure_or_when_all_end_within_the_grace() 
             child.start()
             child.join()
         assert child.exitcode == 0
+
+
+def _find_in_a_child(ready: Any) -> None:
+    """Names of a child's own children have two numbers."""
+    with SurvivorKiller(2, lambda: False, grace_s=0) as killer:
+        children = [fork.Process(target=_exit_when, args=(ready, code)) for code in (3, 4)]
+        for child in children:
+            child.start()
+        time.sleep(1)
+        ready.set()
+        for child in children:
+            child.join()
+    os._exit(killer.exit_codes() == {0: 3, 1: 4})
+
+
+def _exit_when(ready: Any, code: int) -> None:
+    ready.wait()
+    os._exit(code)
+
+
+def test_processes_of_a_child_are_found_in_the_order_of_their_start() -> None:
+    child = fork.Process(target=_find_in_a_child, args=(fork.Event(),))
+    child.start()
+    child.join()
+    assert child.exitcode == 1
