@@ -31,10 +31,12 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"placement", "comm", "mesh"},
     "observe": {"mesh.shape"},
     "config": {"mesh.shape", "pipeline.schedules", "layers.rules"},
+    "inference": {"models.decoder", "pipeline", "layers.cache", "mesh", "comm", "batch", "random"},
     "training": {"pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
     "plan": {"config", "models.activations", "models.profile", "models.stages", "pipeline", "mesh.shape"},
     "build": {
-        *("training", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe", "config"),
+        *("training", "inference", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe"),
+        "config",
         *("mesh", "comm", "placement"),
     },
     "launch": {
