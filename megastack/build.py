@@ -74,6 +74,17 @@ def _stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
     return stage
 
 
+def load_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule, checkpoint: Path) -> list[Decoder]:
+    """This rank's stages with the weights of a checkpoint, in the dtypes of the configuration.
+
+    Raises:
+        CheckpointError: it is damaged, or not of this model.
+    """
+    stages = build_stages(config, mesh, schedule)
+    load(checkpoint, State(model_items(stages, mesh)), mesh, weights_only=True, cast=True)
+    return stages
+
+
 def inference_stages(config: TrainConfig, stages: Sequence[Decoder]) -> list[Decoder]:
     """Stages that use the same weights on sequences of any length: whole on every tp rank, no dropout, no recompute."""
     parallel = replace(config.parallel, sequence_parallel=False)

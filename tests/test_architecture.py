@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         *("mesh", "comm", "placement"),
     },
     "launch": {
+        *("inference", "interop.saved", "models.stages"),
         *("build", "training", "config", "observe", "mesh", "data", "plan.describe"),
         *("checkpoint.folder", "checkpoint.manifest", "comm.objects"),
     },
@@ -48,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
         *("training", "batch", "layers.rules", "pipeline.schedules", "observe.console"),
     },
     "interop": {"config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console"},
-    "cli": {"launch", "plan", "testing", "interop", "checkpoint.command"},
+    "cli": {"inference.arguments", "launch", "plan", "testing", "interop", "checkpoint.command"},
     "__init__": set(),
 }
 
@@ -57,7 +58,15 @@ TORCH_FREE = [
     *("config.schema", "config.rules", "config.compose", "config.explain"),
     *("pipeline.action", "pipeline.schedule", "pipeline.check", "pipeline.simulate", "pipeline.render"),
     *("pipeline.split", "pipeline.communication", "pipeline.schedules.registry"),
-    *("plan.layout", "plan.describe", "plan.command", "interop.names", "interop.hub_config", "interop.hub_export"),
+    *(
+        "plan.layout",
+        "plan.describe",
+        "plan.command",
+        "inference.arguments",
+        "interop.names",
+        "interop.hub_config",
+        "interop.hub_export",
+    ),
 ]
 
 DISTRIBUTED = {"mesh.mesh", "comm", "gradients.fully_shard", "checkpoint", "observe.watchdog", "launch", "testing"}

@@ -67,7 +67,7 @@ def launch(
     world_size = mesh_shape(config).world_size
     method = "fork" if cold or threads_per_rank(config, world_size) == 1 else "forkserver"
     with StopForwarder(config.launch.grace_s) as stop:
-        result = _result(prepared, _agent(config, world_size, method), hooks, stop)
+        result = _result(prepared, agent(config, world_size, method), hooks, stop)
     return replace(result, interrupted=stop.received is not None)
 
 
@@ -88,7 +88,7 @@ def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: 
 
 def _rank(assignment: Assignment, dataset: Dataset, hooks: Hooks | None) -> RunResult:
     """A rank of this launcher: it ends with it, and is asked to stop by SIGTERM only, never by a terminal's SIGINT."""
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     result = work(assignment, dataset, hooks, signals=(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
     for number in SIGNALS:
@@ -96,14 +96,15 @@ def _rank(assignment: Assignment, dataset: Dataset, hooks: Hooks | None) -> RunR
     return result
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the parent is gone, a killed one included (Linux only)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
 
 
-def _agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConfig:
+def agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConfig:
+    """How torch's elastic agent starts the ranks of this machine, and says little about it."""
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if start_method == "forkserver":

@@ -38,9 +38,9 @@ class ParallelAttention(ParallelModule):
     Subclasses may override :meth:`attend`, which sees this rank's heads only, or build on ``q``, ``kv`` and ``out``.
 
     Attributes:
-        uses_cache: in generation, keys and values of earlier tokens may come from ``context.cache``: :meth:`attend` then
-            sees the queries of the new tokens and the keys of all, and what the context's mask allows. A subclass with an
-            ``attend`` or ``forward`` of its own is run without a cache unless it says ``uses_cache = True``.
+        uses_cache: in generation, keys and values of earlier tokens may come from ``context.cache``: :meth:`attend`
+            then sees the queries of the new tokens and the keys of all, and what the context's mask allows. A subclass
+            with an ``attend`` or ``forward`` of its own runs without a cache unless it says ``uses_cache = True``.
 
     Args:
         hidden: D.

@@ -48,7 +48,7 @@ class KeyValueCache:
         return keys[:, : self.seen], values[:, : self.seen]
 
     def mask(self, positions_BS: Tensor) -> Tensor | None:
-        """Which places each query may see, (B, 1, S, seen); None where the rows begin in this call and order says it."""
+        """Which places each query may see, (B, 1, S, seen); None where rows begin in this call and order says it."""
         if positions_BS.shape[1] == self.seen:
             return None
         places_T = torch.arange(self.seen, device=positions_BS.device)

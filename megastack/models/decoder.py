@@ -160,7 +160,7 @@ class Decoder(ParallelModule):
             values |= _call(block, values, context)
         return values
 
-    def _context(self, microbatch: Microbatch, cache: KeyValueCache | None) -> Context:
+    def _context(self, microbatch: Microbatch, cache: KeyValueCache | None = None) -> Context:
         if not self.blocks:
             return Context(samples_B=microbatch.samples_B, step=microbatch.step, seed=self.config.seed)
         return Context.of(
