@@ -153,6 +153,11 @@ class Training:
         placements = stage_placements(self.stages)
         return items_of("gradients", self.step.buckets.named_gradients(), placements, self.mesh)
 
+    def generator(self) -> Generator:
+        """Continues prompts with the weights as they are now; all ranks call, between steps."""
+        self.step.buckets.wait_parameters()
+        return build_generator(self.config, self.mesh, self.stages, self.schedule)
+
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint: weights, moments and progress.
 

@@ -18,6 +18,7 @@ from megastack.inference.generate import Completion, Generator
 from megastack.inference.sample import Sampling
 from megastack.layers.attention import ParallelAttention
 from megastack.mesh.mesh import Mesh
+from megastack.models.block import Block
 from megastack.models.stages import configured_schedule
 from megastack.testing.ranks import run_ranks
 from tests.models.model_cases import GPT2, LLAMA, QWEN, tiny
@@ -194,7 +195,21 @@ class Renamed(ParallelAttention):
     """Overrides nothing that matters."""
 
 
-@pytest.mark.parametrize(("layer", "caches"), [("Windowed", False), ("Tempered", True), ("Renamed", True)])
+class Outer(Block):
+    """A block with a way of its own through its layers."""
+
+    def forward(self, hidden_BSD, context=None, *values):  # type: ignore[no-untyped-def]
+        return super().forward(hidden_BSD, context, *values)
+
+
+def test_what_overrides_nothing_that_matters_is_cached() -> None:
+    assert Renamed.uses_cache and type("Deeper", (Tempered,), {}).uses_cache
+    assert not type("Deeper", (Tempered,), {"attend": Windowed.attend}).uses_cache
+    own = LLAMA | {"block": {"_target_": f"{__name__}.Outer"}}
+    assert not generator(config_of(own), Mesh.single()).can_cache
+
+
+@pytest.mark.parametrize(("layer", "caches"), [("Windowed", False), ("Tempered", True)])
 def test_attention_of_ones_own_is_cached_only_if_it_can_be(layer: str, caches: bool) -> None:
     config = config_of(LLAMA | {"attention": {"_target_": f"{__name__}.{layer}"}}, tp=2)
     expected = alone(replace(config, parallel=ParallelOptions()), Sampling())

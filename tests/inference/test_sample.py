@@ -11,7 +11,7 @@ from megastack.inference.sample import NOT_FINITE, Sampling, choose
 LOGITS = torch.tensor([2.0, 0.0, 1.0, -1.0, 2.0]).log_softmax(-1)
 
 
-def draw(sampling: Sampling, count: int = 4000, logits: torch.Tensor = LOGITS) -> torch.Tensor:
+def draw(sampling: Sampling, count: int = 2000, logits: torch.Tensor = LOGITS) -> torch.Tensor:
     """How often each id is chosen."""
     rows = logits.repeat(count, 1)
     ids = choose(rows, sampling, [3] * count, range(count))
@@ -26,17 +26,29 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
 def test_ids_are_drawn_with_their_probabilities(temperature: float) -> None:
     found = draw(Sampling(temperature=temperature))
-    torch.testing.assert_close(found, (LOGITS / temperature).softmax(-1), atol=0.03, rtol=0)
+    torch.testing.assert_close(found, (LOGITS / temperature).softmax(-1), atol=0.05, rtol=0)
 
 
 def test_top_k_and_top_p_leave_the_most_probable() -> None:
-    assert draw(Sampling(temperature=1.0, top_k=1))[0] == 1  # of two equal ones the lower
-    assert (draw(Sampling(temperature=1.0, top_k=3)) > 0).tolist() == [True, False, True, False, True]
+    assert draw(Sampling(temperature=1.0, top_k=1), 100)[0] == 1  # of two equal ones the lower
+    assert (draw(Sampling(temperature=1.0, top_k=3), 300) > 0).tolist() == [True, False, True, False, True]
     probabilities = LOGITS.exp()
     just_two = float(probabilities[0] + probabilities[4])
-    assert (draw(Sampling(temperature=1.0, top_p=just_two - 1e-3)) > 0).tolist() == [True, False, False, False, True]
-    assert (draw(Sampling(temperature=1.0, top_p=just_two + 1e-3)) > 0).tolist() == [True, False, True, False, True]
-    assert draw(Sampling(temperature=1.0, top_p=1e-9))[0] == 1
+    assert (draw(Sampling(temperature=1.0, top_p=just_two - 1e-3), 300) > 0).tolist() == [
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert (draw(Sampling(temperature=1.0, top_p=just_two + 1e-3), 300) > 0).tolist() == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert draw(Sampling(temperature=1.0, top_p=1e-9), 100)[0] == 1
 
 
 def test_a_choice_depends_on_seed_sample_and_position_alone() -> None:
