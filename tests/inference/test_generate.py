@@ -90,7 +90,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+RARE = ("pp2-chunks2", "tp4-copies")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.full] if name in RARE else []) for name in LAYOUTS]
+)
 def test_every_layout_continues_prompts_alike(layout: str) -> None:
     model = MODELS["gqa"]
     expected = {"greedy": alone(config_of(model), Sampling()), "drawn": alone(config_of(model), DRAWN)}
