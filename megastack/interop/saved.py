@@ -7,7 +7,7 @@ configuration of a command about the checkpoint begins; what is given on the com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megastack.checkpoint.folder import CHECKPOINTS, newest_complete
@@ -67,7 +67,11 @@ class Saved:
         base += [f"{key}={value}" for key, value in ALONE.items() if key not in keys]
         if "parallel.layers_per_stage" not in keys and not self._keeps_split(keys):
             base.append("parallel.layers_per_stage=null")
-        return compose([*base, *overrides], config_dir=self.config_dir, config_name=self.config_name)
+        config = compose([*base, *overrides], config_dir=self.config_dir, config_name=self.config_name)
+        longest = config.model.max_positions
+        if self.choices and longest is not None and "batch.sequence_length" not in keys:
+            return replace(config, batch=replace(config.batch, sequence_length=longest))  # an import names no length
+        return config
 
     def _keeps_split(self, keys: set[str]) -> bool:
         """Whether the run's list of layers is for as many stages as there will be."""

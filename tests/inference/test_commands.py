@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from megastack.cli import main
+from megastack.interop.transfer import import_model
+from tests.interop.hub_folders import CONFIGS, write
 from tests.tiny_runs import rows, train
 
 
@@ -101,3 +103,21 @@ def test_what_cannot_be_done_is_refused(
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 78
     assert f"{tmp_path}: no checkpoint" in capsys.readouterr().err
+
+
+def test_what_an_import_made_brings_its_model_and_its_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    source = write(tmp_path / "source", CONFIGS["gpt2"])  # of 32 learned positions
+    vocabulary = {chr(ord("a") + i): i for i in range(26)} | {"<unk>": 26, "</s>": 27}
+    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    letters.save(str(source / "tokenizer.json"))
+    import_model(source, tmp_path / "in", proof="none")
+    given = ["--prompt", "abc", "--prompt", "defgh", "--max-new-tokens", "6", "precision.compute=fp64"]
+    own = said("generate", tmp_path / "in", *given)["texts"]
+    assert own[0]["prompt"] == "abc" and all(len(text["ids"]) == 6 or text["ids"][-1] == 27 for text in own)
+    assert said("generate", tmp_path / "in", *given, "parallel.tp=2")["texts"] == own
+    assert main(["generate", str(tmp_path / "in"), "--prompt", "abc", "--max-new-tokens", "30"]) == 78
+    assert "prompt 0: its 3 tokens and max_new_tokens=30 exceed the 32 positions" in capsys.readouterr().err
