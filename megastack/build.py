@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,18 @@ from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.checkpoint.saver import Saver
 from megastack.comm.objects import all_gather_objects
-from megastack.config.schema import TrainConfig
+from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.data.baseline import bigram_loss
 from megastack.data.dataset import Dataset, build_dataset
 from megastack.data.loader import Loader
 from megastack.data.validation import ValidationBatches
 from megastack.errors import CheckpointError, ConfigError
 from megastack.gradients.buckets import GradientBuckets
+from megastack.inference.generate import Generator
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.decoder import Decoder
-from megastack.models.profile import flops_per_token
+from megastack.models.profile import flops_per_token, max_positions
 from megastack.models.stages import StageSlice, configured_schedule, stage_slices
 from megastack.observe.console import Console
 from megastack.observe.devices import peak_flops
@@ -92,6 +93,47 @@ def check_model(config: TrainConfig) -> None:
         raise ConfigError("\n".join(faults))
 
 
+def load_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule, checkpoint: Path) -> list[Decoder]:
+    """This rank's stages with the weights of a checkpoint, in the dtypes of the configuration.
+
+    Raises:
+        CheckpointError: it is damaged, or not of this model.
+    """
+    stages = build_stages(config, mesh, schedule)
+    load(checkpoint, State(model_items(stages, mesh)), mesh, weights_only=True, cast=True)
+    return stages
+
+
+def inference_stages(config: TrainConfig, stages: Sequence[Decoder]) -> list[Decoder]:
+    """Stages that use the same weights on sequences of any length: whole on every tp rank, no dropout, no recompute."""
+    parallel = replace(config.parallel, sequence_parallel=False)
+    plain = replace(config, parallel=parallel, recompute=RecomputeOptions())
+    with torch.device("meta"):
+        twins = [
+            Decoder(plain, stage.mesh, layers=stage.layers, embedding=stage.has_embedding, head=stage.has_head)
+            for stage in stages
+        ]
+    for twin, stage in zip(twins, stages, strict=True):
+        twin.load_state_dict(stage.state_dict(), assign=True)
+    return [twin.eval().requires_grad_(False) for twin in twins]
+
+
+def build_generator(config: TrainConfig, mesh: Mesh, stages: Sequence[Decoder], schedule: Schedule) -> Generator:
+    """What continues prompts with the current weights of these stages; all ranks call."""
+    return Generator(
+        inference_stages(config, stages),
+        schedule,
+        mesh,
+        vocab=config.model.vocab,
+        longest=longest_text(config),
+    )
+
+
+def longest_text(config: TrainConfig) -> int | None:
+    """Positions that the model has; None where they are computed and there is no last one."""
+    return max_positions(config) if config.model.positions == "learned" else None
+
+
 @dataclass
 class Training:
     """The parts of a training run on one rank, before anything is trained or written."""
@@ -129,6 +171,11 @@ class Training:
         """The gradients as checkpoint items, complete after their reduction."""
         placements = stage_placements(self.stages)
         return items_of("gradients", self.step.buckets.named_gradients(), placements, self.mesh)
+
+    def generator(self) -> Generator:
+        """Continues prompts with the weights as they are now; all ranks call, between steps."""
+        self.step.buckets.wait_parameters()
+        return build_generator(self.config, self.mesh, self.stages, self.schedule)
 
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint: weights, moments and progress.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from megastack.checkpoint.command import add_checkpoint_arguments, checkpoint_command
 from megastack.errors import ConfigError
+from megastack.inference.arguments import add_evaluate_arguments, add_generate_arguments
 from megastack.interop.arguments import add_export_arguments, add_import_arguments
 from megastack.launch.environment import is_first_rank, is_worker
 
@@ -25,6 +26,8 @@ VERBS = {
     "checkpoint": "list checkpoints, show one, or check every byte: ls, show or verify PATH",
     "import": "make a checkpoint and a model YAML from a Hugging Face folder",
     "export": "make a Hugging Face folder from a checkpoint of any layout",
+    "generate": "continue prompts with the weights of a checkpoint, on any layout",
+    "evaluate": "the perplexity of a text under the weights of a checkpoint, on any layout",
 }
 
 
@@ -40,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "checkpoint": _checkpoint,
         "import": _import,
         "export": _export,
+        "generate": _generate,
+        "evaluate": _evaluate,
     }[options.verb]
     try:
         return run(options)
@@ -93,6 +98,10 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         return parser
     if verb == "export":
         add_export_arguments(parser)
+    if verb == "generate":
+        add_generate_arguments(parser)
+    if verb == "evaluate":
+        add_evaluate_arguments(parser)
     parser.add_argument("overrides", nargs="*", help="group=option and key=value choices over the YAML")
     parser.add_argument("--config-dir", metavar="D", help="a folder with YAML of yours, searched first")
     parser.add_argument(
@@ -143,6 +152,18 @@ def _export(options: argparse.Namespace) -> int:
     from megastack.interop.command import export_command
 
     return export_command(options)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from megastack.launch.generate import generate_command
+
+    return generate_command(options)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from megastack.launch.evaluate import evaluate_command
+
+    return evaluate_command(options)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,15 @@ ALLOWED: dict[str, set[str]] = {
     "observe": {"mesh.shape", "comm.group", "comm.objects", "comm.trail"},
     "config": {"mesh.shape", "pipeline.schedules", "layers.rules"},
     "training": {"batch", "pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
+    "inference": {"models.decoder", "pipeline", "layers.cache", "mesh", "comm", "batch", "random"},
     "plan": {"config", "models.activations", "models.profile", "models.stages", "pipeline", "mesh.shape"},
     "build": {
-        *("training", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe", "config"),
+        *("training", "inference", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe"),
+        "config",
         *("mesh", "comm", "placement"),
     },
     "launch": {
+        *("inference", "interop.saved", "models.stages"),
         *("build", "training", "config", "observe", "mesh", "data", "plan.describe"),
         *("checkpoint.folder", "checkpoint.manifest", "comm.objects"),
     },
@@ -46,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
         *("training", "batch", "layers.rules", "pipeline.schedules", "observe.console"),
     },
     "interop": {"config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console"},
-    "cli": {"launch", "plan", "testing", "interop", "checkpoint.command"},
+    "cli": {"inference.arguments", "launch", "plan", "testing", "interop", "checkpoint.command"},
     "__init__": set(),
 }
 
@@ -55,7 +58,15 @@ TORCH_FREE = [
     *("config.schema", "config.rules", "config.compose", "config.explain"),
     *("pipeline.action", "pipeline.schedule", "pipeline.check", "pipeline.simulate", "pipeline.render"),
     *("pipeline.split", "pipeline.communication", "pipeline.schedules.registry"),
-    *("plan.layout", "plan.describe", "plan.command", "interop.names", "interop.hub_config", "interop.hub_export"),
+    *(
+        "plan.layout",
+        "plan.describe",
+        "plan.command",
+        "inference.arguments",
+        "interop.names",
+        "interop.hub_config",
+        "interop.hub_export",
+    ),
 ]
 
 DISTRIBUTED = {"mesh.mesh", "comm", "gradients.fully_shard", "checkpoint", "observe.watchdog", "launch", "testing"}

@@ -8,17 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megastack.checkpoint.folder import CHECKPOINTS, newest_complete
-from megastack.checkpoint.manifest import MANIFEST
 from megastack.config.compose import compose, from_yaml
 from megastack.config.schema import TrainConfig
 from megastack.errors import CheckpointError, ConfigError
 from megastack.interop.proof import ProofError
+from megastack.interop.saved import RUN_CONFIG, find_checkpoint
 from megastack.interop.transfer import HUB, MODEL, WEIGHTS, Transfer, export_model, import_model
 from megastack.observe.console import Console
 
 DONE, DIFFERS = 0, 1
-RUN_CONFIG = "config.yaml"
 
 
 def import_command(options: argparse.Namespace) -> int:
@@ -87,16 +85,6 @@ def _export(options: argparse.Namespace, console: Console) -> Transfer:
     )
     console.line(f"exported  {done.parameters:,} parameters as {done.name} into {done.folder}: {', '.join(done.files)}")
     return done
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that is meant: the folder itself, what an import made in it, or the newest of a run."""
-    if not (path / MANIFEST).is_file():
-        if (path / WEIGHTS / MANIFEST).is_file():
-            return path / WEIGHTS
-        if newest := newest_complete(path / CHECKPOINTS, content=False):
-            return newest
-    return path
 
 
 def _config_of(options: argparse.Namespace, checkpoint: Path) -> TrainConfig:

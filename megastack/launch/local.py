@@ -72,7 +72,7 @@ def launch(
     named = config.model.attention or config.model.mlp or config.model.block  # imported here, whatever that may run
     method = "fork" if (cold and not named) or threads_per_rank(config, world_size) == 1 else "forkserver"
     with StopForwarder(config.launch.grace_s) as stop:
-        result = _result(prepared, _agent(config, world_size, method), hooks, stop)
+        result = _result(prepared, agent(config, world_size, method), hooks, stop)
     return replace(result, interrupted=stop.received is not None)
 
 
@@ -112,7 +112,7 @@ def _rank(assignment: Assignment, dataset: Dataset, hooks: Hooks | None, told: A
 
     One that fails has left its account; the agent learns no more than that.
     """
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     try:
@@ -124,14 +124,15 @@ def _rank(assignment: Assignment, dataset: Dataset, hooks: Hooks | None, told: A
     return result
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the parent is gone, a killed one included (Linux only)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
 
 
-def _agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConfig:
+def agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConfig:
+    """How torch's elastic agent starts the ranks of this machine, and says little about it."""
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if start_method == "forkserver":

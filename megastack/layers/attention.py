@@ -15,6 +15,7 @@ Shapes: B microbatch, S sequence, D hidden, H heads, G kv groups, K head dim, t 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,6 +37,11 @@ class ParallelAttention(ParallelModule):
 
     Subclasses may override :meth:`attend`, which sees this rank's heads only, or build on ``q``, ``kv`` and ``out``.
 
+    Attributes:
+        uses_cache: in generation, keys and values of earlier tokens may come from ``context.cache``: :meth:`attend`
+            then sees the queries of the new tokens and the keys of all, and what the context's mask allows. A subclass
+            with an ``attend`` or ``forward`` of its own runs without a cache unless it says ``uses_cache = True``.
+
     Args:
         hidden: D.
         heads: H, a multiple of t.
@@ -56,6 +62,13 @@ class ParallelAttention(ParallelModule):
         ConfigError: heads, groups and head dim that do not fit each other or the rotation.
         PlacementError: heads or groups that do not fit the tensor-parallel degree.
     """
+
+    uses_cache: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if {"attend", "forward"} & vars(cls).keys() and "uses_cache" not in vars(cls):
+            cls.uses_cache = False
 
     def __init__(
         self,
@@ -105,11 +118,17 @@ class ParallelAttention(ParallelModule):
         if self.rope is not None and self.k_norm is None:
             v_BSGK = v_BSGK.contiguous()  # or the keys before their rotation would be kept with it
         q_BSHK, k_BSGK = self._positioned(q_BSHK, k_BSGK, context)
+        if context is not None and context.cache is not None:
+            assert context.positions_BS is not None
+            k_BSGK, v_BSGK = context.cache.extend((context.scope, self), context.positions_BS, k_BSGK, v_BSGK)
         attended_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, context)
         return self.out(attended_BSHK.flatten(-2))
 
     def attend(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, context: Context | None) -> Tensor:
-        """The values that each query attends to, of the queries' shape; all of the sequence, this rank's heads."""
+        """The values that each query attends to, of the queries' shape; all of the sequence, this rank's heads.
+
+        With a cache there are more keys than queries.
+        """
         q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
         mask = None if context is None else context.mask_for(q_BSHK.dtype)
         if self.attention_dropout and self.training and context is not None:

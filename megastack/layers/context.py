@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megastack.layers.cache import KeyValueCache
 from megastack.layers.rope import Rope, RotaryTables
 
 
@@ -31,6 +32,7 @@ class Context:
         rotary: rotary tables of these positions.
         mask_B1SS: True where a query (third dim) may see a key (fourth dim); None where causality says it all.
         bias_B1SS: the mask as numbers to add to the scores, made once so that no layer keeps a copy of its own.
+        cache: keys and values of tokens before these, in generation; layers add theirs to it.
         recomputing: this forward is run again for the backward; counters and other side effects belong to the first.
     """
 
@@ -43,6 +45,7 @@ class Context:
     rotary: RotaryTables | None = None
     mask_B1SS: Tensor | None = None
     bias_B1SS: Tensor | None = None
+    cache: KeyValueCache | None = None
     recomputing: bool = False
 
     @classmethod
@@ -56,12 +59,19 @@ class Context:
         seed: int = 0,
         rope: Rope | None = None,
         dtype: torch.dtype = torch.float32,
+        cache: KeyValueCache | None = None,
     ) -> Context:
-        """The context of a microbatch, with its rotary tables and its mask computed."""
+        """The context of a microbatch, with its rotary tables and its mask computed.
+
+        With a ``cache`` there are positions, and each row is one document.
+        """
         rotary = rope.tables(positions_BS, dtype) if rope is not None and positions_BS is not None else None
         mask = None if documents_BS is None else document_mask(documents_BS)
+        if cache is not None:
+            assert positions_BS is not None and documents_BS is None
+            mask = cache.mask(positions_BS)
         bias = None if mask is None else _bias(mask, dtype)
-        return cls(positions_BS, documents_BS, samples_B, step, seed, "", rotary, mask, bias)
+        return cls(positions_BS, documents_BS, samples_B, step, seed, "", rotary, mask, bias, cache)
 
     def within(self, scope: str) -> Context:
         """The same context for a part of the model; dropout drawn with it is drawn under this name."""

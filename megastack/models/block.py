@@ -20,7 +20,7 @@ passes them on, across stages too. For example::
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -43,7 +43,19 @@ class Block(ParallelModule):
         norm: builds a norm over ``hidden``.
         dropout: drop probability of what the two layers add to the residual stream.
         sequence_parallel: hidden states are split along the sequence over tp.
+
+    Attributes:
+        uses_cache: in generation, a call may bring new tokens alone, those before them are in ``context.cache``. A
+            subclass with a ``forward`` of its own is run without a cache unless it says ``uses_cache = True``: then it
+            mixes tokens in its attention layers only.
     """
+
+    uses_cache: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls) and "uses_cache" not in vars(cls):
+            cls.uses_cache = False
 
     def __init__(
         self,

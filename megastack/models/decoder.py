@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from megastack.batch import Microbatch, StageLoss
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
+from megastack.layers.attention import ParallelAttention
+from megastack.layers.cache import KeyValueCache
 from megastack.layers.context import Context
 from megastack.layers.dropout import dropout
 from megastack.layers.embedding import VocabParallelEmbedding, VocabParallelHead
@@ -33,6 +35,7 @@ from megastack.layers.linear_ops import column_product
 from megastack.layers.loss import vocab_parallel_losses
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
+from megastack.models.block import Block
 from megastack.models.families import (
     block_factory,
     learned_positions,
@@ -112,6 +115,35 @@ class Decoder(ParallelModule):
         """This rank's columns (B, S, V) of the logits, padded vocabulary included; for a stage with the head."""
         return self._logits(self._run(carry, microbatch)["hidden"])
 
+    def infer(
+        self, carry: Carry, microbatch: Microbatch, *, at_B: Tensor, cache: KeyValueCache | None = None
+    ) -> dict[str, Any] | Tensor:
+        """Run the stage without labels: the carry for the next stage, or this rank's logits where it has the head.
+
+        Args:
+            carry: as in :meth:`forward`.
+            microbatch: whole rows or, with a cache, tokens that follow those in it.
+            at_B: the place in each row whose logits (B, 1, V) are wanted.
+            cache: keys and values of this stage's layers.
+        """
+        assert not self.sequence_parallel, "rows of any length are not cut over tp"
+        carry = self._run(carry, microbatch, cache)
+        if not self.has_head:
+            return carry
+        rows_B = torch.arange(len(at_B), device=at_B.device)
+        return self._logits(carry["hidden"][rows_B, at_B][:, None])
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether every layer that mixes tokens can take earlier ones from a cache."""
+        return all(
+            isinstance(block, Block)
+            and block.uses_cache
+            and isinstance(block.attention, ParallelAttention)
+            and block.attention.uses_cache
+            for block in self.blocks.values()
+        )
+
     def units(self) -> list[nn.Module]:
         """Parts whose parameters are used by calling them alone, in order of use; a tied projection's copy is none."""
         parts = [self.embedding if self.has_embedding else None, self.positions, *self.blocks.values(), self.norm]
@@ -122,15 +154,15 @@ class Decoder(ParallelModule):
         assert self.config.model.tied and first.embedding is not None and self.embedding is not None
         self.embedding = first.embedding
 
-    def _run(self, carry: Carry, microbatch: Microbatch) -> dict[str, Any]:
-        context = self._context(microbatch)
+    def _run(self, carry: Carry, microbatch: Microbatch, cache: KeyValueCache | None = None) -> dict[str, Any]:
+        context = self._context(microbatch, cache)
         values = {"hidden": self._embed(microbatch, context)} if self.has_embedding else dict(carry)
         for name, block in self.blocks.items():
             self.mesh.ledger.trail.layer = f"blocks.{name}"
             values |= _call(block, values, context)
         return values
 
-    def _context(self, microbatch: Microbatch) -> Context:
+    def _context(self, microbatch: Microbatch, cache: KeyValueCache | None = None) -> Context:
         if not self.blocks:
             return Context(samples_B=microbatch.samples_B, step=microbatch.step, seed=self.config.seed)
         return Context.of(
@@ -141,6 +173,7 @@ class Decoder(ParallelModule):
             seed=self.config.seed,
             rope=self.rope,
             dtype=LOWER_PRECISION.get(self.config.precision.compute, next(self.parameters()).dtype),
+            cache=cache,
         )
 
     def _embed(self, microbatch: Microbatch, context: Context) -> Tensor:

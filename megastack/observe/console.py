@@ -23,6 +23,10 @@ class Console:
         """One line (or several) as it is."""
         self._rich.print(Text(text, style=style))
 
+    def text(self, text: str, style: str = "") -> None:
+        """Text as it comes, without an end of line."""
+        self._rich.print(Text(text, style=style), end="")
+
     def train(self, row: Mapping[str, Any], steps: int) -> None:
         """The line of a training step."""
         self._rich.print(

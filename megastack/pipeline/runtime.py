@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,12 +128,22 @@ class Pipeline:
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Forward only, of any number of microbatches: the sum of reported losses over all of them and all ``dp``
         coordinates, on every rank."""
+        self._forward_only(microbatches)
+        return self._total()
+
+    @torch.no_grad()
+    def infer(self, microbatches: Sequence[Microbatch]) -> list[Any]:
+        """Forward only, with stages that end in something other than a loss: what the last one gave for each of the
+        microbatches, on its ranks; empty elsewhere."""
+        self._forward_only(microbatches)
+        return [self._results[number] for number in sorted(self._results)]
+
+    def _forward_only(self, microbatches: Sequence[Microbatch]) -> None:
         plan, count = self.schedule, len(microbatches)
         if count not in self._forwards:
             forwards = forward_only(plan.pp, plan.chunks, count, stage_ranks=plan.stage_ranks)
             self._forwards[count] = _Program(forwards, self._axis.rank, self._ahead)
         self._execute(self._forwards[count], microbatches, torch.ones((), dtype=torch.float64))
-        return self._total()
 
     def _rank_of(self, stage: int) -> int:
         return self.schedule.stage_rank(stage) if 0 <= stage < self.schedule.stages else -1
@@ -143,6 +154,7 @@ class Pipeline:
         self._gradients: dict[tuple[int, int], _Receive | Mapping[str, Tensor]] = {}
         self._unposted: dict[int, deque[_Receive]] = defaultdict(deque)
         self.reports: dict[int, Tensor] = {}
+        self._results: dict[int, Any] = {}
         self._sum = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for stage in self._stages.values():
             stage.drop()
@@ -191,6 +203,9 @@ class Pipeline:
             self.reports[number] = output.report.detach()
             self._sum += self.reports[number]
             self._gradients[index, number] = {"objective": self._scale.to(output.objective.dtype)}
+            return
+        if index == self.schedule.stages - 1:
+            self._results[number] = output
             return
         self._describe((index, self._signatures[number]), output)
         if self._rank_of(index + 1) == self._axis.rank:

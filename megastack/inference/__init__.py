@@ -1,0 +1,1 @@
+"""Texts from a trained model on any layout."""

@@ -1,0 +1,114 @@
+"""What a path on the command line means: a checkpoint, the newest of a run, or what an import made; and its model.
+
+A run folder has the configuration of its run, an import the YAML of its model and a tokenizer. Either is where the
+configuration of a command about the checkpoint begins; what is given on the command line comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megastack.checkpoint.folder import CHECKPOINTS, newest_complete
+from megastack.checkpoint.manifest import MANIFEST
+from megastack.config.compose import compose, from_yaml
+from megastack.config.schema import TrainConfig
+from megastack.errors import ConfigError
+from megastack.interop.transfer import HUB, MODEL, WEIGHTS
+
+RUN_CONFIG = "config.yaml"
+ALONE = {
+    "parallel.dp": "1",
+    "parallel.cp": "1",
+    "parallel.ep": "1",
+    "parallel.zero.stage": "0",
+    "parallel.zero.shard_size": "null",
+    "parallel.zero.offload": "false",
+    "parallel.sequence_parallel": "false",
+    "schedule.name": "1f1b",
+    "schedule.chunks": "1",
+    "schedule.round": "null",
+    "schedule.path": "null",
+    "recompute.mode": "none",
+    "recompute.pattern": "null",
+    "cluster.nodes": "1",
+    "cluster.ranks_per_node": "null",
+    "checkpoint.load_weights": "null",
+    "resume": "null",
+}
+"""What a use of the weights takes over from no run; ``tp``, ``pp`` and the layers of each stage stay the run's."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, and the configuration that lies beside it.
+
+    Attributes:
+        checkpoint: its folder.
+        config_dir: a folder with the configuration; None where there is none.
+        config_name: the file to start from.
+        choices: what makes it the checkpoint's model.
+    """
+
+    checkpoint: Path
+    config_dir: Path | None = None
+    config_name: str = "train"
+    choices: tuple[str, ...] = ()
+
+    def configured(self, overrides: Sequence[str]) -> TrainConfig:
+        """The configuration for one use of the weights, on one replica of the run's grid or as ``overrides`` say.
+
+        Raises:
+            ConfigError: values that cannot be read.
+        """
+        keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
+        base = [choice for choice in self.choices if choice.partition("=")[0] not in keys]
+        base += [f"{key}={value}" for key, value in ALONE.items() if key not in keys]
+        if "parallel.layers_per_stage" not in keys and not self._keeps_split(keys):
+            base.append("parallel.layers_per_stage=null")
+        config = compose([*base, *overrides], config_dir=self.config_dir, config_name=self.config_name)
+        longest = config.model.max_positions
+        if self.choices and longest is not None and "batch.sequence_length" not in keys:
+            return replace(config, batch=replace(config.batch, sequence_length=longest))  # an import names no length
+        return config
+
+    def _keeps_split(self, keys: set[str]) -> bool:
+        """Whether the run's list of layers is for as many stages as there will be."""
+        beside = self.checkpoint.absolute().parents[1] / RUN_CONFIG
+        if {"parallel.pp", "schedule.chunks", "model.layers"} & keys or not beside.is_file():
+            return False
+        return from_yaml(beside.read_text(encoding="utf-8")).schedule.chunks == 1
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that is meant: the folder itself, what an import made in it, or the newest of a run."""
+    if not (path / MANIFEST).is_file():
+        if (path / WEIGHTS / MANIFEST).is_file():
+            return path / WEIGHTS
+        if newest := newest_complete(path / CHECKPOINTS, content=False):
+            return newest
+    return path
+
+
+def find_saved(path: str | Path, *, config_dir: str | None = None, config_name: str = "train") -> Saved:
+    """The checkpoint that ``path`` means with the configuration that is given, else the one beside it.
+
+    Raises:
+        ConfigError: no checkpoint, or no configuration.
+    """
+    checkpoint = find_checkpoint(Path(path))
+    if not (checkpoint / MANIFEST).is_file():
+        raise ConfigError(f"{path}: no checkpoint, no run with one and no imported model; use the folder of one")
+    if config_dir is not None or config_name != "train":
+        return Saved(checkpoint, None if config_dir is None else Path(config_dir), config_name)
+    beside = checkpoint.absolute().parent
+    if (beside.parent / RUN_CONFIG).is_file():
+        return Saved(checkpoint, beside.parent, RUN_CONFIG.removesuffix(".yaml"))
+    models = list((beside / MODEL).glob("*.yaml"))
+    if len(models) == 1:
+        tokenizer = beside / HUB / "tokenizer.json"
+        choices = [f"model={models[0].stem}"]
+        choices += [f"data.tokenizer='{tokenizer}'"] if tokenizer.is_file() else []
+        return Saved(checkpoint, beside, choices=tuple(choices))
+    return Saved(checkpoint)

@@ -1,0 +1,110 @@
+"""``megastack evaluate``: the perplexity of a file, or of the validation split of a checkpoint's own run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megastack.build import load_stages, read_dataset
+from megastack.config.schema import TrainConfig
+from megastack.data.packing import Samples, SingleSamples
+from megastack.data.sources import read_documents
+from megastack.data.stream import TokenStream, stream_of
+from megastack.data.tokenizers import check_vocab, load_tokenizer
+from megastack.data.validation import ValidationBatches
+from megastack.errors import ConfigError, DataError
+from megastack.inference.evaluate import Score, evaluate
+from megastack.launch.ranks import on_ranks
+from megastack.launch.weights import run_command, use_of
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis
+from megastack.models.stages import configured_schedule
+from megastack.observe.console import Console
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """What is predicted."""
+
+    name: str
+    samples: Samples
+    limit: int | None = None
+
+
+def evaluate_command(options: argparse.Namespace) -> int:
+    """The verb ``evaluate``; returns the exit code.
+
+    Raises:
+        ConfigError: checkpoint, configuration or data are refused; nothing was computed.
+    """
+    return run_command(options, _evaluate)
+
+
+def _evaluate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    use = use_of(options)
+    texts = _file(use.config, Path(options.file)) if options.file else _own_split(use.config)
+    console.line(f"evaluate  {use}, {texts.name}")
+    score = on_ranks(use.config, _score, use.checkpoint, texts)
+    console.line(
+        f"score     {score.nats:.6f} nats a token, perplexity {score.perplexity:,.4f}, {score.tokens:,} tokens"
+    )
+    figures = {"nats": score.nats, "perplexity": score.perplexity, "tokens": score.tokens}
+    return {"checkpoint": str(use.checkpoint), "data": texts.name} | figures
+
+
+def _score(config: TrainConfig, mesh: Mesh, checkpoint: Path, texts: _Texts) -> Score:
+    """On every rank: the score of all texts."""
+    schedule = configured_schedule(config, mesh.shape)
+    stages = load_stages(config, mesh, schedule, checkpoint)
+    batches = ValidationBatches(
+        texts.samples,
+        microbatches=schedule.microbatches,
+        micro_size=config.batch.micro_size,
+        dp_rank=mesh[Axis.DP].rank,
+        dp_size=mesh[Axis.DP].size,
+        vocab=config.model.vocab,
+        limit=texts.limit,
+    )
+    return evaluate([stage.eval() for stage in stages], schedule, mesh, batches, batches.valid_tokens)
+
+
+def _own_split(config: TrainConfig) -> _Texts:
+    """What the run itself validates on."""
+    validation = read_dataset(config).validation
+    if not len(validation.samples):
+        raise ConfigError(
+            f"data.validation_fraction={config.data.validation_fraction}: the run has no validation split; use --file"
+        )
+    return _Texts("the validation split of its run", validation.samples, config.run.validate_samples)
+
+
+def _file(config: TrainConfig, path: Path) -> _Texts:
+    """The documents of a file, each in windows of the sequence length; every token but a document's first counts."""
+    stream = _stream(config, path)
+    if not len(stream.tokens) > stream.documents:
+        raise DataError(f"--file {path}: has no token to predict; use a text of at least two tokens")
+    return _Texts(str(path), SingleSamples(stream, config.batch.sequence_length))
+
+
+def _stream(config: TrainConfig, path: Path) -> TokenStream:
+    if path.suffix == ".npy":
+        return stream_of([_token_file(path)], config.model.vocab)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_vocab(config.model.vocab, tokenizer)
+    if path.suffix == ".jsonl":
+        return stream_of(tokenizer.encode(list(read_documents("jsonl", [path]))), tokenizer.size)
+    return stream_of(tokenizer.encode([b"".join(read_documents("text", [path]))]), tokenizer.size)
+
+
+def _token_file(path: Path) -> Any:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--file {path}: cannot be read ({error}); use a file that numpy.save made") from None
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise DataError(f"--file {path}: holds {tokens.dtype} of shape {tokens.shape}; use a flat array of integers")
+    return tokens.astype(np.int64)

@@ -1,0 +1,112 @@
+"""Something short on the ranks that a configuration describes, without a run folder: generation, evaluation.
+
+One rank works in this process, several are started as those of a training are, and under torchrun or srun this
+process is one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+
+from megastack.config.layout_rules import mesh_shape
+from megastack.config.schema import TrainConfig
+from megastack.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MegastackError,
+    MeshError,
+    PlacementError,
+    ScheduleError,
+)
+from megastack.launch.environment import adopt_slurm, is_worker, world_size
+from megastack.launch.local import agent, die_with_parent
+from megastack.launch.worker import is_echo, threads_per_rank
+from megastack.mesh.mesh import Mesh
+from megastack.observe.failure import FailureRecord, read_failures
+
+T = TypeVar("T")
+REFUSALS = (ConfigError, CheckpointError, DataError, PlacementError, MeshError, ScheduleError)
+
+
+class RanksFailed(MegastackError):
+    """A rank failed; the text is its account."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    config: TrainConfig
+    work: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    failures: Path
+
+
+def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
+    """``work(config, mesh, *arguments)`` on every rank; what the first one returns, or under a launcher this one.
+
+    To be called before this process has run anything of torch on several threads.
+
+    Raises:
+        ConfigError: a rank refused what was asked.
+        RanksFailed: a rank failed in another way.
+    """
+    world = mesh_shape(config, world_size()).world_size
+    if is_worker() or world == 1:
+        return _here(config, work, *arguments)
+    with tempfile.TemporaryDirectory(prefix="megastack-") as folder:
+        task = _Task(config, work, arguments, Path(folder))
+        try:
+            returned = elastic_launch(agent(config, world, "fork"), _rank)(task)
+        except ChildFailedError as error:
+            raise _account(error, Path(folder)) from None
+    result: T = returned[0]
+    return result
+
+
+def _here(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
+    adopt_slurm()
+    torch.set_num_threads(threads_per_rank(config))
+    shape = mesh_shape(config, world_size())
+    mesh = Mesh.from_environment(shape, device=config.device.value, timeout_s=config.launch.timeout_s)
+    try:
+        return work(config, mesh, *arguments)
+    finally:
+        if dist.is_initialized() and is_worker():
+            dist.destroy_process_group()
+
+
+def _rank(task: _Task) -> Any:
+    """A rank of this launcher: it ends with it, and leaves its account where it fails."""
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    try:
+        return _here(task.config, task.work, *task.arguments)
+    except BaseException as error:
+        place, refused = mesh_shape(task.config).coordinates(rank), is_refusal(error)
+        record = FailureRecord.of(error, rank, place, step=0, action="", echo=is_echo(error), refused=refused)
+        record.write(task.failures / f"rank_{rank:05d}.json")
+        raise
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error is the user's to mend."""
+    return isinstance(error, REFUSALS)
+
+
+def _account(error: ChildFailedError, folder: Path) -> MegastackError:
+    """The first failure: a refusal that all ranks share, or one rank's own account."""
+    records = read_failures(folder)
+    if not records:
+        rank, failure = error.get_first_failure()
+        return RanksFailed(f"rank {rank} ended with exit code {failure.exitcode} and without a traceback")
+    return ConfigError(records[0].message) if records[0].refused else RanksFailed(records[0].describe())

@@ -1,0 +1,47 @@
+"""Generation between training steps: it sees the weights of the moment and leaves the training as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megastack.build import build_training
+from megastack.config.layout_rules import mesh_shape
+from megastack.config.schema import TrainConfig
+from megastack.mesh.mesh import Mesh
+from megastack.testing.ranks import run_ranks
+from megastack.testing.training import composed
+from tests.tiny_runs import overrides
+
+PROMPTS = [[65, 66, 67], [70]]
+
+
+def trained(config: TrainConfig, *, generates: bool) -> tuple[list[float], list[Any]]:
+    """Losses of three steps, and the texts between them."""
+    training = build_training(config, Mesh.from_environment(mesh_shape(config), device="cpu"))
+    losses, texts = [], []
+    for step in range(3):
+        losses.append(float(training.step(step).loss))
+        if generates:
+            state = torch.get_rng_state()
+            texts.append([text.ids for text in training.generator()(PROMPTS, max_new_tokens=5)])
+            assert torch.equal(state, torch.get_rng_state()) and all(stage.training for stage in training.stages)
+    return losses, texts
+
+
+def test_training_goes_on_as_if_nothing_had_been_generated(tmp_path: Path) -> None:
+    common = ["optim.lr=0.1", "model.dropout=0.1", "model.tied=true"]
+    config = composed(overrides(tmp_path), *common)
+    losses, texts = trained(config, generates=True)
+    assert losses == trained(config, generates=False)[0]
+    assert texts[0] != texts[2]
+    grid = ["parallel.dp=2", "parallel.tp=2", "parallel.zero.stage=1", "recompute.mode=selective"]
+    for found in run_ranks(trained_and_generated, 4, composed(overrides(tmp_path), *common, *grid)):
+        assert found[1] == texts
+        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(losses), rtol=1e-9, atol=0)
+
+
+def trained_and_generated(config: TrainConfig) -> tuple[list[float], list[Any]]:
+    return trained(config, generates=True)
