@@ -46,7 +46,8 @@ ALLOWED: dict[str, set[str]] = {
         *("training", "batch", "layers.rules", "pipeline.schedules", "observe.console"),
     },
     "interop": {"config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console"},
-    "cli": {"launch", "plan", "testing", "interop", "checkpoint.command"},
+    "corpus": {"data.sources", "data.tokenizers", "data.indexed", "observe.console"},
+    "cli": {"launch", "plan", "corpus", "testing", "interop", "checkpoint.command"},
     "__init__": set(),
 }
 
@@ -56,6 +57,7 @@ TORCH_FREE = [
     *("pipeline.action", "pipeline.schedule", "pipeline.check", "pipeline.simulate", "pipeline.render"),
     *("pipeline.split", "pipeline.communication", "pipeline.schedules.registry"),
     *("plan.layout", "plan.describe", "plan.command", "interop.names", "interop.hub_config", "interop.hub_export"),
+    *("corpus.command", "data.indexed", "data.token_files"),
 ]
 
 DISTRIBUTED = {"mesh.mesh", "comm", "gradients.fully_shard", "checkpoint", "observe.watchdog", "launch", "testing"}
