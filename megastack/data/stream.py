@@ -50,6 +50,8 @@ class TokenStream:
 
     def windows(self, begins: Int64s, size: int) -> Int64s:
         """(rows, size): the tokens from each of these places on."""
+        if not len(begins):
+            return np.empty((0, size), dtype=np.int64)  # a stream may be shorter than a window
         return np.lib.stride_tricks.sliding_window_view(self.tokens, size)[begins].astype(np.int64)
 
     def inner_starts(self, begins: Int64s, size: int) -> tuple[Int64s, Int64s]:
