@@ -23,7 +23,8 @@ from megastack.checkpoint.saver import Saver
 from megastack.comm.objects import all_gather_objects
 from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.data.baseline import bigram_loss
-from megastack.data.dataset import Dataset, build_dataset
+from megastack.data.blend import History, history_json, history_of, missing_sources
+from megastack.data.dataset import Dataset, Wanted, build_dataset
 from megastack.data.loader import Loader
 from megastack.data.validation import ValidationBatches
 from megastack.errors import CheckpointError, ConfigError
@@ -146,6 +147,7 @@ class Training:
     progress: Progress
     dataset: Dataset
     validation: ValidationBatches
+    blend: History = ()
 
     def state(self) -> State:
         """Weights, moments and progress as checkpoint items; the tensors are views of the live ones."""
@@ -159,7 +161,7 @@ class Training:
             *optimizer_items(kinds, placements, self.mesh),
             *(StateItem.replicated(name, x) for name, x in scalars.items()),
         ]
-        trainer = self.progress.as_json() | identity(self.config, self.dataset)
+        trainer = self.progress.as_json() | identity(self.config, self.dataset, self.blend)
         return State(items, trainer)
 
     def weight_items(self) -> list[StateItem]:
@@ -190,6 +192,9 @@ class Training:
         if faults := identity_faults(state.trainer, identity(self.config, self.dataset)):
             raise CheckpointError("\n".join([f"resume={path}: would not continue the same run", *faults]))
         self.progress.__dict__.update(Progress.from_json(state.trainer).__dict__)
+        entry = self.progress.step * self.config.batch.global_size
+        self.blend = self.dataset.history(history_of(state.trainer.get("blend", ())), entry)
+        self.step.loader.order = self.dataset.order(self.config.seed, self.blend)
 
     def load_weights(self, path: Path) -> None:
         """Start from the weights of a checkpoint, in this run's dtypes, everything else fresh."""
@@ -197,10 +202,15 @@ class Training:
         self.step.optimizer.refresh_masters()
 
 
-def identity(config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
-    """What has to stay as it is from a run to its resume, since sample order and dropout follow from it."""
+def identity(config: TrainConfig, dataset: Dataset, blend: History = ()) -> dict[str, Any]:
+    """What has to stay as it is from a run to its resume, since sample order and dropout follow from it.
+
+    Of a blend, whose weights may change, it is the history of weights so far.
+    """
     batch = {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length}
-    return {"seed": config.seed, "batch": batch, "data": dataset.fingerprint}
+    return {"seed": config.seed, "batch": batch, "data": dataset.fingerprint} | (
+        {"blend": history_json(blend or dataset.history())} if dataset.blended else {}
+    )
 
 
 def identity_faults(trainer: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
@@ -213,7 +223,15 @@ def identity_faults(trainer: Mapping[str, Any], own: Mapping[str, Any]) -> list[
     ]
     if trainer.get("data") != own["data"]:
         faults.append("data: not the samples of the checkpoint's run; use the same files, data.* and sequence length")
+    elif missing := missing_sources(history_of(trainer.get("blend", ())), _present(own)):
+        rule = f"{missing} of the sources of the checkpoint's run are not in it, or have other files"
+        faults.append(f"data.blend: {rule}; keep them, with weight 0 where they are not to be drawn any more")
     return faults
+
+
+def _present(own: Mapping[str, Any]) -> Mapping[str, float]:
+    """The sources of this run."""
+    return own["blend"][-1]["weights"] if "blend" in own else {}
 
 
 def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = None) -> Training:
@@ -241,7 +259,13 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     dp = mesh[Axis.DP]
     where = {"dp_rank": dp.rank, "dp_size": dp.size, "vocab": config.model.vocab}
     batch = {"micro_size": config.batch.micro_size} | where
-    loader = Loader(dataset.train.samples, global_size=config.batch.global_size, seed=config.seed, **batch)
+    blend = dataset.history()
+    loader = Loader(
+        dataset.train.samples,
+        global_size=config.batch.global_size,
+        order=dataset.order(config.seed, blend),
+        **batch,
+    )
     validation = ValidationBatches(
         dataset.validation.samples,
         microbatches=loader.microbatches,
@@ -258,7 +282,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
         clip_norm=config.optim.clip_norm,
         loss_scale=_loss_scale(config, mesh),
     )
-    return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation)
+    return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation, blend)
 
 
 def build_loop(
@@ -322,6 +346,7 @@ def read_dataset(config: TrainConfig) -> Dataset:
     return build_dataset(
         source=data.source,
         paths=data.paths,
+        blend=[Wanted(each.source, each.paths, each.weight) for each in data.blend],
         tokenizer=data.tokenizer,
         validation_fraction=data.validation_fraction,
         pack=data.pack,
@@ -363,7 +388,7 @@ def _recorder(training: Training, folder: RunFolder, resumed: Path | None, pid: 
     wanted = config.observe.tensorboard
     tensorboard = tensorboard_installed() if wanted is None else wanted
     split = training.dataset
-    size, chosen = split.tokenizer.size, training.validation.chosen
+    size, chosen = split.vocab, training.validation.chosen
     return Recorder(
         steps=config.run.steps,
         devices=mesh.shape.world_size,

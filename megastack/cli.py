@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megastack.checkpoint.command import add_checkpoint_arguments, checkpoint_command
+from megastack.corpus.arguments import add_tokenize_arguments
 from megastack.errors import ConfigError
 from megastack.inference.arguments import add_evaluate_arguments, add_generate_arguments
 from megastack.interop.arguments import add_export_arguments, add_import_arguments
@@ -24,6 +25,7 @@ VERBS = {
     "verify": "prove that a layout, your own layers included, computes what one rank does, or name what differs",
     "show": "explain a configuration, or one KEY of it, without starting anything",
     "checkpoint": "list checkpoints, show one, or check every byte: ls, show or verify PATH",
+    "tokenize": "make a token file from text, JSON lines or Parquet, with many processes",
     "import": "make a checkpoint and a model YAML from a Hugging Face folder",
     "export": "make a Hugging Face folder from a checkpoint of any layout",
     "generate": "continue prompts with the weights of a checkpoint, on any layout",
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "verify": _verify,
         "show": _show,
         "checkpoint": _checkpoint,
+        "tokenize": _tokenize,
         "import": _import,
         "export": _export,
         "generate": _generate,
@@ -93,6 +96,9 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     if verb == "checkpoint":
         add_checkpoint_arguments(parser)
         return parser
+    if verb == "tokenize":
+        add_tokenize_arguments(parser)
+        return parser
     if verb == "import":
         add_import_arguments(parser)
         return parser
@@ -140,6 +146,12 @@ def _show(options: argparse.Namespace) -> int:
 
 def _checkpoint(options: argparse.Namespace) -> int:
     return checkpoint_command(options)
+
+
+def _tokenize(options: argparse.Namespace) -> int:
+    from megastack.corpus.command import tokenize_command
+
+    return tokenize_command(options)
 
 
 def _import(options: argparse.Namespace) -> int:

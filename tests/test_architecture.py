@@ -49,7 +49,8 @@ ALLOWED: dict[str, set[str]] = {
         *("training", "batch", "layers.rules", "pipeline.schedules", "observe.console"),
     },
     "interop": {"config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console"},
-    "cli": {"inference.arguments", "launch", "plan", "testing", "interop", "checkpoint.command"},
+    "corpus": {"data.sources", "data.tokenizers", "data.indexed", "observe.console"},
+    "cli": {"inference.arguments", "launch", "plan", "corpus", "testing", "interop", "checkpoint.command"},
     "__init__": set(),
 }
 
@@ -67,6 +68,7 @@ TORCH_FREE = [
         "interop.hub_config",
         "interop.hub_export",
     ),
+    *("corpus.command", "data.indexed", "data.token_files"),
 ]
 
 DISTRIBUTED = {"mesh.mesh", "comm", "gradients.fully_shard", "checkpoint", "observe.watchdog", "launch", "testing"}

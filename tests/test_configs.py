@@ -24,6 +24,7 @@ GIVEN = {
     "schedule/custom": ["schedule.path=mine.csv"],
     "data/text": ["data.paths=[a.txt]"],
     "data/jsonl": ["data.paths=[a.jsonl]"],
+    "data/bin": ["data.paths=[corpus]"],
 }
 """What the files that leave a choice open are given."""
 

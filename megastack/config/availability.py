@@ -22,7 +22,6 @@ WORKS: Mapping[str, tuple[Any, ...]] = {
     "parallel.zero.reduce": ("step",),
     "schedule.memory_limit": (None,),
     "loss.chunked": (False,),
-    "data.source": ("builtin", "text", "jsonl"),
     "observe.trace_steps": ([],),
 }
 """Key to the values that work today; a key that is not here takes every value its type and the rules allow."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megastack.config.availability import WORKS
 from megastack.config.fields import Key, describe_bounds, describe_type, keys
-from megastack.config.schema import OptimGroup, TrainConfig
+from megastack.config.rules import ITEMS
+from megastack.config.schema import TrainConfig
 from megastack.errors import one_of, spell
 
 HEAD = """# Configuration
@@ -31,7 +32,8 @@ def reference() -> str:
         if section.is_section:
             inside = [key for key in everything if key.name.rpartition(".")[0] == section.name and not key.is_section]
             parts.append(_table(f"`{section.name}`", section.doc, inside))
-    parts.append(_table("`optim.groups[…]`", str(OptimGroup.__doc__).splitlines()[0], list(keys(OptimGroup))))
+    for name, kind in ITEMS.items():
+        parts.append(_table(f"`{name}[…]`", str(kind.__doc__).splitlines()[0], list(keys(kind))))
     return "\n".join(parts)
 
 

@@ -16,12 +16,15 @@ from megastack.config.availability import not_available
 from megastack.config.convert import UNUSABLE, UnusableError, replace_values, value_of
 from megastack.config.fields import COMPARISONS, Key, describe_bounds, keys
 from megastack.config.layout_rules import LAYOUT_RULES
-from megastack.config.schema import OptimGroup, TrainConfig
+from megastack.config.schema import BlendSource, OptimGroup, TrainConfig
 from megastack.config.value_rules import VALUE_RULES
 from megastack.errors import ConfigError
 from megastack.errors import Violation as Violation
 
 Rule = Callable[[TrainConfig, int | None], Iterator[Violation]]
+
+ITEMS = {"optim.groups": OptimGroup, "data.blend": BlendSource}
+"""Lists of sections, and the class of their items."""
 
 RULES: Sequence[Rule] = (not_available, *LAYOUT_RULES, *VALUE_RULES)
 
@@ -59,10 +62,11 @@ def out_of_range(config: TrainConfig) -> Iterator[Violation]:
     """A violation for each number outside the range that its field states."""
     for key in keys(TrainConfig):
         yield from _range_violations(key.name, key, value_of(config, key.name))
-    groups = config.optim.groups
-    for at, group in enumerate(groups if groups is not UNUSABLE else ()):
-        for key in keys(OptimGroup):
-            yield from _range_violations(f"optim.groups[{at}].{key.name}", key, value_of(group, key.name))
+    for name, kind in ITEMS.items():
+        items = value_of(config, name)
+        for at, item in enumerate(items if items is not UNUSABLE else ()):
+            for key in keys(kind):
+                yield from _range_violations(f"{name}[{at}].{key.name}", key, value_of(item, key.name))
 
 
 def _range_violations(name: str, key: Key, value: Any) -> Iterator[Violation]:

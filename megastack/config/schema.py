@@ -245,15 +245,31 @@ class RecomputeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlendSource:
+    """One source of a blend."""
+
+    paths: list[str] = option([], "Files, folders or globs of the source; prefixes of `.bin/.idx` pairs.")
+    weight: float = required("Its part of the samples, relative to the other weights; 0 draws none.", least=0)
+    source: DataSource = option(DataSource.bin, "What the paths are, as in `data.source`.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """Documents, tokens and how they are cut into sequences."""
 
     source: DataSource = option(
         DataSource.builtin, "The corpus in the standard library, text files, JSON lines, or token files."
     )
-    paths: list[str] = option([], "Files, folders or globs of the source.")
+    paths: list[str] = option([], "Files, folders or globs of the source; prefixes of `.bin/.idx` pairs.")
+    blend: list[BlendSource] = option(
+        [],
+        "Several sources, drawn by weight, instead of `data.source` and `data.paths`: `[{paths: […], weight: …}]`. "
+        "Weights may change at a resume.",
+    )
     tokenizer: str = option("byte", "`byte`, or the path of a `tokenizer.json`.")
-    validation_fraction: float = option(0.05, "Share of documents held out, chosen by their hash.", least=0, below=1)
+    validation_fraction: float = option(
+        0.05, "Share of documents held out: by their hash, of token files in blocks.", least=0, below=1
+    )
     pack: bool = option(True, "Fill sequences with several documents instead of one each.")
     document_mask: bool = option(True, "A token attends only to its own document.")
 

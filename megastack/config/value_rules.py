@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megastack.config.convert import value_of
-from megastack.config.schema import RopeOptions, TrainConfig
+from megastack.config.schema import DataOptions, RopeOptions, TrainConfig
 from megastack.errors import Violation
 
 BYTE_IDS = 256
@@ -121,15 +121,39 @@ def learning_rate_fits(config: TrainConfig, world_size: int | None) -> Iterator[
 def data_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
     """Sources have the paths they read, and the vocabulary holds every byte where bytes are the tokens."""
     data = config.data
-    if data.source == "builtin" and data.paths:
-        rule = "data.source=builtin reads no files"
-        yield Violation("data.paths", data.paths, rule, ([], "data.source=text", "data.source=jsonl"))
-    if data.source != "builtin" and not data.paths:
-        rule = f"data.source={data.source} reads files and none are named"
-        yield Violation("data.paths", data.paths, rule, ("data.paths=[FILE,…]",))
-    if data.tokenizer == "byte" and config.model.vocab < BYTE_IDS:
+    if data.blend:
+        yield from _blend_fits(data)
+    else:
+        yield from _paths_fit("data.", data.source, data.paths)
+    kinds = {each.source for each in data.blend} or {data.source}
+    if data.tokenizer == "byte" and config.model.vocab < BYTE_IDS and kinds != {"bin"}:
         rule = f"must hold the {BYTE_IDS} ids of data.tokenizer=byte"
         yield Violation("model.vocab", config.model.vocab, rule, (f"{BYTE_IDS} or more",))
+    if "bin" in kinds and not data.pack:
+        yield Violation("data.pack", data.pack, "token files are packed, without a list of their documents", (True,))
+
+
+def _blend_fits(data: DataOptions) -> Iterator[Violation]:
+    if data.paths:
+        yield Violation("data.paths", data.paths, "data.blend names the paths of each of its sources", ([],))
+    for at, each in enumerate(data.blend):
+        yield from _paths_fit(f"data.blend[{at}].", each.source, each.paths)
+    if not any(each.weight for each in data.blend):
+        rule = "no source has a weight above 0"
+        yield Violation("data.blend", [each.weight for each in data.blend], rule, ("weights like 0.7 and 0.3",))
+
+
+def _paths_fit(prefix: str, source: str, paths: Sequence[str]) -> Iterator[Violation]:
+    if source == "builtin" and paths:
+        rule = f"{prefix}source=builtin reads no files"
+        yield Violation(f"{prefix}paths", paths, rule, ([], *(f"{prefix}source={kind}" for kind in FILES)))
+    if source != "builtin" and not paths:
+        rule = f"{prefix}source={source} reads files and none are named"
+        yield Violation(f"{prefix}paths", paths, rule, (f"{prefix}paths=[FILE,…]",))
+
+
+FILES = ("text", "jsonl", "bin")
+"""Sources that read files."""
 
 
 def continuation_is_clear(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:

@@ -20,6 +20,9 @@ SMOOTHING = 0.1
 LARGEST_VOCAB = 1024
 """The largest vocabulary for which a baseline is computed."""
 
+MOST_TOKENS = 1 << 27
+"""The most training tokens that are counted for one."""
+
 _TOKENS_AT_A_TIME = 1 << 20
 
 
@@ -29,9 +32,9 @@ def bigram_loss(train: Samples, validation: Samples, vocab: int, *, chosen: Int6
     Args:
         vocab: the tokenizer's size, not the model's padded vocabulary.
 
-    None, for no baseline, beyond :data:`LARGEST_VOCAB` or with nothing to score.
+    None, for no baseline, beyond :data:`LARGEST_VOCAB` or :data:`MOST_TOKENS`, or with nothing to score.
     """
-    if vocab > LARGEST_VOCAB:
+    if vocab > LARGEST_VOCAB or len(train) * train.sequence_length > MOST_TOKENS:
         return None
     scored = pair_counts(validation, vocab, chosen)
     if not scored.sum():

@@ -7,59 +7,137 @@ rank that builds it gets the same arrays and meets the same errors.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megastack.data.packing import PackedSamples, SingleSamples
+from megastack.data.blend import BlendOrder, History, JoinedSamples, check_weights, continued
+from megastack.data.order import Order, SampleOrder
+from megastack.data.packing import PackedSamples, Samples, SingleSamples, Stream
 from megastack.data.sources import read_documents
+from megastack.data.spans import Span, SpanStream, split_file
 from megastack.data.split import check_fraction
 from megastack.data.stream import TokenStream, tokenize
+from megastack.data.token_files import open_token_files
 from megastack.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
 from megastack.errors import DataError
 
 
 @dataclass(frozen=True)
 class Split:
-    """One side of the data: its tokens, and the samples cut from them."""
+    """One side of a source: its tokens, and the samples cut from them."""
 
-    stream: TokenStream
+    stream: Stream
     samples: PackedSamples | SingleSamples
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """What a run trains on and is validated on; `validation` has no samples when its fraction is 0."""
+class Source:
+    """One source of documents or token files, split, and how much of the training comes from it."""
 
-    tokenizer: Tokenizer
     train: Split
     validation: Split
+    name: str = ""
+    weight: float = 1.0
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal tokens, boundaries and split."""
+        both = self.train.stream.digest() + self.validation.stream.digest()
+        return hashlib.blake2b(both.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One side of several sources together."""
+
+    samples: Samples
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A source as a user names it: its kind, its paths, its weight in a blend."""
+
+    source: str = "builtin"
+    paths: Sequence[str | Path] = ()
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a run trains on and is validated on; a validation split has no samples when its fraction is 0.
+
+    Attributes:
+        sources: the sources; several make a blend.
+        vocab: ids are below it: the tokenizer's size, or the model's vocabulary where there are token files.
+        blended: whether the sources are drawn by weight, be it only one.
+    """
+
+    sources: tuple[Source, ...]
+    vocab: int
     packed: bool
     document_mask: bool
+    validation_fraction: float
+    blended: bool = False
+    tokenizer: Tokenizer | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def train(self) -> Split | Joined:
+        return self._side([source.train for source in self.sources])
+
+    @property
+    def validation(self) -> Split | Joined:
+        return self._side([source.validation for source in self.sources])
+
+    def _side(self, splits: Sequence[Split]) -> Split | Joined:
+        return Joined(JoinedSamples([split.samples for split in splits])) if self.blended else splits[0]
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal samples in equal numbers: what must not change between a run and its resume."""
-        size = self.train.samples.sequence_length
-        parts = [self.train.stream.digest(), self.validation.stream.digest(), size, self.packed, self.document_mask]
+        """What must not change between a run and its resume; the sources of a blend are compared one by one."""
+        cut = [self.sources[0].train.samples.sequence_length, self.packed, self.document_mask]
+        source = self.sources[0]
+        digests = [source.train.stream.digest(), source.validation.stream.digest()]
+        parts = [*cut, self.validation_fraction, "blend"] if self.blended else [*digests, *cut]
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
+    def history(self, before: History = (), entry: int = 0) -> History:
+        """The stretches of weights of a run that goes on at `entry`; empty without a blend."""
+        return continued(before, entry, self.weights) if self.blended else ()
+
+    def order(self, seed: int, history: History) -> Order:
+        """The endless order of the training samples."""
+        if not self.blended:
+            return SampleOrder(len(self.train.samples), seed)
+        counts = dict(zip(self.weights, (len(source.train.samples) for source in self.sources), strict=True))
+        return BlendOrder(counts, history, seed)
+
     def describe(self) -> str:
-        """Documents, tokens and samples of both splits, for people."""
-        lines = []
-        for name, split in (("train", self.train), ("validation", self.validation)):
-            samples = split.samples
-            lines.append(
-                f"{name}: {split.stream.documents:,} documents, {len(split.stream.tokens):,} tokens, "
-                f"{len(samples):,} samples of {samples.sequence_length} ({samples.unused} tokens at the end unused)"
-            )
-        return "\n".join(lines)
+        """Documents, tokens and samples of both splits of every source, for people."""
+        return "\n".join(line for source in self.sources for line in _described(source, self._title(source)))
+
+    def _title(self, source: Source) -> str:
+        total = sum(each.weight for each in self.sources)
+        return f"{source.name} ({source.weight / total:.2%} of the samples) " if self.blended else ""
+
+
+def _described(source: Source, title: str) -> list[str]:
+    lines = []
+    for name, split in (("train", source.train), ("validation", source.validation)):
+        samples = split.samples
+        lines.append(
+            f"{title}{name}: {split.stream.documents:,} documents, {len(split.stream):,} tokens, "
+            f"{len(samples):,} samples of {samples.sequence_length} ({samples.unused} tokens at the end unused)"
+        )
+    return lines
 
 
 def build_dataset(
     *,
     source: str = "builtin",
     paths: Sequence[str | Path] = (),
+    blend: Sequence[Wanted] = (),
     tokenizer: str | Path = "byte",
     validation_fraction: float = 0.05,
     pack: bool = True,
@@ -69,21 +147,58 @@ def build_dataset(
 ) -> Dataset:
     """Read, split, tokenize and cut; the arguments are the `data.*` keys of the same names and two sizes.
 
-    Raises :class:`DataError` for whatever is wrong with a source (see :func:`megastack.data.sources.read_documents`),
-    for a tokenizer that cannot be loaded or does not fit `vocab`, and for a split with less than one sample.
+    Raises :class:`DataError` for whatever is wrong with a source (see :func:`megastack.data.sources.read_documents` and
+    :func:`megastack.data.token_files.open_token_files`), for a tokenizer that cannot be loaded or does not fit `vocab`,
+    and for a split with less than one sample.
     """
     check_fraction(validation_fraction)
-    loaded = load_tokenizer(tokenizer)
-    if vocab is not None:
-        check_vocab(vocab, loaded)
-    streams = tokenize(read_documents(source, paths), loaded, validation_fraction)
-    train, validation = (Split(stream, _samples(stream, sequence_length, pack, document_mask)) for stream in streams)
-    _check_sizes(train, validation, validation_fraction)
-    return Dataset(loaded, train, validation, pack, document_mask)
+    wanted = list(blend) or [Wanted(source, paths)]
+    loaded = None
+    if any(each.source != "bin" for each in wanted):
+        loaded = load_tokenizer(tokenizer)
+        if vocab is not None:
+            check_vocab(vocab, loaded)
+    sources = []
+    for each in wanted:
+        streams = _streams(each, loaded, validation_fraction)
+        train, held = (Split(stream, _samples(stream, sequence_length, pack, document_mask)) for stream in streams)
+        named = Source(train, held, name=",".join(map(str, each.paths)) or each.source, weight=each.weight)
+        if each.weight:
+            _check_sizes(named.train, named.validation, validation_fraction)
+        sources.append(named)
+    whole = loaded.size if loaded is not None and all(each.source != "bin" for each in wanted) else vocab
+    weights = _weights(sources) if blend else {}
+    whole = whole or 1 << 31
+    return Dataset(tuple(sources), whole, pack, document_mask, validation_fraction, bool(blend), loaded, weights)
 
 
-def _samples(stream: TokenStream, length: int, pack: bool, document_mask: bool) -> PackedSamples | SingleSamples:
-    return PackedSamples(stream, length, document_mask=document_mask) if pack else SingleSamples(stream, length)
+def _streams(wanted: Wanted, tokenizer: Tokenizer | None, fraction: float) -> tuple[Stream, Stream]:
+    if wanted.source != "bin":
+        assert tokenizer is not None
+        return tokenize(read_documents(wanted.source, wanted.paths), tokenizer, fraction)
+    sides: tuple[list[Span], list[Span]] = ([], [])
+    for file in open_token_files(wanted.paths):
+        for side, spans in zip(sides, split_file(file, fraction), strict=True):
+            side += spans
+    return SpanStream(sides[0]), SpanStream(sides[1])
+
+
+def _weights(sources: Sequence[Source]) -> dict[str, float]:
+    check_weights([source.weight for source in sources], [len(source.train.samples) for source in sources])
+    weights: dict[str, float] = {}
+    for source in sources:
+        if source.digest in weights:
+            raise DataError(f"data.blend: {source.name} holds what another source holds; name each source once")
+        weights[source.digest] = source.weight
+    return weights
+
+
+def _samples(stream: Stream, length: int, pack: bool, document_mask: bool) -> PackedSamples | SingleSamples:
+    if pack:
+        return PackedSamples(stream, length, document_mask=document_mask)
+    if not isinstance(stream, TokenStream):
+        raise DataError("data.pack=false: token files are packed, without a list of their documents; use true")
+    return SingleSamples(stream, length)
 
 
 def _check_sizes(train: Split, validation: Split, fraction: float) -> None:
@@ -98,7 +213,7 @@ def _check_sizes(train: Split, validation: Split, fraction: float) -> None:
 
 
 def _too_short(name: str, split: Split, remedy: str) -> str:
-    tokens, size = len(split.stream.tokens), split.samples.sequence_length
+    tokens, size = len(split.stream), split.samples.sequence_length
     if tokens >= 2 and isinstance(split.samples, PackedSamples):
         remedy += f", or batch.sequence_length={tokens - 1} or less"
     needed = size + 1 if isinstance(split.samples, PackedSamples) else 2

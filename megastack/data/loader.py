@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from megastack.batch import IGNORED_LABEL, Microbatch
-from megastack.data.order import SampleOrder
+from megastack.data.order import Order, SampleOrder
 from megastack.data.packing import Rows, Samples, check_rows
 from megastack.errors import ConfigError, DataError
 
@@ -32,6 +32,7 @@ class Loader:
         dp_rank, dp_size: this coordinate and how many there are.
         seed: decides the order.
         vocab: ids must be below it (`model.vocab`).
+        order: the order itself, where it is not the seed's over all samples alike.
 
     Raises :class:`DataError`, on every rank alike, for no samples and for an id outside the vocabulary.
     """
@@ -46,6 +47,7 @@ class Loader:
         dp_size: int = 1,
         seed: int = 0,
         vocab: int,
+        order: Order | None = None,
     ) -> None:
         _check_sizes(global_size, micro_size, dp_size)
         if not len(samples):
@@ -53,7 +55,7 @@ class Loader:
         samples.check_ids(vocab)
         self.microbatches = global_size // (micro_size * dp_size)
         self._samples = samples
-        self._order = SampleOrder(len(samples), seed)
+        self.order: Order = order or SampleOrder(len(samples), seed)
         self._global_size, self._micro_size = global_size, micro_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._vocab = vocab
@@ -66,7 +68,7 @@ class Loader:
         if not self.global_valid_tokens(step):
             raise DataError(f"step {step} has no label to predict: its documents have one token each; use longer ones")
         entries = self.entries(step)
-        numbers = self._order.many(entries)
+        numbers = self.order.many(entries)
         rows = self._samples.rows(numbers)
         check_rows(rows, self._vocab, numbers)
         return microbatches(rows, entries, self._micro_size, step)
@@ -78,7 +80,7 @@ class Loader:
 
     def sample_numbers(self, step: int) -> Int64s:
         """The samples behind :meth:`entries`."""
-        return self._order.many(self.entries(step))
+        return self.order.many(self.entries(step))
 
     def valid_tokens(self, step: int) -> int:
         """Labels that this coordinate will predict in `step`; cheap, for any step, before or after it."""
@@ -87,7 +89,7 @@ class Loader:
     def global_valid_tokens(self, step: int) -> int:
         """Labels that all coordinates together will predict in `step`: the same on every rank, no communication."""
         entries = step * self._global_size + np.arange(self._global_size, dtype=np.int64)
-        return int(self._samples.valid_tokens(self._order.many(entries)).sum())
+        return int(self._samples.valid_tokens(self.order.many(entries)).sum())
 
 
 def microbatches(rows: Rows, numbers: Int64s, micro_size: int, step: int) -> list[Microbatch]:

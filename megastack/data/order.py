@@ -7,12 +7,21 @@ number and nothing else, and no rank holds state. It shuffles numbers, and knows
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
 from megastack.random import Permutation, stream_key
 
 Int64s = npt.NDArray[np.int64]
+
+
+class Order(Protocol):
+    """An endless stream of sample numbers with random access."""
+
+    def many(self, entries: Int64s) -> Int64s:
+        """The sample at each of these entries."""
 
 
 class SampleOrder:

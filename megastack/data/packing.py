@@ -10,6 +10,7 @@ Everything is vectorised over the rows asked for; nothing is precomputed per sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,14 +54,36 @@ class Samples(Protocol):
         """Raises :class:`DataError` if any sample, read here or not, holds an id outside 0..vocab-1."""
 
 
+class Stream(Protocol):
+    """Tokens one after another with random access, in memory or in files."""
+
+    @property
+    def documents(self) -> int: ...
+
+    def __len__(self) -> int:
+        """Tokens."""
+
+    def windows(self, begins: Int64s, size: int) -> Int64s:
+        """(rows, size): the tokens from each of these places on."""
+
+    def inner_starts(self, begins: Int64s, size: int) -> tuple[Int64s, Int64s]:
+        """Row and place (1 to size) of each document start among the `size` tokens after each of these places."""
+
+    def check_ids(self, vocab: int, sample_of: Callable[[int], int]) -> None:
+        """Raises :class:`DataError` for an id outside 0..vocab-1, as far as the stream can tell before it is read."""
+
+    def digest(self) -> str:
+        """Equal for equal tokens and boundaries."""
+
+
 class PackedSamples:
     """Samples cut one after another from the stream; tokens beyond the last whole sample (`unused`) are left out."""
 
-    def __init__(self, stream: TokenStream, sequence_length: int, *, document_mask: bool = True) -> None:
+    def __init__(self, stream: Stream, sequence_length: int, *, document_mask: bool = True) -> None:
         self.sequence_length = sequence_length
         self._stream = stream
         self._mask = document_mask
-        self._count = max(0, (len(stream.tokens) - 1) // sequence_length)
+        self._count = max(0, (len(stream) - 1) // sequence_length)
 
     def __len__(self) -> int:
         return self._count
@@ -68,46 +91,31 @@ class PackedSamples:
     @property
     def unused(self) -> int:
         """Tokens at the end of the stream that no sample holds, as input or as label."""
-        return len(self._stream.tokens) - (self._count * self.sequence_length + 1 if self._count else 0)
+        return len(self._stream) - (self._count * self.sequence_length + 1 if self._count else 0)
 
     def rows(self, indices: Int64s) -> Rows:
         size = self.sequence_length
-        windows = np.lib.stride_tricks.sliding_window_view(self._stream.tokens, size + 1)[::size]
-        window = windows[indices].astype(np.int64)
+        window = self._stream.windows(indices * size, size + 1)
         labels = window[:, 1:].copy()
         place = np.arange(size, dtype=np.int64)
         if not self._mask:
             return Rows(window[:, :-1].copy(), labels, np.tile(place, (len(indices), 1)), None)
-        begins = self._begins(indices)
+        begins = np.zeros(window.shape, dtype=bool)
+        begins[self._stream.inner_starts(indices * size, size)] = True
         labels[begins[:, 1:]] = IGNORED_LABEL
         inputs = begins[:, :-1]
         latest = np.maximum.accumulate(np.where(inputs, place, 0), axis=1)
         return Rows(window[:, :-1].copy(), labels, place - latest, np.cumsum(inputs, axis=1, dtype=np.int64))
 
     def valid_tokens(self, indices: Int64s) -> Int64s:
+        size = self.sequence_length
         if not self._mask:
-            return np.full(len(indices), self.sequence_length, dtype=np.int64)
-        low, high = self._inner_starts(indices)
-        return self.sequence_length - (high - low)
+            return np.full(len(indices), size, dtype=np.int64)
+        rows, _ = self._stream.inner_starts(indices * size, size)
+        return size - np.bincount(rows, minlength=len(indices))
 
     def check_ids(self, vocab: int) -> None:
         self._stream.check_ids(vocab, sample_of=lambda place: place // self.sequence_length)
-
-    def _inner_starts(self, indices: Int64s) -> tuple[Int64s, Int64s]:
-        """The range of documents that begin in each sample after its first token, its last label included."""
-        begin = indices * self.sequence_length
-        starts = self._stream.starts
-        return starts.searchsorted(begin, "right"), starts.searchsorted(begin + self.sequence_length, "right")
-
-    def _begins(self, indices: Int64s) -> npt.NDArray[np.bool_]:
-        """(rows, S+1): whether a document begins at this token of the sample, its very first token apart."""
-        low, high = self._inner_starts(indices)
-        count = high - low
-        row = np.repeat(np.arange(len(indices)), count)
-        document = np.arange(count.sum()) + np.repeat(low - np.cumsum(count) + count, count)
-        begins = np.zeros((len(indices), self.sequence_length + 1), dtype=bool)
-        begins[row, self._stream.starts[document] - indices[row] * self.sequence_length] = True
-        return begins
 
 
 class SingleSamples:

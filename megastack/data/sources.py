@@ -38,7 +38,7 @@ def read_documents(source: str, paths: Sequence[str | Path] = ()) -> Iterator[by
     if not paths:
         raise DataError(f"data.paths=[]: data.source={source} reads files; use data.paths=[FILE,…]")
     reader, suffix = _READERS[source]
-    return _files(reader, [file for path in paths for file in _matches(Path(path), suffix)])
+    return _files(reader, [file for path in paths for file in matching_files(Path(path), (suffix,))])
 
 
 def cut(text: bytes, limit: int = DOCUMENT_BYTES) -> Iterator[bytes]:
@@ -91,10 +91,11 @@ def _files(reader: Callable[[Path], Iterable[bytes]], paths: Sequence[Path]) -> 
             raise DataError(f"data.paths: {path} is empty; use a file with text")
 
 
-def _matches(path: Path, suffix: str) -> list[Path]:
+def matching_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files that a path of the user's names: itself, those of a folder with these suffixes, or of a pattern."""
     if path.is_dir():
-        found = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file())
-        what = f"{path} is a folder without {suffix} files"
+        found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+        what = f"{path} is a folder without {' or '.join(suffixes)} files"
     elif not path.exists() and any(mark in str(path) for mark in "*?["):
         found = sorted(Path(file) for file in glob(str(path), recursive=True) if Path(file).is_file())
         what = f"no file matches {path} (looked from {Path.cwd()})"
@@ -113,25 +114,25 @@ def _text(path: Path) -> Iterator[bytes]:
 
 def _jsonl(path: Path) -> Iterator[bytes]:
     for number, line in enumerate(_read(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if line.strip() and (document := _json_text(line, f"{path}:{number}")):
+        if line.strip() and (document := json_text(line, f"data.paths: {path}:{number}")):
             yield document
 
 
-def _json_text(line: bytes, where: str) -> bytes:
+def json_text(line: bytes, where: str, field: str = "text") -> bytes:
+    """The text of one object of a `.jsonl` file; raises :class:`DataError` that begins with `where`."""
+    example = f'use one object a line: {{"{field}": "…"}}'
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise DataError(f"data.paths: {where}: {_utf8_fault(error)}") from error
+        raise DataError(f"{where}: {_utf8_fault(error)}") from error
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f'data.paths: {where} is not JSON ({error}); use one object a line: {{"text": "…"}}') from error
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise DataError(f'data.paths: {where} has no string field "text"; use one object a line: {{"text": "…"}}')
+        raise DataError(f"{where} is not JSON ({error}); {example}") from error
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        raise DataError(f'{where} has no string field "{field}"; {example}')
     try:
-        return record["text"].encode()
+        return record[field].encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"data.paths: {where}: half a surrogate pair, which is no character; use whole pairs"
-        ) from error
+        raise DataError(f"{where}: half a surrogate pair, which is no character; use whole pairs") from error
 
 
 def _read(path: Path) -> bytes:

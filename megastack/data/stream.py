@@ -19,6 +19,8 @@ from megastack.data.split import held_out
 from megastack.data.tokenizers import Ids, Tokenizer
 from megastack.errors import DataError
 
+Int64s = npt.NDArray[np.int64]
+
 _BATCH = 1024  # documents tokenized at a time
 
 
@@ -34,6 +36,9 @@ class TokenStream:
     tokens: Ids
     starts: npt.NDArray[np.int64]
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
     @property
     def documents(self) -> int:
         return len(self.starts)
@@ -42,6 +47,20 @@ class TokenStream:
     def lengths(self) -> npt.NDArray[np.int64]:
         """(documents,) tokens of each document, its end id included."""
         return np.diff(self.starts, append=len(self.tokens))
+
+    def windows(self, begins: Int64s, size: int) -> Int64s:
+        """(rows, size): the tokens from each of these places on."""
+        if not len(begins):
+            return np.empty((0, size), dtype=np.int64)  # a stream may be shorter than a window
+        return np.lib.stride_tricks.sliding_window_view(self.tokens, size)[begins].astype(np.int64)
+
+    def inner_starts(self, begins: Int64s, size: int) -> tuple[Int64s, Int64s]:
+        """Row and place (1 to size) of each document start among the `size` tokens after each of these places."""
+        low, high = self.starts.searchsorted(begins, "right"), self.starts.searchsorted(begins + size, "right")
+        count = high - low
+        row = np.repeat(np.arange(len(begins)), count)
+        document = np.arange(count.sum()) + np.repeat(low - np.cumsum(count) + count, count)
+        return row, self.starts[document] - begins[row]
 
     def check_ids(self, vocab: int, sample_of: Callable[[int], int]) -> None:
         """Raises :class:`DataError` for an id that is not below `vocab`, naming it and the sample that it is in."""

@@ -13,7 +13,7 @@ from megastack.config.availability import WORKS
 from megastack.config.convert import UNUSABLE, replace_values, to_plain
 from megastack.config.fields import keys, without_null
 from megastack.config.rules import RULES, out_of_range, require_legal, violations
-from megastack.config.schema import OptimGroup, RopeOptions, TrainConfig
+from megastack.config.schema import BlendSource, OptimGroup, RopeOptions, TrainConfig
 from megastack.errors import ConfigError, Violation
 from tests.config.config_cases import a_config
 
@@ -288,12 +288,39 @@ BROKEN: list[tuple[dict[str, Any], int | None, str]] = [
     (
         {"data.paths": ["a.txt"]},
         None,
-        "data.paths=[a.txt]: data.source=builtin reads no files; use [], data.source=text or data.source=jsonl",
+        "data.paths=[a.txt]: data.source=builtin reads no files; "
+        "use [], data.source=text, data.source=jsonl or data.source=bin",
     ),
     (
         {"data.source": "text"},
         None,
         "data.paths=[]: data.source=text reads files and none are named; use data.paths=[FILE,…]",
+    ),
+    (
+        {"data.source": "bin", "data.paths": ["a"], "data.pack": False},
+        None,
+        "data.pack=false: token files are packed, without a list of their documents; use true",
+    ),
+    (
+        {"data.blend": [BlendSource(paths=["a"], weight=0.0)]},
+        None,
+        "data.blend=[0.0]: no source has a weight above 0; use weights like 0.7 and 0.3",
+    ),
+    (
+        {"data.blend": [BlendSource(paths=["a"], weight=-1.0)]},
+        None,
+        "data.blend[0].weight=-1.0: must be at least 0; use 0 or more",
+    ),
+    (
+        {"data.blend": [BlendSource(weight=1.0)]},
+        None,
+        "data.blend[0].paths=[]: data.blend[0].source=bin reads files and none are named; "
+        "use data.blend[0].paths=[FILE,…]",
+    ),
+    (
+        {"data.blend": [BlendSource(paths=["a"], weight=1.0)], "data.paths": ["b"]},
+        None,
+        "data.paths=[b]: data.blend names the paths of each of its sources; use []",
     ),
     ({"model.vocab": 255}, None, "model.vocab=255: must hold the 256 ids of data.tokenizer=byte; use 256 or more"),
     ({"resume": "auto"}, None, "resume=auto: needs the folder to continue in; use run.dir=FOLDER, last or null"),
@@ -349,6 +376,8 @@ LEGAL: list[tuple[dict[str, Any], int | None]] = [
     ({"lr.schedule": "wsd", "lr.decay_steps": 2, "lr.warmup_steps": 1}, None),
     ({"precision.compute": "fp64", "precision.reduce": "fp64"}, None),
     ({"model.vocab": 37, "data.tokenizer": "tokenizer.json", "data.source": "text", "data.paths": ["a.txt"]}, None),
+    ({"model.vocab": 37, "data.source": "bin", "data.paths": ["a"]}, None),
+    ({"model.vocab": 37, "data.blend": [BlendSource(paths=["a"], weight=1.0)]}, None),
     ({"resume": "auto", "run.dir": "here"}, None),
     ({"resume": "last"}, None),
     ({"optim.freeze": [r"^blocks\.0\."], "optim.groups": [OptimGroup(pattern="mlp", lr_scale=0.0)]}, None),

@@ -1,0 +1,1 @@
+"""Token files made from text: `megastack tokenize`."""

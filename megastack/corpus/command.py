@@ -1,0 +1,62 @@
+"""``megastack tokenize``: does it with a progress bar, and says what was made and how fast."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megastack.corpus.make import Made, make_token_file
+from megastack.errors import ConfigError, DataError
+from megastack.observe.console import Console
+
+
+def tokenize_command(options: argparse.Namespace) -> int:
+    """The verb ``tokenize``; returns the exit code.
+
+    Raises:
+        ConfigError: an input or the output is refused.
+    """
+    began = time.perf_counter()
+    try:
+        made = _with_bar(options)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+    _report(made, time.perf_counter() - began)
+    if options.json:
+        Path(options.json).write_text(json.dumps(asdict(made), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _with_bar(options: argparse.Namespace) -> Made:
+    columns = (TextColumn("tokenize"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    screen = RichConsole(stderr=True)
+    with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as progress:
+        task = progress.add_task("tokenize", total=None)
+        return make_token_file(
+            options.paths,
+            options.out,
+            tokenizer=options.tokenizer,
+            field=options.field,
+            skip_bad=options.on_bad_line == "skip",
+            workers=options.workers,
+            advance=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+
+
+def _report(made: Made, seconds: float) -> None:
+    console, counts = Console(), made.counts
+    console.line(f"wrote     {made.prefix}.bin and {made.prefix}.idx: ids of {made.vocab:,} as {made.dtype}")
+    console.line(
+        f"holds     {counts.documents:,} documents, {counts.tokens:,} tokens, largest id {counts.largest_id:,}"
+    )
+    rates = f"{counts.tokens / seconds:,.0f} tokens/s, {counts.text_bytes / seconds / 1e6:,.1f} MB/s of text"
+    note = f"; {made.resumed} of {made.parts} parts were there already" if made.resumed else ""
+    console.line(f"took      {seconds:.1f} s: {rates}{note}")
+    if counts.skipped:
+        console.line(f"skipped   {counts.skipped:,} bad lines, the first: {counts.first_bad}", style="yellow")

@@ -1,0 +1,142 @@
+"""What one process does: the tokens of one unit, into files that carry their name only when they are whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from megastack.corpus.units import BadLines, Unit, read_unit
+from megastack.data.tokenizers import Tokenizer, load_tokenizer
+
+_BATCH_BYTES, _BATCH = 1 << 20, 1024
+"""A batch for the tokenizer ends with the document that reaches either."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the tokens of a unit: `digest` is of the tokenizer's file, `dtype` the type of ids in the file."""
+
+    tokenizer: str
+    digest: str
+    dtype: str
+    field: str
+    skip: bool
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a unit held, or several; `first_bad` is what was wrong with the first line that was left out."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    skipped: int = 0
+    largest_id: int = -1
+    first_bad: str | None = None
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.documents + other.documents,
+            self.tokens + other.tokens,
+            self.text_bytes + other.text_bytes,
+            self.skipped + other.skipped,
+            max(self.largest_id, other.largest_id),
+            self.first_bad or other.first_bad,
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """The files of a finished unit: ids, lengths of documents, and counts, written last."""
+
+    stem: str
+
+    @property
+    def ids(self) -> Path:
+        return Path(self.stem + ".ids")
+
+    @property
+    def lengths(self) -> Path:
+        return Path(self.stem + ".npy")
+
+    @property
+    def counts(self) -> Path:
+        return Path(self.stem + ".json")
+
+    def finished(self, width: int) -> Counts | None:
+        """The counts of a part that is whole, None for one that is not."""
+        try:
+            counts = Counts(**json.loads(self.counts.read_text(encoding="utf-8")))
+            whole = self.ids.stat().st_size == counts.tokens * width and self.lengths.is_file()
+        except (OSError, ValueError, TypeError):
+            return None
+        return counts if whole else None
+
+
+def tokenize_unit(unit: Unit, settings: Settings, part: Part) -> Counts:
+    """Write the part of a unit.
+
+    Raises :class:`DataError` for a bad line that is not to be left out.
+    """
+    bad, lengths, total = BadLines(settings.skip), [np.empty(0, "<i4")], Counts()
+    tokenizer, dtype = _tokenizer(settings.tokenizer, settings.digest), np.dtype(settings.dtype)
+    with open(f"{part.ids}.part", "wb") as out:
+        for batch in _batches(read_unit(unit, settings.field, bad)):
+            ids, sizes = _encoded(tokenizer, batch)
+            out.write(ids.astype(dtype).tobytes())
+            lengths.append(sizes)
+            largest = int(ids.max()) if len(ids) else -1
+            total += Counts(len(sizes), len(ids), sum(map(len, batch)), largest_id=largest)
+    total += Counts(skipped=bad.count, first_bad=bad.first)
+    os.replace(f"{part.ids}.part", part.ids)
+    with open(part.lengths, "wb") as file:
+        np.save(file, np.concatenate(lengths))
+    unfinished = part.counts.with_suffix(".part")
+    unfinished.write_text(json.dumps(asdict(total)), encoding="utf-8")
+    os.replace(unfinished, part.counts)
+    return total
+
+
+def start_worker() -> None:
+    """Set up a process of the pool: one thread for the tokenizer, and only the parent is asked to stop."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@cache
+def _tokenizer(name: str, digest: str) -> Tokenizer:
+    """The tokenizer, loaded once in a process as long as its file stays what it was."""
+    return load_tokenizer(name)
+
+
+def _encoded(tokenizer: Tokenizer, batch: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of all documents back to back, each with its end, and the length of each; empty ones left out."""
+    encoded = [ids for ids in tokenizer.encode(batch) if len(ids)]
+    if tokenizer.end is None:
+        return _joined(encoded), np.array([len(ids) for ids in encoded], "<i4")
+    end = np.array([tokenizer.end], dtype=np.int64)
+    return _joined([each for ids in encoded for each in (ids, end)]), np.array([len(i) + 1 for i in encoded], "<i4")
+
+
+def _joined(pieces: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+
+
+def _batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if size >= _BATCH_BYTES or len(batch) == _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,188 @@
+"""Text files to one token file: what it holds, bad lines, stops on the way, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastack.cli import main
+from megastack.corpus import make
+from megastack.corpus.make import Made, make_token_file
+from megastack.corpus.units import BadLines, plan_units, read_unit
+from megastack.data.dataset import build_dataset
+from megastack.data.sources import read_documents
+from megastack.errors import DataError
+from tests.data.token_cases import read_by_hand
+
+TEXTS = [f"number {n} is called {'ü' * (n % 7)}{n}" for n in range(60)]
+
+
+def lines(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text, "id": 3}, ensure_ascii=False) + "\n" for text in texts))
+    return path
+
+
+def made(tmp_path: Path, *paths: Path, **options: Any) -> Made:
+    return make_token_file(paths, tmp_path / "out", **({"workers": 1, "unit_bytes": 300} | options))
+
+
+def texts_of(prefix: Path) -> list[str]:
+    code, documents = read_by_hand(prefix)
+    assert code == 8 and all(ids[-1] == 255 for ids in documents)
+    return [bytes(ids[:-1]).decode() for ids in documents]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return lines(tmp_path / "a.jsonl", TEXTS)
+
+
+@pytest.mark.parametrize("unit_bytes", [23, 300, 10**6])
+def test_every_document_once_and_in_order_whatever_the_units(tmp_path: Path, corpus: Path, unit_bytes: int) -> None:
+    report = made(tmp_path, corpus, unit_bytes=unit_bytes)
+    assert texts_of(tmp_path / "out") == TEXTS
+    assert (report.counts.documents, report.vocab, report.counts.largest_id) == (60, 256, 255)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx", "out.json"]
+
+
+def test_processes_make_the_same_file_as_one(tmp_path: Path, corpus: Path) -> None:
+    made(tmp_path, corpus)
+    make_token_file([corpus], tmp_path / "two", workers=2, unit_bytes=500)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"two{suffix}").read_bytes() == (tmp_path / f"out{suffix}").read_bytes()
+
+
+def test_running_text_is_cut_as_the_text_source_cuts_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + "\n\n".join("word " * (n % 90) for n in range(300)).encode())
+    made(tmp_path, path, unit_bytes=10**6)
+    assert texts_of(tmp_path / "out") == [document.decode() for document in read_documents("text", [path])]
+    parts = [d for unit in plan_units([path], 1000) for d in read_unit(unit, "text", BadLines())]
+    assert b"".join(parts) == path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+
+
+BAD = {
+    "not json\n": "is not JSON",
+    '{"txt": 1}\n': 'has no string field "text"',
+    "[1]\n": 'has no string field "text"',
+    '{"text": "\\ud800"}\n': "half a surrogate pair",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+@pytest.mark.parametrize("unit_bytes", [100, 10**6])
+def test_a_bad_line_is_refused_by_file_and_line_or_counted(tmp_path: Path, line: str, unit_bytes: int) -> None:
+    path = lines(tmp_path / "a.jsonl", TEXTS[:20])
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*rows[:7], line, "\n", *rows[7:], line]))
+    with pytest.raises(DataError, match=r"a\.jsonl:8\b.*" + BAD[line]):
+        made(tmp_path, path, unit_bytes=unit_bytes)
+    assert not (tmp_path / "out.idx").exists()
+    report = make_token_file([path], tmp_path / "kept", skip_bad=True, workers=1, unit_bytes=unit_bytes)
+    assert (report.counts.skipped, texts_of(tmp_path / "kept")) == (2, TEXTS[:20])
+    assert "a.jsonl:8" in str(report.counts.first_bad)
+
+
+@pytest.mark.parametrize(("name", "head"), [("a.jsonl", b'{"text": "'), ("a.txt", b"")])
+def test_a_line_that_is_not_utf8(tmp_path: Path, name: str, head: bytes) -> None:
+    tail = b'"}\n' if head else b"\n"
+    (tmp_path / name).write_bytes(b"".join(head + text + tail for text in (b"one", b"\xff\xfe", b"three")))
+    with pytest.raises(DataError, match=rf"{name}:2: byte 0xff is not UTF-8"):
+        made(tmp_path, tmp_path / name)
+    report = make_token_file([tmp_path / name], tmp_path / "kept", skip_bad=True, workers=1)
+    words = "".join(texts_of(tmp_path / "kept")).replace("\n", "")
+    assert (report.counts.skipped, words) == (1, "onethree")
+
+
+def test_a_second_try_goes_on_where_the_first_was_stopped(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = make_token_file([corpus], tmp_path / "straight", workers=1, unit_bytes=300)
+    real, calls = make.tokenize_unit, []
+
+    def stopping(*job: Any) -> Any:
+        calls.append(job)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(*job)
+
+    monkeypatch.setattr(make, "tokenize_unit", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path, corpus)
+    assert not (tmp_path / "out.idx").exists()
+    torn = tmp_path / "out.parts" / "00000001.ids"
+    torn.write_bytes(torn.read_bytes()[:-2])
+    report = made(tmp_path, corpus)
+    assert report.resumed == 2 and len(calls) == 4 + report.parts - 2
+    assert report.counts == straight.counts
+    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "straight.bin").read_bytes()
+
+
+def test_parts_of_other_input_or_settings_are_not_mixed(tmp_path: Path, corpus: Path) -> None:
+    bad = tmp_path / "b.jsonl"
+    bad.write_text("{}\n")
+    for paths in ([corpus, bad], [bad]):
+        with pytest.raises(DataError):
+            made(tmp_path, *paths)
+    with pytest.raises(DataError, match="holds parts of other input or settings"):
+        made(tmp_path, corpus)
+
+
+def test_the_command_says_what_it_made_and_training_reads_it(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, record = tmp_path / "deep" / "out", tmp_path / "r.json"
+    assert main(["tokenize", str(corpus), "--out", str(out), "--workers", "1", "--json", str(record)]) == 0
+    text = capsys.readouterr().out
+    assert "60 documents" in text and "tokens/s" in text
+    tokens = json.loads(record.read_text())["counts"]["tokens"]
+    data = build_dataset(source="bin", paths=[out], sequence_length=16, vocab=256, validation_fraction=0.1)
+    sides = (data.train.stream, data.validation.stream)
+    assert sum(map(len, sides)) == tokens and sum(side.documents for side in sides) == 60
+    assert main(["tokenize", str(corpus), "--out", str(out)]) == 78
+    assert "out.idx exists; use another prefix" in capsys.readouterr().err
+
+
+def test_what_is_noted_beside_the_file_refuses_a_small_vocabulary(tmp_path: Path, corpus: Path) -> None:
+    made(tmp_path, corpus)
+    data = build_dataset(source="bin", paths=[tmp_path / "out"], sequence_length=8, vocab=255, validation_fraction=0)
+    with pytest.raises(DataError, match=r"255 in .*out.*outside model\.vocab=255"):
+        data.train.samples.check_ids(255)
+
+
+def test_inputs_that_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "empty.txt").write_text("")
+    for name, message in {"gone.txt": "cannot be read", "a.csv": "of no known kind", "empty.txt": "is empty"}.items():
+        with pytest.raises(DataError, match=message):
+            made(tmp_path, tmp_path / name)
+
+
+def test_parquet_columns(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": [*TEXTS[:9], None]}), path, row_group_size=4)
+    with pytest.raises(DataError, match=r"no column 'text'; use --field with one of body"):
+        made(tmp_path, path)
+    with pytest.raises(DataError, match="row 2 of row group 3 has no text in 'body'"):
+        make_token_file([path], tmp_path / "no", field="body", workers=1)
+    report = make_token_file([path], tmp_path / "yes", field="body", skip_bad=True, workers=1)
+    assert (report.counts.skipped, report.parts, texts_of(tmp_path / "yes")) == (1, 3, TEXTS[:9])
+
+
+def test_ids_of_a_large_vocabulary_take_four_bytes(tmp_path: Path, corpus: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {f"w{n}": n for n in range(70_001) if n != 40_000} | {"number": 70_001, "<unk>": 40_000}
+    model = tokenizers.models.WordLevel(vocab, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    made(tmp_path, corpus, tokenizer=str(tmp_path / "tokenizer.json"))
+    code, documents = read_by_hand(tmp_path / "out")
+    assert code == 4 and len(documents) == 60
+    assert all(ids[0] == 70_001 and 40_000 in ids for ids in documents)
