@@ -21,13 +21,11 @@ from megastack.comm.collectives import (
     start_reduce_scatter_,
 )
 from megastack.comm.group import AxisGroup
+from megastack.gradients.interface import Part
 from megastack.gradients.layout import Entry, Plan
 from megastack.gradients.reduction import Reduction
 from megastack.optim.groups import OptimGroup
 from megastack.placement.boxes import Box, range_boxes
-
-Part = tuple[Box, Tensor]
-"""A box of the local parameter and the view of a slice that holds its elements."""
 
 
 class Bucket:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megastack.data.loader import Loader
-from megastack.gradients.buckets import GradientBuckets
+from megastack.gradients.interface import Gradients
 from megastack.gradients.norm import clip_gradients_, is_nonfinite
 from megastack.mesh.mesh import Mesh
 from megastack.optim.loss_scale import LossScale
@@ -46,7 +46,7 @@ class TrainStep:
     mesh: Mesh
     loader: Loader
     pipeline: Pipeline
-    buckets: GradientBuckets
+    buckets: Gradients
     optimizer: Optimizer
     learning_rate: LearningRate
     clip_norm: float | None
