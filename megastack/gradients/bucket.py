@@ -62,6 +62,11 @@ class Bucket:
         return self.reduction.counted and self.reduction.data.counted
 
     @property
+    def is_rounded(self) -> bool:
+        """Modules compute with these very values."""
+        return False
+
+    @property
     def is_shared(self) -> bool:
         """Whether this rank's slice is less than the bucket."""
         return self.reduction.data.shard.size > 1

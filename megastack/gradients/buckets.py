@@ -150,6 +150,9 @@ class GradientBuckets:
         named = (pair for module in self._modules for pair in module.named_parameters())
         return ((name, ((Box((0,) * x.dim(), tuple(x.shape)), x.detach()),)) for name, x in named)
 
+    def adopt_weights(self) -> None:
+        """Nothing: :meth:`weights` are the parameters themselves."""
+
     def gather_parameters(self) -> None:
         """Begin to put the parameters together after an update of the own slices; modules wait for them when called."""
         self._gathers.start()

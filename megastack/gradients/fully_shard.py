@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megastack.comm.collectives import Pending, start_all_gather_, start_all_reduce_, start_reduce_scatter_
+from megastack.comm.collectives import start_all_gather_, start_all_reduce_, start_reduce_scatter_
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.gradients.interface import Part
@@ -53,8 +53,8 @@ class FullyShardedGradients:
     work; :meth:`weights` gives the shards.
 
     Args:
-        modules: this rank's stages in order; each parameter is declared by a ``placements()``, at the precision of its
-            master: shards are what is updated.
+        modules: this rank's stages in order; each parameter is declared by a ``placements()``. Those below fp32 are
+            cut as fp32 masters, and rounded to what they were for gathers and computation.
         mesh: the mesh, with several ranks in a shard group.
         shard_size: the adjacent ``dp·cp`` ranks that share a parameter; ``None`` for all.
         units: sub-modules whose parameters are used by calling them and in no other way; each is gathered by itself.
@@ -68,8 +68,11 @@ class FullyShardedGradients:
         buckets: the shards of the trained parameters.
 
     Raises:
-        PlacementError: a parameter that cannot be cut: a scalar, or one that two stages of this rank share.
+        PlacementError: a parameter that cannot be cut: a scalar, one that two stages of this rank share, or one beside
+            another of its module in another dtype.
     """
+
+    _finished: bool
 
     def __init__(
         self,
@@ -90,20 +93,31 @@ class FullyShardedGradients:
         self._gather, self._reduce = gather, reduce
         named = [pair for module in modules for pair in module.named_parameters()]
         _check(named)
+        compute = {name: parameter.dtype for name, parameter in named}
         placements = {name: place for module in modules for name, place in placements_of(module).items()}
         if tied is None:
             tied = tied_groups([(name, parameter) for name, parameter in named if parameter.requires_grad], mesh)
-        self._stages = [self._cut(module, units, reduce_dtype) for module in modules]
-        self._parts = [part for stage in self._stages for part in stage.modules() if isinstance(part, FSDPModule)]
+        cutter = _Cutter(self.sharding.shard, mesh.device, _promote_(named), reduce_dtype)
+        for module in modules:
+            here = set(module.modules())
+            for unit in (unit for unit in units if unit in here):
+                cutter.cut(unit, reshard_after_forward=gather == "microbatch")
+            cutter.cut(module, reshard_after_forward=False)
+        self._stages = [cast(FSDPModule, module) for module in modules]
+        self._parts = [part for module in modules for part in module.modules() if isinstance(part, FSDPModule)]
         self._shards: dict[str, ParameterShard] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         for name, parameter in (pair for module in modules for pair in module.named_parameters()):
-            reduction = reduction_of(name, placements[name], mesh, tied, self.sharding)
-            group, decay = (groups[name], True) if groups is not None else (None, placements[name].decay)
-            dim, local = shard_dim(parameter.shape, self.sharding.shard.size), _local(parameter)
             self._parameters[name] = parameter
             self._shards[name] = ParameterShard(
-                name, parameter.shape, dim, local, reduction, group=group, decay=decay
+                name,
+                parameter.shape,
+                shard_dim(parameter.shape, self.sharding.shard.size),
+                _local(parameter),
+                reduction_of(name, placements[name], mesh, tied, self.sharding),
+                compute=compute[name],
+                group=groups[name] if groups is not None and parameter.requires_grad else None,
+                decay=groups is not None or placements[name].decay,
             )
         self.buckets = tuple(self._shards[name] for name, p in self._parameters.items() if p.requires_grad)
         self._begin()
@@ -127,7 +141,7 @@ class FullyShardedGradients:
     def zero_(self) -> None:
         """Clear all gradients for the next step."""
         for shard in self.buckets:
-            shard.gradient = self._parameters[shard.name].grad = None
+            shard.gradient = shard.rounded = self._parameters[shard.name].grad = None
         self._begin()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -138,8 +152,18 @@ class FullyShardedGradients:
         return ((shard.name, shard.whole(shard.own_gradients)) for shard in self.buckets)
 
     def weights(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
-        """This rank's shard of each parameter by global name, views."""
-        return (pair for shard in self._shards.values() for pair in shard.parts(shard.own_parameters))
+        """This rank's shard of each parameter by global name; rounded copies where modules use a rounding."""
+        self.wait_parameters()
+        for shard in self._shards.values():
+            shard.rounded = shard.local.to(shard.compute) if shard.is_rounded else None
+        return (pair for shard in self._shards.values() for pair in shard.parts(shard.as_used))
+
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """Take masters from the copies that :meth:`weights` gave last."""
+        for shard in self._shards.values():
+            if shard.rounded is not None:
+                shard.local.copy_(shard.rounded)
 
     def gather_parameters(self) -> None:
         """Nothing: units gather their parameters when they are called."""
@@ -159,30 +183,81 @@ class FullyShardedGradients:
         stage.set_reshard_after_backward(last or self._gather == "microbatch")
         stage.set_requires_gradient_sync(last or self._reduce == "microbatch")
 
-    def _cut(self, stage: nn.Module, units: Sequence[nn.Module], reduce_dtype: torch.dtype | None) -> FSDPModule:
-        """Cut the parameters of a stage; its units are those of ``units`` that it has."""
-        shard = self.sharding.shard
-        here = set(stage.modules())
-        mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, shard.group), self.mesh.device.type)
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "shard_placement_fn": partial(_placement, ranks=shard.size),
-            "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
-        }
-        for part in (unit for unit in units if unit in here):
-            fully_shard(part, reshard_after_forward=self._gather == "microbatch", **options)
-        fully_shard(stage, reshard_after_forward=False, **options)
-        for part in stage.modules():
-            if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)
-                part.set_force_sum_reduction_for_comms(True)
-                part.set_custom_all_gather(_Gather(shard))
-                part.set_custom_reduce_scatter(_Reduce(shard, reduce_dtype))
-        return cast(FSDPModule, stage)
+
+class _Cutter:
+    """Applies ``fully_shard``, with one dtype of computation in each of its groups.
+
+    Args:
+        shard: the ranks among which parameters are cut.
+        device: where they are.
+        compute: the dtype in which modules use each parameter that is still whole.
+        reduce_dtype: the dtype in which gradients travel.
+    """
+
+    def __init__(
+        self,
+        shard: AxisGroup,
+        device: torch.device,
+        compute: Mapping[nn.Parameter, torch.dtype],
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self._shard, self._compute, self._reduce_dtype = shard, compute, reduce_dtype
+        self._mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, shard.group), device.type)
+
+    def cut(self, part: nn.Module, *, reshard_after_forward: bool) -> None:
+        """Cut what is still whole in a part; modules in it that are kept in a higher precision are units there."""
+        dtypes = self._dtypes(part)
+        if len(dtypes) > 1:
+            widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+            for module in list(part.modules()):
+                if module is not part and self._dtypes(module, recurse=False) == {widest}:
+                    self._apply(module, reshard_after_forward)
+        self._apply(part, reshard_after_forward)
+
+    def _dtypes(self, part: nn.Module, *, recurse: bool = True) -> set[torch.dtype]:
+        return {self._compute[p] for p in part.parameters(recurse) if p in self._compute}
+
+    def _apply(self, part: nn.Module, reshard_after_forward: bool) -> None:
+        dtypes = self._dtypes(part)
+        if len(dtypes) > 1:
+            raise PlacementError(
+                f"{type(part).__qualname__}: parameters of one module in {', '.join(sorted(map(str, dtypes)))} cannot "
+                "be cut over data ranks; let precision.keep_fp32 match all of them or none"
+            )
+        compute = next(iter(dtypes), torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute,
+            reduce_dtype=torch.promote_types(compute, torch.float32),
+            cast_forward_inputs=False,
+        )
+        cut = fully_shard(
+            part,
+            mesh=self._mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=partial(_placement, ranks=self._shard.size),
+            mp_policy=policy,
+        )
+        cut.set_gradient_divide_factor(1.0)
+        cut.set_force_sum_reduction_for_comms(True)
+        cut.set_custom_all_gather(cast(Any, _Gather(self._shard)))
+        cut.set_custom_reduce_scatter(cast(Any, _Reduce(self._shard, self._reduce_dtype)))
+
+
+def _promote_(named: Sequence[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, torch.dtype]:
+    """Make trained parameters the masters that they are to be; the dtypes that they had."""
+    compute = {parameter: parameter.dtype for _, parameter in named}
+    for parameter, dtype in compute.items():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
+    return compute
 
 
 def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    faults = [f"{name}: a scalar cannot be cut over data ranks; declare it with shape (1,)" for name, p in named if not p.dim()]
+    faults = [
+        f"{name}: a scalar cannot be cut over data ranks; declare it with shape (1,)"
+        for name, p in named
+        if not p.dim()
+    ]
     seen: set[nn.Parameter] = set()
     for name, parameter in named:
         if parameter in seen:
@@ -203,9 +278,7 @@ def _local(x: Tensor) -> Tensor:
         return x.to_local()
 
 
-def _sum_over(
-    group_of: Callable[[ParameterShard], AxisGroup | None], shards: Sequence[ParameterShard]
-) -> None:
+def _sum_over(group_of: Callable[[ParameterShard], AxisGroup | None], shards: Sequence[ParameterShard]) -> None:
     """Sum gradients over the group of each, those of one group and dtype in one operation."""
     together: dict[tuple[AxisGroup, torch.dtype], list[Tensor]] = {}
     for shard in shards:
@@ -218,14 +291,18 @@ def _sum_over(
             gradient.copy_(total)
 
 
-class _Gather:
-    """FSDP2's all-gather, counted; its input lies in its output already."""
+class _Traffic:
+    """A way of FSDP2 to communicate that is ours, and counted."""
 
-    def __init__(self, group: AxisGroup) -> None:
-        self._group = group
+    def __init__(self, group: AxisGroup, dtype: torch.dtype | None = None) -> None:
+        self._group, self._dtype = group, dtype
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Traffic):
+    """The all-gather; its input lies in its output already."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -233,22 +310,16 @@ class _Gather:
         start_all_gather_(output_tensor, self._group).wait()
 
 
-class _Reduce:
-    """FSDP2's reduce-scatter, counted, in the dtype that is wanted on the wire."""
-
-    def __init__(self, group: AxisGroup, dtype: torch.dtype | None) -> None:
-        self._group, self._dtype = group, dtype
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+class _Reduce(_Traffic):
+    """The reduce-scatter, in the dtype that is wanted on the wire."""
 
     def __call__(
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        summing: Pending = start_reduce_scatter_(input_tensor.to(self._dtype or input_tensor.dtype), self._group)
+        summing = start_reduce_scatter_(input_tensor.to(self._dtype or input_tensor.dtype), self._group)
         output_tensor.copy_(summing.wait())

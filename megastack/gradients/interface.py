@@ -45,6 +45,10 @@ class Slice(Protocol):
     def decay(self) -> bool:
         """Whether the placements let weight decay apply (``group`` decides where it is given)."""
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether modules compute with a rounding of ``own_parameters``, which is the master then."""
+
     def parts(self, own: Tensor) -> Iterator[tuple[str, tuple[Part, ...]]]:
         """What a tensor of the slice's layout holds of each parameter, by global name; nothing of some."""
 
@@ -72,7 +76,13 @@ class Gradients(Protocol):
         """Each trained parameter's gradient on this rank by global name, after ``finish``; may communicate."""
 
     def weights(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
-        """What this rank holds of each parameter, frozen ones included, by global name: views, to save or load."""
+        """What this rank holds of each parameter, frozen ones included, by global name and as modules compute with it.
+
+        Views; where a slice is rounded, copies, which :meth:`adopt_weights` takes over after they were written.
+        """
+
+    def adopt_weights(self) -> None:
+        """Take masters from the copies that :meth:`weights` gave last."""
 
     def gather_parameters(self) -> None:
         """Begin to make parameters whole after an update."""

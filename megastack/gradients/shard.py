@@ -35,11 +35,13 @@ class ParameterShard:
         dim: the dim that is cut.
         local: the values of the shard, contiguous.
         reduction: how its gradient is summed.
+        compute: the dtype in which modules use it.
         group: the optimizer group, ``None`` if none was given.
         decay: whether weight decay applies.
 
     Attributes:
         gradient: set when a step is finished.
+        rounded: the shard in the dtype of ``compute``, while somebody reads or writes it as such.
     """
 
     def __init__(
@@ -50,12 +52,15 @@ class ParameterShard:
         local: Tensor,
         reduction: Reduction,
         *,
+        compute: torch.dtype,
         group: OptimGroup | None = None,
         decay: bool = True,
     ) -> None:
         self.name, self.shape, self.dim, self.local = name, tuple(shape), dim, local
         self.reduction, self.group, self.decay = reduction, group, decay
+        self.compute = compute
         self.gradient: Tensor | None = None
+        self.rounded: Tensor | None = None
 
     @property
     def own_parameters(self) -> Tensor:
@@ -63,10 +68,20 @@ class ParameterShard:
         return self.local.view(-1)
 
     @property
+    def as_used(self) -> Tensor:
+        """The values as modules use them, flat: a copy in ``rounded``, or the values themselves."""
+        return self.own_parameters if self.rounded is None else self.rounded.view(-1)
+
+    @property
     def own_gradients(self) -> Tensor:
         """The gradient, flat."""
         assert self.gradient is not None, f"{self.name}: its gradient is there after finish()"
         return self.gradient.view(-1)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether modules use it in a lower precision."""
+        return self.local.dtype != self.compute
 
     @property
     def counted(self) -> bool:

@@ -1,6 +1,7 @@
 """Who shares the optimizer's state of a parameter: the groups that ``dp·cp`` is cut into.
 
-Under ZeRO the ranks of a **shard group** hold a slice each: of the optimizer's state (stage 1), or of all (2 and 3). The shard group is all
+Under ZeRO the ranks of a **shard group** hold a slice each, of the optimizer's state or (stages 2 and 3) of everything.
+ The shard group is all
 of ``dp·cp``, or ``shard_size`` adjacent ranks of it (hybrid sharding, HSDP): then gradients are also summed over the
 **replicas**, the ranks that hold the same slice in the other shard groups. Without ZeRO the shard group is this rank
 alone and all of ``dp·cp`` are replicas, so everything that follows has one path.

@@ -62,9 +62,7 @@ class Optimizer:
         steps: the updates done, a scalar tensor; skipped steps do not count.
     """
 
-    def __init__(
-        self, buckets: Gradients, rule: AdamW | SGD, weight_decay: float, *, offload: bool = False
-    ) -> None:
+    def __init__(self, buckets: Gradients, rule: AdamW | SGD, weight_decay: float, *, offload: bool = False) -> None:
         self._buckets = buckets
         self._rule = rule
         self._masters = [Master(bucket, offload=offload) for bucket in buckets.buckets]
@@ -127,6 +125,7 @@ class Optimizer:
 
     def refresh_masters(self) -> None:
         """Take masters from the model's parameters, after weights alone were loaded into them."""
+        self._buckets.adopt_weights()
         for master in self._masters:
             master.refresh()
 

@@ -43,7 +43,7 @@ class Master:
         self.bucket = bucket
         own = bucket.own_parameters
         dtype = torch.promote_types(own.dtype, torch.float32)
-        self.is_wider = dtype != own.dtype
+        self.is_wider = dtype != own.dtype or bucket.is_rounded
         self.values = own.to(device="cpu" if offload else own.device, dtype=dtype)
         self._is_copy = self.values is not own
 

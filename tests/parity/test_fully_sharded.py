@@ -1,4 +1,4 @@
-"""ZeRO-2 and 3 give the losses, gradients, norms and weights of one rank, in fp64; their checkpoints continue elsewhere."""
+"""ZeRO-2 and 3 give the losses, gradients, norms and weights of one rank, in fp64; checkpoints continue elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.fsdp  # noqa: F401  once, before ranks are forked
+import torch._dynamo
 
 from megastack.build import build_training
 from megastack.checkpoint.reader import CheckpointReader
@@ -54,6 +54,15 @@ def test_cutting_parameters_over_data_ranks_changes_nothing(cell: str) -> None:
     config = configured({"optim.name": optimizer}, MODELS[model], LAYOUTS[layout], more)
     found = layout_differences(reference(optimizer, model), config, STEPS, dataset=dataset())
     assert not found, "\n".join(map(str, found[:20]))
+
+
+def test_lower_precision_computes_and_updates_as_with_whole_parameters() -> None:
+    common: Changes = {"optim.name": "sgd", "precision.compute": "bf16", "model.tied": True}
+    whole = trace_layout(configured(common, LAYOUTS["dp2"]), STEPS, dataset=dataset())
+    for more in (ALWAYS, GATHERS):
+        config = configured(common, LAYOUTS["dp2"], more)
+        found = layout_differences(whole, config, STEPS, dataset=dataset())
+        assert not found, "\n".join(map(str, found[:20]))
 
 
 def train_and_save(config: TrainConfig, start: Path | None, steps: int, end: Path) -> None:
