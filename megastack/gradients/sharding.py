@@ -1,10 +1,9 @@
 """Who shares the optimizer's state of a parameter: the groups that ``dp·cp`` is cut into.
 
 Under ZeRO the ranks of a **shard group** hold a slice each, of the optimizer's state or (stages 2 and 3) of everything.
- The shard group is all
-of ``dp·cp``, or ``shard_size`` adjacent ranks of it (hybrid sharding, HSDP): then gradients are also summed over the
-**replicas**, the ranks that hold the same slice in the other shard groups. Without ZeRO the shard group is this rank
-alone and all of ``dp·cp`` are replicas, so everything that follows has one path.
+The shard group is all of ``dp·cp``, or ``shard_size`` adjacent ranks of it (hybrid sharding, HSDP): then gradients are
+also summed over the **replicas**, the ranks that hold the same slice in the other shard groups. Without ZeRO the shard
+group is this rank alone and all of ``dp·cp`` are replicas, so everything that follows has one path.
 """
 
 from __future__ import annotations
