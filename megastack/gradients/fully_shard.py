@@ -23,7 +23,7 @@ so the ledger counts each with the bytes that really travel, padding included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -34,12 +34,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megastack.comm.collectives import start_all_gather_, start_all_reduce_, start_reduce_scatter_
+from megastack.comm.collectives import start_all_gather_, start_reduce_scatter_
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.gradients.interface import Part
 from megastack.gradients.reduction import reduction_of, tied_groups
-from megastack.gradients.shard import ParameterShard, shard_dim
+from megastack.gradients.shard import ParameterShard, shard_dim, sum_over
 from megastack.gradients.sharding import sharding_of
 from megastack.mesh.mesh import Mesh
 from megastack.optim.groups import OptimGroup
@@ -133,9 +133,9 @@ class FullyShardedGradients:
         for shard in self.buckets:
             gradient = self._parameters[shard.name].grad
             shard.gradient = torch.zeros_like(shard.local) if gradient is None else _local(gradient)
-        _sum_over(lambda shard: shard.reduction.data.replicas, self.buckets)
-        _sum_over(lambda shard: shard.reduction.tensor, self.buckets)
-        _sum_over(lambda shard: shard.reduction.tied, sorted(self.buckets, key=lambda shard: shard.name))
+        sum_over(lambda shard: shard.reduction.data.replicas, self.buckets)
+        sum_over(lambda shard: shard.reduction.tensor, self.buckets)
+        sum_over(lambda shard: shard.reduction.tied, sorted(self.buckets, key=lambda shard: shard.name))
         self._finished = True
 
     def zero_(self) -> None:
@@ -276,19 +276,6 @@ def _local(x: Tensor) -> Tensor:
     assert isinstance(x, DTensor)
     with torch.no_grad():
         return x.to_local()
-
-
-def _sum_over(group_of: Callable[[ParameterShard], AxisGroup | None], shards: Sequence[ParameterShard]) -> None:
-    """Sum gradients over the group of each, those of one group and dtype in one operation."""
-    together: dict[tuple[AxisGroup, torch.dtype], list[Tensor]] = {}
-    for shard in shards:
-        group = group_of(shard)
-        if group is not None and group.size > 1:
-            together.setdefault((group, shard.own_gradients.dtype), []).append(shard.own_gradients)
-    sums = [(own, start_all_reduce_(torch.cat(own), group)) for (group, _), own in together.items()]
-    for own, pending in sums:
-        for gradient, total in zip(own, pending.wait().split([x.numel() for x in own]), strict=True):
-            gradient.copy_(total)
 
 
 class _Traffic:

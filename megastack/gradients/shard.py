@@ -6,12 +6,12 @@ of it: the shard is a box of the local parameter, contiguous in memory. :func:`s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from megastack.comm.collectives import all_gather
+from megastack.comm.collectives import all_gather, start_all_reduce_
 from megastack.comm.group import AxisGroup
 from megastack.gradients.interface import Part
 from megastack.gradients.reduction import Reduction
@@ -111,3 +111,16 @@ class ParameterShard:
         padded = own.new_zeros([self._length if dim == self.dim else size for dim, size in enumerate(self.shape)])
         padded.narrow(self.dim, 0, self.local.shape[self.dim]).copy_(own.view(self.local.shape))
         return torch.narrow(all_gather(padded, group, self.dim), self.dim, 0, self.shape[self.dim])
+
+
+def sum_over(group_of: Callable[[ParameterShard], AxisGroup | None], shards: Sequence[ParameterShard]) -> None:
+    """Sum gradients over the group of each, those of one group and dtype in one operation."""
+    together: dict[tuple[AxisGroup, torch.dtype], list[Tensor]] = {}
+    for shard in shards:
+        group = group_of(shard)
+        if group is not None and group.size > 1:
+            together.setdefault((group, shard.own_gradients.dtype), []).append(shard.own_gradients)
+    sums = [(own, start_all_reduce_(torch.cat(own), group)) for (group, _), own in together.items()]
+    for own, pending in sums:
+        for gradient, total in zip(own, pending.wait().split([x.numel() for x in own]), strict=True):
+            gradient.copy_(total)

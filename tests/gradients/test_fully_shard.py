@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megastack.errors import PlacementError
 from megastack.gradients.fully_shard import FullyShardedGradients
-from megastack.gradients.norm import clip_gradients_
+from megastack.gradients.norm import clip_gradients_, is_nonfinite
 from megastack.gradients.shard import shard_dim
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
@@ -168,6 +168,30 @@ def test_bytes_held_and_traffic(
             ("dp", "all_gather"): (6 * units + own, 6 * units * UNIT + own * OWN),
             ("dp", "reduce_scatter"): (7 * reductions, reductions * (6 * UNIT + OWN)),
         }
+
+
+def skipped() -> list[bool]:
+    """Whether shards stay as they are where a gradient on one rank is not finite, on every rank, and move otherwise."""
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    bag = Double(mesh, a=Placement((4,)), b=Placement((3, 3)))
+    gradients = FullyShardedGradients([bag], mesh)
+    optimizer = build_optimizer(gradients, OPTIONS["adamw"])
+    stayed = []
+    for factor in (float("nan") if mesh.rank else 1.0, 1.0):
+        before = [shard.own_parameters.clone() for shard in gradients.buckets]
+        gradients.zero_()
+        gradients.arm(0)
+        (bag() * factor).backward()
+        gradients.finish()
+        norm = clip_gradients_(gradients, 1.0, mesh)
+        optimizer.step(0.1, found_inf=is_nonfinite(norm))
+        after = [shard.own_parameters for shard in gradients.buckets]
+        stayed.append(all(torch.equal(x, y) for x, y in zip(before, after, strict=True)))
+    return stayed
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all() -> None:
+    assert run_ranks(skipped, 2) == [[True, False]] * 2
 
 
 def refusals() -> str:

@@ -75,6 +75,23 @@ def train_and_save(config: TrainConfig, start: Path | None, steps: int, end: Pat
     save(end, training.state(), mesh).wait()
 
 
+def start_from_weights(config: TrainConfig, start: Path) -> bool:
+    """Whether weights alone were taken over, and masters from them."""
+    mesh = Mesh.from_environment(mesh_shape(config), device="cpu")
+    training = build_training(config, mesh, dataset())
+    training.load_weights(start)
+    reader = CheckpointReader(start)
+    items = training.state().items
+    assert any(item.name.startswith("optim/master/") for item in items)
+    return all(
+        torch.equal(part, reader.read(f"model/{item.name.removeprefix(kind)}")[box.slices].to(part.dtype))
+        for item in items
+        for kind in ("model/", "optim/master/")
+        if item.name.startswith(kind)
+        for box, part in item.boxes
+    )
+
+
 def everything(path: Path) -> dict[str, torch.Tensor]:
     reader = CheckpointReader(path)
     return {name: reader.read(name) for name in reader.names}
@@ -95,3 +112,5 @@ def test_a_checkpoint_of_shards_is_one_of_whole_parameters_and_back(compute: str
         assert set(first) == set(other)
         unequal = [n for n, x in first.items() if x.dtype != other[n].dtype or not torch.equal(x, other[n])]
         assert not unequal
+    if compute == "bf16":
+        assert all(run_ranks(start_from_weights, 2, shards, tmp_path / "second"))
