@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megastack.checkpoint.collect import items_of, model_items, optimizer_items, stage_placements
+from megastack.checkpoint.collect import items_of, optimizer_items, part_items, stage_placements
 from megastack.checkpoint.dump import write_dump
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
@@ -28,7 +28,9 @@ from megastack.data.dataset import Dataset, Wanted, build_dataset
 from megastack.data.loader import Loader
 from megastack.data.validation import ValidationBatches
 from megastack.errors import CheckpointError, ConfigError
-from megastack.gradients.buckets import GradientBuckets
+from megastack.gradients.interface import Gradients
+from megastack.gradients.make import build_gradients
+from megastack.gradients.sharding import ZeroOptions
 from megastack.inference.generate import Generator
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -165,9 +167,10 @@ class Training:
         return State(items, trainer)
 
     def weight_items(self) -> list[StateItem]:
-        """The weights as checkpoint items, whole: gathers that are under way are waited for."""
+        """The weights as checkpoint items; gathers that are under way are waited for."""
         self.step.buckets.wait_parameters()
-        return model_items(self.stages, self.mesh)
+        placements = stage_placements(self.stages)
+        return part_items("model", self.step.buckets.weights(), placements, self.mesh)
 
     def gradient_items(self) -> list[StateItem]:
         """The gradients as checkpoint items, complete after their reduction."""
@@ -246,12 +249,13 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     stages = build_stages(config, mesh, schedule)
     names = {name for found in all_gather_objects(_names(stages), mesh[Axis.PP]) for name in found}
     freeze(stages, config.optim.freeze, names=names)
-    buckets = GradientBuckets(
+    zero = config.parallel.zero
+    buckets = build_gradients(
         stages,
         mesh,
-        zero=config.parallel.zero.stage,
-        shard_size=config.parallel.zero.shard_size,
+        ZeroOptions(zero.stage, zero.shard_size, zero.gather, zero.reduce),
         units=[unit for stage in stages for unit in stage.units()],
+        separable=[unit for stage in stages for unit in stage.units() if not stage.projects_with(unit)],
         groups=_groups(config, stages, names),
         reduce_dtype=DTYPES[config.precision.reduce] if config.precision.reduce else None,
     )
@@ -356,7 +360,7 @@ def read_dataset(config: TrainConfig) -> Dataset:
     )
 
 
-def _optimizer(config: TrainConfig, buckets: GradientBuckets) -> Optimizer:
+def _optimizer(config: TrainConfig, buckets: Gradients) -> Optimizer:
     optim = config.optim
     betas, offload = (optim.betas[0], optim.betas[1]), config.parallel.zero.offload
     options = OptimizerOptions(optim.name, betas, optim.eps, optim.momentum, offload=offload)

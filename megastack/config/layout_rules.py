@@ -167,6 +167,20 @@ def shards_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violatio
         yield Violation("parallel.zero.shard_size", zero.shard_size, rule, tuple(divisors(ranks)))
 
 
+def full_shards_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """Parameters that are cut over data ranks belong to one stage of a rank; a period is chosen where there is one."""
+    zero = config.parallel.zero
+    if zero.gather == "microbatch" and zero.stage < 3:
+        rule = f"parallel.zero.stage={zero.stage} keeps parameters whole over a step"
+        yield Violation("parallel.zero.gather", zero.gather, rule, ("step", "parallel.zero.stage=3"))
+    if zero.reduce == "microbatch" and zero.stage < 2:
+        rule = f"parallel.zero.stage={zero.stage} reduces gradients once a step"
+        yield Violation("parallel.zero.reduce", zero.reduce, rule, ("step", "parallel.zero.stage=2"))
+    if zero.stage >= 2 and config.model.tied and config.parallel.pp == 1 and config.schedule.chunks > 1:
+        rule = "model.tied=true has the first and the last stage share a parameter, and both are on one rank"
+        yield Violation("parallel.zero.stage", zero.stage, rule, (0, 1, "schedule.chunks=1", "model.tied=false"))
+
+
 LAYOUT_RULES = (
     world_fits,
     nodes_fit,
@@ -176,4 +190,5 @@ LAYOUT_RULES = (
     batch_fits,
     schedule_fits,
     shards_fit,
+    full_shards_fit,
 )

@@ -67,8 +67,10 @@ class ZeroOptions:
 
     stage: int = option(0, "0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.", least=0, most=3)
     shard_size: int | None = option(None, "Ranks among which state is sharded; null for all dp·cp ranks.", least=1)
-    gather: Period = option(Period.step, "Parameters are gathered once per step or per microbatch.")
-    reduce: Period = option(Period.step, "Gradients are reduced once per step or per microbatch.")
+    gather: Period = option(
+        Period.step, "Stage 3: parameters are gathered once per step, or for each forward and backward."
+    )
+    reduce: Period = option(Period.step, "Stages 2 and 3: gradients are reduced once per step or per microbatch.")
     offload: bool = option(False, "Keep optimizer state in host memory.")
 
 

@@ -21,13 +21,11 @@ from megastack.comm.collectives import (
     start_reduce_scatter_,
 )
 from megastack.comm.group import AxisGroup
+from megastack.gradients.interface import Part
 from megastack.gradients.layout import Entry, Plan
 from megastack.gradients.reduction import Reduction
 from megastack.optim.groups import OptimGroup
 from megastack.placement.boxes import Box, range_boxes
-
-Part = tuple[Box, Tensor]
-"""A box of the local parameter and the view of a slice that holds its elements."""
 
 
 class Bucket:
@@ -62,6 +60,11 @@ class Bucket:
     def counted(self) -> bool:
         """Whether this rank's slice counts in the norm."""
         return self.reduction.counted and self.reduction.data.counted
+
+    @property
+    def is_rounded(self) -> bool:
+        """Modules compute with these very values."""
+        return False
 
     @property
     def is_shared(self) -> bool:

@@ -30,13 +30,16 @@ from torch import Tensor, nn
 
 from megastack.comm.collectives import Pending, start_all_gather_, start_all_reduce_
 from megastack.comm.group import AxisGroup
+from megastack.errors import ConfigError
 from megastack.gradients.bucket import Bucket
+from megastack.gradients.interface import Part
 from megastack.gradients.layout import Kind, Named, plan_buckets
 from megastack.gradients.reduction import Reduction, reduction_of, tied_groups
 from megastack.gradients.sharding import Sharding, sharding_of
 from megastack.gradients.zero1 import ParameterGathers
 from megastack.mesh.mesh import Mesh
 from megastack.optim.groups import OptimGroup
+from megastack.placement.boxes import Box
 from megastack.placement.module import placements_of
 from megastack.placement.placement import Placement
 
@@ -72,7 +75,7 @@ class GradientBuckets:
     Args:
         modules: this rank's stages in order; each parameter is declared by a ``placements()``.
         mesh: the mesh; gradients are summed over ``dp·cp``, and over ``tp`` and ``pp`` where the placement says so.
-        zero: the ZeRO stage; 0 and 1 are available.
+        zero: the ZeRO stage, 0 or 1; 2 and 3 are :class:`megastack.gradients.fully_shard.FullyShardedGradients`.
         shard_size: the adjacent ``dp·cp`` ranks that share a bucket under ZeRO-1; ``None`` for all.
         units: sub-modules that are used only by calling them, in order of use; under ZeRO-1 each waits for its own
             parameters alone.
@@ -86,7 +89,7 @@ class GradientBuckets:
         buckets: in the order in which they are reduced.
 
     Raises:
-        ConfigError: a ZeRO stage that is not available, or a shard size that does not divide dp·cp.
+        ConfigError: another ZeRO stage, or a shard size that does not divide dp·cp.
         PlacementError: a parameter has no placement, or one that does not fit.
     """
 
@@ -106,6 +109,8 @@ class GradientBuckets:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.mesh = mesh
+        if zero not in (0, 1):
+            raise ConfigError(f"parallel.zero.stage={zero}: buckets share the optimizer's state alone; use 0 or 1")
         self.sharding = sharding_of(mesh, zero, shard_size)
         named = _trained(modules)
         if tied is None:
@@ -115,6 +120,7 @@ class GradientBuckets:
         plans = plan_buckets(named, kind_of, gradient_dtype=dtype_of, bucket_bytes=bucket_bytes)
         self.buckets = tuple(Bucket(plan, dtype_of(plan.kind.dtype), reduce_dtype) for plan in plans)
         self._gathers = ParameterGathers(self.buckets, modules, units)
+        self._modules = tuple(modules)
         stages = _stages_of(modules)
         self._watched = [
             _Watched(number, parameter, entry.view(bucket.gradients), stages[parameter])
@@ -160,6 +166,14 @@ class GradientBuckets:
         if self._finished:
             _wait(start_all_gather_(bucket.gradients, bucket.reduction.data.shard) for bucket in self.buckets)
         return (pair for bucket in self.buckets for pair in bucket.views(bucket.gradients))
+
+    def weights(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
+        """Each parameter, frozen ones included, whole as this rank holds it, by global name."""
+        named = (pair for module in self._modules for pair in module.named_parameters())
+        return ((name, ((Box((0,) * x.dim(), tuple(x.shape)), x.detach()),)) for name, x in named)
+
+    def adopt_weights(self) -> None:
+        """Nothing: :meth:`weights` are the parameters themselves."""
 
     def gather_parameters(self) -> None:
         """Begin to put the parameters together after an update of the own slices; modules wait for them when called."""

@@ -1,7 +1,7 @@
 """The norm of the whole gradient, over all axes, each unique element once; and clipping by it.
 
 Every rank adds the squares of the buckets that count on it, and one scalar is summed over ``pp`` and ``tp`` (after the
-reduction the gradients are equal along ``dp`` and ``cp``). Under ZeRO-1 a rank has the sum of its slices alone: it adds
+reduction the gradients are equal along ``dp`` and ``cp``). Under ZeRO a rank has the sum of its slices alone: it adds
 their squares, and the scalar is summed over all ranks. Ranks without a parameter take part with zero. Squares are
 summed in rows of 1024 elements in the gradients' own dtype and the rows in fp64: a plain fp32 sum over a large bucket
 is wrong by 1e-4 of the norm, this one by 1e-9. An fp32 gradient beyond 1e19, whose square overflows, counts as not
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from megastack.comm.collectives import all_reduce
-from megastack.gradients.bucket import Bucket
-from megastack.gradients.buckets import GradientBuckets
+from megastack.gradients.interface import Gradients, Slice
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 
@@ -27,11 +26,11 @@ EPSILON = 1e-6
 _ROW = 1024
 
 
-def grad_norm(buckets: GradientBuckets, mesh: Mesh) -> Tensor:
+def grad_norm(buckets: Gradients, mesh: Mesh) -> Tensor:
     """The 2-norm of the gradient of all parameters of the model: an fp64 scalar, alike on every rank.
 
-    One all-reduce of 8 bytes over ``pp·tp``, or over all ranks under ZeRO-1. Every rank calls, after
-    :meth:`GradientBuckets.finish`.
+    One all-reduce of 8 bytes over ``pp·tp``, or over all ranks where slices are shared. Every rank calls, after
+    :meth:`Gradients.finish`.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for bucket in buckets.buckets:
@@ -40,13 +39,13 @@ def grad_norm(buckets: GradientBuckets, mesh: Mesh) -> Tensor:
     return all_reduce(total, group).sqrt()
 
 
-def clip_gradients_(buckets: GradientBuckets, max_norm: float | None, mesh: Mesh) -> Tensor:
+def clip_gradients_(buckets: Gradients, max_norm: float | None, mesh: Mesh) -> Tensor:
     """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, torch's formula; returns the norm before.
 
     A norm that is not finite leaves the gradients alone: the step is to be skipped (:func:`is_nonfinite`).
 
     Args:
-        buckets: after :meth:`GradientBuckets.finish`.
+        buckets: after :meth:`Gradients.finish`.
         max_norm: the largest norm; ``None`` only computes it.
         mesh: the mesh.
     """
@@ -56,7 +55,7 @@ def clip_gradients_(buckets: GradientBuckets, max_norm: float | None, mesh: Mesh
     coefficient = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     coefficient = torch.where(torch.isfinite(norm), coefficient, torch.ones_like(coefficient))
     for bucket in buckets.buckets:
-        bucket.own_gradients.mul_(coefficient.to(bucket.gradients.dtype))
+        bucket.own_gradients.mul_(coefficient.to(bucket.own_gradients.dtype))
     return norm
 
 
@@ -65,7 +64,7 @@ def is_nonfinite(norm: Tensor) -> Tensor:
     return (~torch.isfinite(norm)).to(torch.float32)
 
 
-def _share(bucket: Bucket) -> Tensor:
+def _share(bucket: Slice) -> Tensor:
     """What a bucket adds to the sum of squares: nothing if another copy counts, unless this one is not finite."""
     squares = _sum_of_squares(bucket.own_gradients)
     return squares if bucket.counted else squares * 0.0

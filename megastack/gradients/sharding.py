@@ -1,9 +1,9 @@
 """Who shares the optimizer's state of a parameter: the groups that ``dp·cp`` is cut into.
 
-Under ZeRO-1 (:mod:`megastack.gradients.zero1`) the ranks of a **shard group** hold a slice each. The shard group is all
-of ``dp·cp``, or ``shard_size`` adjacent ranks of it (hybrid sharding, HSDP): then gradients are also summed over the
-**replicas**, the ranks that hold the same slice in the other shard groups. Without ZeRO the shard group is this rank
-alone and all of ``dp·cp`` are replicas, so everything that follows has one path.
+Under ZeRO the ranks of a **shard group** hold a slice each, of the optimizer's state or (stages 2 and 3) of everything.
+The shard group is all of ``dp·cp``, or ``shard_size`` adjacent ranks of it (hybrid sharding, HSDP): then gradients are
+also summed over the **replicas**, the ranks that hold the same slice in the other shard groups. Without ZeRO the shard
+group is this rank alone and all of ``dp·cp`` are replicas, so everything that follows has one path.
 """
 
 from __future__ import annotations
@@ -16,6 +16,23 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 
 _DATA = (Axis.DP, Axis.CP)
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """What is shared among data ranks, and when it travels.
+
+    Attributes:
+        stage: 0 nothing, 1 the optimizer's state, 2 and 3 parameters and gradients as well.
+        shard_size: the adjacent ``dp·cp`` ranks that share; ``None`` for all.
+        gather: under stage 3, whether parameters are gathered once a ``step`` or for each ``microbatch``.
+        reduce: under stages 2 and 3, whether gradients are reduced once a ``step`` or after each ``microbatch``.
+    """
+
+    stage: int = 0
+    shard_size: int | None = None
+    gather: str = "step"
+    reduce: str = "step"
 
 
 @dataclass(frozen=True)
@@ -40,11 +57,9 @@ def sharding_of(mesh: Mesh, zero: int = 0, shard_size: int | None = None) -> Sha
     """The groups of a ZeRO stage on this rank; all ranks of the mesh call, before they make other subgroups.
 
     Raises:
-        ConfigError: a stage that is not available, or a shard size that does not divide dp·cp.
+        ConfigError: a shard size that does not divide dp·cp.
     """
     data = mesh[_DATA]
-    if zero not in (0, 1):
-        raise ConfigError(f"parallel.zero.stage={zero}: not available yet; use 0 or 1")
     size = data.size if shard_size is None else shard_size
     if size < 1 or data.size % size:
         legal = ", ".join(str(n) for n in range(1, data.size + 1) if data.size % n == 0)

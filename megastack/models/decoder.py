@@ -149,6 +149,10 @@ class Decoder(ParallelModule):
         parts = [self.embedding if self.has_embedding else None, self.positions, *self.blocks.values(), self.norm]
         return [part for part in (*parts, self.head) if part is not None]
 
+    def projects_with(self, unit: nn.Module) -> bool:
+        """Whether the unit is the embedding whose parameter is also the tied projection of this stage."""
+        return self.has_head and self.head is None and unit is self.embedding
+
     def share_embedding(self, first: Decoder) -> None:
         """Use the embedding of ``first`` as the tied projection, where one rank holds both; there is no copy then."""
         assert self.config.model.tied and first.embedding is not None and self.embedding is not None

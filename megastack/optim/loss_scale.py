@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megastack.gradients.buckets import GradientBuckets
+from megastack.gradients.interface import Gradients
 
 INITIAL = 2.0**16
 LOWEST = 1.0
@@ -50,7 +50,7 @@ class LossScale:
         self.is_dynamic = dynamic and initial is not None
         self._interval = interval
 
-    def unscale_(self, buckets: GradientBuckets) -> None:
+    def unscale_(self, buckets: Gradients) -> None:
         """Divide the reduced gradients by the scale."""
         if self.value is not None:
             for bucket in buckets.buckets:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megastack.errors import ConfigError
-from megastack.gradients.bucket import Bucket, Part
-from megastack.gradients.buckets import GradientBuckets
+from megastack.gradients.interface import Gradients, Part, Slice
 from megastack.optim.adamw import AdamW
 from megastack.optim.groups import OptimGroup
 from megastack.optim.precision import Master
@@ -43,7 +42,7 @@ class OptimizerOptions:
     offload: bool = False
 
 
-def build_optimizer(buckets: GradientBuckets, options: OptimizerOptions | None = None) -> Optimizer:
+def build_optimizer(buckets: Gradients, options: OptimizerOptions | None = None) -> Optimizer:
     """The optimizer of these buckets; their groups say which parameters decay and scale the learning rate.
 
     Raises:
@@ -63,9 +62,7 @@ class Optimizer:
         steps: the updates done, a scalar tensor; skipped steps do not count.
     """
 
-    def __init__(
-        self, buckets: GradientBuckets, rule: AdamW | SGD, weight_decay: float, *, offload: bool = False
-    ) -> None:
+    def __init__(self, buckets: Gradients, rule: AdamW | SGD, weight_decay: float, *, offload: bool = False) -> None:
         self._buckets = buckets
         self._rule = rule
         self._masters = [Master(bucket, offload=offload) for bucket in buckets.buckets]
@@ -128,6 +125,7 @@ class Optimizer:
 
     def refresh_masters(self) -> None:
         """Take masters from the model's parameters, after weights alone were loaded into them."""
+        self._buckets.adopt_weights()
         for master in self._masters:
             master.refresh()
 
@@ -143,7 +141,7 @@ class Optimizer:
         self._buckets.gather_parameters()
 
 
-def _group_of(bucket: Bucket, weight_decay: float) -> OptimGroup:
+def _group_of(bucket: Slice, weight_decay: float) -> OptimGroup:
     if bucket.group is not None:
         return bucket.group
     return OptimGroup(weight_decay=weight_decay if bucket.decay else 0.0)

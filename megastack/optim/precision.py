@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megastack.gradients.bucket import Bucket, Part
+from megastack.gradients.interface import Part, Slice
 
 
 def set_dtypes_(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[str]) -> None:
@@ -39,11 +39,11 @@ class Master:
         is_wider: whether the parameters are of a lower precision, so that ``values`` hold more than they do.
     """
 
-    def __init__(self, bucket: Bucket, *, offload: bool = False) -> None:
+    def __init__(self, bucket: Slice, *, offload: bool = False) -> None:
         self.bucket = bucket
         own = bucket.own_parameters
         dtype = torch.promote_types(own.dtype, torch.float32)
-        self.is_wider = dtype != own.dtype
+        self.is_wider = dtype != own.dtype or bucket.is_rounded
         self.values = own.to(device="cpu" if offload else own.device, dtype=dtype)
         self._is_copy = self.values is not own
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megastack.batch import Microbatch
 from megastack.data.loader import Loader
-from megastack.gradients.buckets import GradientBuckets
+from megastack.gradients.interface import Gradients
 from megastack.gradients.norm import clip_gradients_, is_nonfinite
 from megastack.mesh.mesh import Mesh
 from megastack.optim.loss_scale import LossScale
@@ -56,7 +56,7 @@ class TrainStep:
     mesh: Mesh
     loader: Loader
     pipeline: Pipeline
-    buckets: GradientBuckets
+    buckets: Gradients
     optimizer: Optimizer
     learning_rate: LearningRate
     clip_norm: float | None

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.config.availability import WORKS
+from megastack.config.choices import Period
 from megastack.config.convert import UNUSABLE, replace_values, to_plain
 from megastack.config.fields import keys, without_null
 from megastack.config.rules import RULES, out_of_range, require_legal, violations
@@ -283,6 +284,29 @@ BROKEN: list[tuple[dict[str, Any], int | None, str]] = [
         {"parallel.zero.stage": 1, "parallel.dp": 4, "batch.global_size": 4, "parallel.zero.shard_size": 3},
         None,
         "parallel.zero.shard_size=3: must divide dp·cp = 4; use 1, 2 or 4",
+    ),
+    (
+        {"parallel.zero.stage": 2, "parallel.zero.gather": Period.microbatch},
+        None,
+        "parallel.zero.gather=microbatch: parallel.zero.stage=2 keeps parameters whole over a step; use step or "
+        "parallel.zero.stage=3",
+    ),
+    (
+        {"parallel.zero.stage": 1, "parallel.zero.reduce": Period.microbatch},
+        None,
+        "parallel.zero.reduce=microbatch: parallel.zero.stage=1 reduces gradients once a step; use step or "
+        "parallel.zero.stage=2",
+    ),
+    (
+        {
+            "parallel.zero.stage": 3,
+            "model.tied": True,
+            "schedule.name": "interleaved",
+            "schedule.chunks": 2,
+        },
+        None,
+        "parallel.zero.stage=3: model.tied=true has the first and the last stage share a parameter, and both are on "
+        "one rank; use 0, 1, schedule.chunks=1 or model.tied=false",
     ),
     # data, checkpoints, records
     (

@@ -152,7 +152,7 @@ def test_a_name_on_two_stages_of_one_rank_is_one_parameter() -> None:
 
 def test_what_is_not_available_or_not_declared_is_refused() -> None:
     bag = Bag(Mesh.single(), a=vector())
-    with pytest.raises(ConfigError, match=r"zero.stage=2: not available yet; use 0 or 1"):
+    with pytest.raises(ConfigError, match=r"zero.stage=2: buckets share .* use 0 or 1"):
         GradientBuckets([bag], bag.mesh, zero=2)
     with pytest.raises(PlacementError, match="weight"):
         GradientBuckets([nn.Linear(2, 2)], bag.mesh)

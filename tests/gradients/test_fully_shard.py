@@ -1,0 +1,209 @@
+"""Parameters cut over data ranks: which dim, what is held, what is sent, what is refused."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from megastack.errors import PlacementError
+from megastack.gradients.fully_shard import FullyShardedGradients
+from megastack.gradients.norm import clip_gradients_, is_nonfinite
+from megastack.gradients.shard import shard_dim
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis, MeshShape
+from megastack.optim.optimizer import build_optimizer
+from megastack.placement.module import ParallelModule
+from megastack.placement.placement import Ones, Placement, Shard
+from megastack.testing.ranks import run_ranks
+from tests.gradients.test_zero1 import OPTIONS, Bag
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [((8, 3, 6), 4, 0), ((2, 6, 8), 4, 2), ((3, 8, 5), 4, 1), ((7,), 4, 0), ((3, 5), 2, 0), ((2, 4, 8), 4, 2)],
+)
+def test_the_dim_that_is_cut(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    assert shard_dim(shape, ranks) == dim
+
+
+class Double(Bag):
+    """Parameters in fp64 whose sum is the output, each element once for every rank that counts it."""
+
+    def forward(self) -> Tensor:
+        weights = {"a": 1.0, "b": 2.0}
+        terms = (weights.get(name[0], 1.0) * p.square().sum() for name, p in self.named_parameters())
+        return (self.mesh.rank + 1.0) * sum(terms, torch.zeros(()))
+
+
+def trained(shape: MeshShape, shard_size: int | None, sharded: bool) -> dict[str, object]:
+    """Three steps of two microbatches over odd shapes, partial, copied, tied and unused parameters."""
+    from megastack.gradients.buckets import GradientBuckets
+
+    mesh = Mesh.from_environment(shape)
+    declared = {
+        "a.cut": Placement((4, 3), {Axis.TP: Shard(0)}),
+        "b.copied": Placement((4,), {Axis.TP: Shard(0, copies=min(2, shape.tp))}),
+        "whole": Placement((5,), init=Ones(), decay=False),
+        "partial": Placement((7, 3), partial=frozenset({Axis.TP})),
+        "tied": Placement((3, 5)),
+        "one": Placement((1,), init=Ones()),
+    }
+    declared = {name.replace(".", "_"): placement for name, placement in declared.items()}
+    bag = Double(mesh, **declared)
+    kind = FullyShardedGradients if sharded else GradientBuckets
+    gradients = kind([bag], mesh, shard_size=shard_size) if sharded else kind([bag], mesh)
+    optimizer = build_optimizer(gradients, OPTIONS["adamw"])
+    found: dict[str, object] = {"gradients": [], "norms": []}
+    for _ in range(3):
+        gradients.zero_()
+        for micro in range(2):
+            if micro:
+                gradients.arm(0)
+            bag().backward()
+        gradients.finish()
+        found["gradients"].append({name: x.clone() for name, x in gradients.named_gradients()})
+        found["norms"].append(clip_gradients_(gradients, 1.0, mesh).item())
+        optimizer.step(0.1)
+    with torch.no_grad():
+        found["output"] = bag().item()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "shard_size"),
+    [(MeshShape(dp=4), None), (MeshShape(dp=4), 2), (MeshShape(dp=2, tp=2), None), (MeshShape(dp=2, pp=2), None)],
+    ids=str,
+)
+def test_gradients_norms_and_updates_equal_those_of_buckets(shape: MeshShape, shard_size: int | None) -> None:
+    plain = run_ranks(trained, 4, shape, None, False)
+    sharded = run_ranks(trained, 4, shape, shard_size, True)
+    for before, after in zip(plain, sharded, strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-14)
+
+
+class Product(ParallelModule):
+    """One matrix as a unit."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.create_parameters()
+
+    def placements(self) -> dict[str, Placement]:
+        return {"weight": Placement((1024, 1024))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Chain(ParallelModule):
+    """Six matrices, and a vector of its own that cannot be cut evenly."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.units = torch.nn.ModuleList(Product(mesh) for _ in range(6))
+        self.create_parameters()
+
+    def placements(self) -> dict[str, Placement]:
+        return {"scale": Placement((1023,))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return (x[:, :1023] * self.scale).sum()
+
+
+def held_and_sent(gather: str, reduce: str) -> tuple[int, list[int], dict[tuple[str, str], tuple[int, int]]]:
+    """Parameters, bytes of live storages between two microbatches and after the last, and the traffic of the step."""
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    chain = Chain(mesh)
+    count = sum(parameter.numel() for parameter in chain.parameters())
+    gradients = FullyShardedGradients([chain], mesh, units=list(chain.units), gather=gather, reduce=reduce)
+    optimizer = build_optimizer(gradients, OPTIONS["adamw"])
+    mesh.ledger.reset()
+    x = torch.ones(2, 1024)
+    chain(x).backward()
+    held = [live_bytes()]
+    gradients.arm(0)
+    chain(x).backward()
+    gradients.finish()
+    held.append(live_bytes())
+    sent = {key: (total.calls, total.payload_bytes) for key, total in mesh.ledger.records().items()}
+    assert optimizer.moments()
+    return count, held, sent
+
+
+def live_bytes() -> int:
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, torch.nn.Parameter)]
+    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.device.type == "cpu"}
+    return sum(size for size in storages.values() if size > 16384)
+
+
+UNIT, OWN = 1024 * 1024 * 4, 1024 * 4
+BUFFER = 4 / 6  # one of six units: what the last reduction sent
+
+
+@pytest.mark.parametrize(
+    ("gather", "reduce", "between", "gathers", "reductions"),
+    [
+        ("step", "step", 12 / 2 + 4 + 4, (1, 1), 1),
+        ("step", "microbatch", 16 / 2 + 4 + BUFFER, (1, 1), 2),
+        ("microbatch", "microbatch", 16 / 2 + BUFFER, (4, 2), 2),
+    ],
+)
+def test_bytes_held_and_traffic(
+    gather: str, reduce: str, between: float, gathers: tuple[int, int], reductions: int
+) -> None:
+    for count, (amid, after), sent in run_ranks(held_and_sent, 2, gather, reduce):
+        assert count > 5_000_000
+        assert after / count == pytest.approx(16 / 2, rel=0.05)
+        assert amid / count == pytest.approx(between, rel=0.05)
+        units, own = gathers
+        assert sent == {
+            ("dp", "all_gather"): (6 * units + own, 6 * units * UNIT + own * OWN),
+            ("dp", "reduce_scatter"): (7 * reductions, reductions * (6 * UNIT + OWN)),
+        }
+
+
+def skipped() -> list[bool]:
+    """Whether shards stay as they are where a gradient on one rank is not finite, on every rank, and move otherwise."""
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    bag = Double(mesh, a=Placement((4,)), b=Placement((3, 3)))
+    gradients = FullyShardedGradients([bag], mesh)
+    optimizer = build_optimizer(gradients, OPTIONS["adamw"])
+    stayed = []
+    for factor in (float("nan") if mesh.rank else 1.0, 1.0):
+        before = [shard.own_parameters.clone() for shard in gradients.buckets]
+        gradients.zero_()
+        gradients.arm(0)
+        (bag() * factor).backward()
+        gradients.finish()
+        norm = clip_gradients_(gradients, 1.0, mesh)
+        optimizer.step(0.1, found_inf=is_nonfinite(norm))
+        after = [shard.own_parameters for shard in gradients.buckets]
+        stayed.append(all(torch.equal(x, y) for x, y in zip(before, after, strict=True)))
+    return stayed
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all() -> None:
+    assert run_ranks(skipped, 2) == [[True, False]] * 2
+
+
+def refusals() -> str:
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    one, other = Bag(mesh, shared=Placement((4,)), scalar=Placement(())), Bag(mesh, shared=Placement((4,)))
+    other.shared = one.shared
+    with pytest.raises(PlacementError) as caught:
+        FullyShardedGradients([one, other], mesh)
+    return str(caught.value)
+
+
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    for message in run_ranks(refusals, 2):
+        assert "scalar: a scalar cannot be cut over data ranks; declare it with shape (1,)" in message
+        assert "shared: two stages of one rank share it" in message
