@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megastack.checkpoint.collect import items_of, optimizer_items, part_items, stage_placements
+from megastack.checkpoint.collect import items_of, model_items, optimizer_items, part_items, stage_placements
 from megastack.checkpoint.dump import write_dump
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
