@@ -91,7 +91,7 @@ def make_token_file(
         finished += unit.size
         advance(finished, total)
     counts = reduce(add, (part.finished(width) or Counts() for part in parts), Counts())
-    made = Made(str(out), counts, loaded.size, settings.dtype, len(units), resumed)
+    made = Made(str(out), counts, loaded.size, np.dtype(settings.dtype).name, len(units), resumed)
     _join(parts, settings.dtype, made, loaded)
     shutil.rmtree(folder)
     return made

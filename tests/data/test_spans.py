@@ -131,6 +131,9 @@ def test_arrays_of_one_and_two_dims(tmp_path: Path) -> None:
     whole = SpanStream([Span(second, 0, 120)])
     assert whole.documents == 20
     assert PackedSamples(whole, 10).rows(np.arange(1)).documents_BS.tolist() == [[0] * 6 + [1] * 4]
+    apart = PackedSamples(SpanStream([Span(first, 0, 4), Span(first, 90, 99)]), 8).rows(np.arange(1))
+    assert apart.documents_BS.tolist() == [[0] * 4 + [1] * 4]  # what lies apart in the file is no running text
+    assert apart.labels_BS.tolist() == [[1, 2, 3, -100, 91, 92, 93, 94]]
     assert SpanStream(train).documents == 1 and isinstance(first, ArrayFile)
 
 
