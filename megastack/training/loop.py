@@ -48,6 +48,7 @@ class Loop:
         saver: writes checkpoints, at once or while training goes on.
         state: what a checkpoint of the current progress holds.
         dump: called with a step's number, twice: with its gradients ready, and after its update.
+        sample: a prompt, and how the current weights go on with it.
         doing: what this rank is busy with, for reports about a failure.
     """
 
@@ -64,6 +65,7 @@ class Loop:
     dump: Callable[[int, str], None]
     validation: ValidationBatches | None = None
     hooks: Hooks = field(default_factory=Hooks)
+    sample: Callable[[], tuple[str, str]] | None = None
     doing: str = "starting"
     _loss: float | None = None
     _saved: int = -1
@@ -146,6 +148,9 @@ class Loop:
         row = self.recorder.validation(self.progress.step, float(total) / tokens, tokens, self.validation.samples)
         for hook in self.hooks.on_validation:
             hook(row)
+        if self.sample is not None:
+            self.doing = f"sampling after step {self.progress.step}"
+            self.recorder.sample(self.progress.step, *self.sample())
 
     def _checkpoint(self) -> None:
         if self._saved == self.progress.step:
