@@ -31,7 +31,7 @@ from megastack.errors import CheckpointError, ConfigError
 from megastack.gradients.interface import Gradients
 from megastack.gradients.make import build_gradients
 from megastack.gradients.sharding import ZeroOptions
-from megastack.inference.generate import Generator
+from megastack.inference.generate import Generator, check_prompts
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.decoder import Decoder
@@ -56,6 +56,8 @@ from megastack.training.signals import StopRequest
 from megastack.training.state import Progress
 from megastack.training.step import TrainStep
 
+SAMPLE_TOKENS = 32
+"""Tokens that a sample during training adds to its prompt."""
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -330,6 +332,7 @@ def build_loop(
         dump=_dumper(training, folder),
         validation=training.validation,
         hooks=hooks or Hooks(),
+        sample=_sampler(training),
     )
 
 
@@ -417,6 +420,26 @@ def _saver(training: Training, folder: RunFolder) -> Saver:
         keep=options.keep_last,
         every=options.keep_every,
     )
+
+
+def _sampler(training: Training) -> Callable[[], tuple[str, str]] | None:
+    """A function that continues the run's prompt, refused here if the model cannot take it."""
+    text, tokenizer = training.config.run.sample_prompt, training.dataset.tokenizer
+    if text is None:
+        return None
+    prompt = [int(i) for i in tokenizer.encode([text.encode()])[0]]
+    vocab, longest = training.config.model.vocab, longest_text(training.config)
+    new = SAMPLE_TOKENS if longest is None else max(1, min(SAMPLE_TOKENS, longest - len(prompt)))
+    try:
+        check_prompts([prompt], new, vocab=vocab, longest=longest)
+    except ConfigError as error:
+        raise ConfigError(f"run.sample_prompt={text!r}: {error}") from None
+
+    def sample() -> tuple[str, str]:
+        (done,) = training.generator()([prompt], max_new_tokens=new, end=tokenizer.end)
+        return text, tokenizer.decode([*prompt, *done.ids])[len(tokenizer.decode(prompt)) :]
+
+    return sample
 
 
 def _dumper(training: Training, folder: RunFolder) -> Callable[[int, str], None]:

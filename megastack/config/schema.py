@@ -43,6 +43,9 @@ class RunOptions:
     time_limit_s: float | None = option(None, "Stop resumably after this many seconds; null for no limit.", above=0)
     validate_every: int = option(100, "Optimizer steps between validations; 0 for none but the last.", least=0)
     validate_samples: int | None = option(None, "Validation samples to score; null scores the whole split.", least=1)
+    sample_prompt: str | None = option(
+        None, "A text that is continued for 32 tokens after each validation; null for none."
+    )
     log_every: int = option(1, "Optimizer steps between lines on the console.", least=1)
     on_nonfinite: OnNonfinite = option(
         OnNonfinite.stop,

@@ -9,8 +9,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``generate``, beside the configuration's."""
     _add_source(parser)
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="a text to continue; repeatable")
-    parser.add_argument("--prompts", metavar="FILE", help="a file with a prompt a line, or .jsonl with {"
-                        '"text": "…"} a line')  # fmt: skip
+    parser.add_argument("--prompts", metavar="FILE", help="a file of prompts: one a line, or the texts of a .jsonl")
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=int, default=64, help="tokens to add to each prompt (default: 64)"
     )

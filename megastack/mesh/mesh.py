@@ -4,19 +4,19 @@ A mesh is a value that is passed; two can live in one process. Groups come from 
 and distributed checkpoints use the same objects; axes of size 1 exist and communicate nothing.
 
 Making a group is itself collective. Those that training needs are made with the mesh, each by all ranks of the world.
-:meth:`Mesh.subgroup` is called by its members alone, and torch names such a group by its ranks *and* the number of
-groups that its maker holds: members whose numbers differ would wait for each other for ever. So whoever calls it makes
-sure that the members have made the same subgroups before.
+:meth:`Mesh.subgroup` is called by its members alone, whatever other groups each of them holds.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -120,8 +120,7 @@ class Mesh:
         return self._groups[key]
 
     def subgroup(self, axis: Axis | tuple[Axis, ...], indices: Sequence[int]) -> AxisGroup:
-        """The members of this rank's ``axis`` group at the given coordinates; only those members call, and only after
-        the same subgroups as each other (see the top of this file).
+        """The members of this rank's ``axis`` group at the given coordinates; all of those members call, and no others.
 
         Raises:
             MeshError: this rank is not one of them.
@@ -140,7 +139,8 @@ class Mesh:
         key = (axis, "sub", chosen)
         if key not in self._groups:
             ranks = [whole.ranks[i] for i in chosen]
-            group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+            with _named_by_ranks():
+                group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
             self._groups[key] = AxisGroup(
                 chosen.index(whole.rank), len(chosen), tuple(ranks), group, whole.axis, self.ledger
             )
@@ -168,6 +168,28 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({self.shape}, rank {self.rank} | {describe_coordinates(self.coordinates)}, {self.device})"
+
+
+@contextmanager
+def _named_by_ranks() -> Iterator[None]:
+    """Let torch name a group that only its members make by its ranks alone.
+
+    Its own name also holds the number of groups that the maker has, and members that have unlike numbers (of a tied
+    pair of stages, say, that the stages between know nothing of) would wait for each other for ever. Here it holds how
+    many groups of just these ranks there are, which all of them know alike.
+    """
+    usual = distributed_c10d._hash_ranks_to_str
+
+    def name_of(ranks: list[int]) -> str:
+        name = f"megastack_{'_'.join(map(str, ranks))}:"
+        taken = sum(other.startswith(name) for other in distributed_c10d._world.pg_names.values())
+        return f"{name}{taken}"
+
+    distributed_c10d._hash_ranks_to_str = name_of
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = usual
 
 
 def pick_device(device: str) -> torch.device:

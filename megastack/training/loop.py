@@ -51,6 +51,7 @@ class Loop:
         saver: writes checkpoints, at once or while training goes on.
         state: what a checkpoint of the current progress holds.
         dump: called with a step's number, twice: with its gradients ready, and after its update.
+        sample: a prompt, and how the current weights go on with it.
         doing: what this rank is busy with, for reports about a failure.
     """
 
@@ -67,10 +68,12 @@ class Loop:
     dump: Callable[[int, str], None]
     validation: ValidationBatches | None = None
     hooks: Hooks = field(default_factory=Hooks)
+    sample: Callable[[], tuple[str, str]] | None = None
     doing: str = "starting"
     _loss: float | None = None
     _saved: int = -1
     _validated: int = -1
+    _asked: float = 0.0
 
     def __post_init__(self) -> None:
         validation = self.validation
@@ -88,11 +91,14 @@ class Loop:
             if not self._report(outcome, Spent(time.perf_counter() - began, memory)):
                 return self._diverged()
             self._every(self.options.validate_every, self._validate)
+            reason = reason or self._asked
             self._every(self.options.save_every or 0, self._checkpoint)
-        if reason and self.progress.step < self.options.steps:
+        unfinished = self.progress.step < self.options.steps
+        if not unfinished:
+            self._validate()
+        if unfinished or self._asked:
             self._checkpoint()
-            return self._end("preempted", describe_stop(reason))
-        self._validate()
+            return self._end("preempted", describe_stop(reason or self._asked))
         if self.options.save_at_end:
             self._checkpoint()
         return self._end("completed", None)
@@ -154,19 +160,36 @@ class Loop:
             action()
 
     def _validate(self) -> None:
-        """Score the validation split with the current weights, without dropout; once for each step at most."""
+        """Score the validation split with the current weights, without dropout; once for each step at most.
+
+        A request to stop ends it between two batches, on all ranks, and then there is no row.
+        """
         if self.validation is None or not self.validation.samples or self._validated == self.progress.step:
             return
         self.doing, self._validated = f"validation after step {self.progress.step}", self.progress.step
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         _set_training(self.stages, False)
-        for batch in self.validation:
-            total += self.step.pipeline.evaluate([microbatch.to(self.mesh.device) for microbatch in batch])
+        total = self._score(self.validation)
         _set_training(self.stages, True)
+        if self._asked:
+            return
         tokens = self.validation.valid_tokens
-        row = self.recorder.validation(self.progress.step, float(total) / tokens, tokens, self.validation.samples)
+        row = self.recorder.validation(self.progress.step, total / tokens, tokens, self.validation.samples)
         for hook in self.hooks.on_validation:
             hook(row)
+        if self.sample is not None:
+            self.doing = f"sampling after step {self.progress.step}"
+            self.recorder.sample(self.progress.step, *self.sample())
+
+    def _score(self, batches: ValidationBatches) -> float:
+        """The sum of the losses of all batches, or of those before the ranks agreed to stop."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for batch in batches:
+            total += self.step.pipeline.evaluate([microbatch.to(self.mesh.device) for microbatch in batch])
+            own = torch.tensor(self.stop.code, dtype=torch.float64, device=self.mesh.device)
+            self._asked = float(all_reduce(own, self.mesh.world, "max"))
+            if self._asked:
+                break
+        return float(total)
 
     def _checkpoint(self) -> None:
         if self._saved == self.progress.step:

@@ -107,6 +107,11 @@ class Recorder:
             self.console.validation(entry)
         return entry
 
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """How a prompt goes on after ``step``."""
+        self.event(step, "sample", prompt=prompt, text=text)
+        self.console.line(f"  sample      {prompt}{text}")
+
     def checkpoint(self, step: int, path: Path, seconds: float, write_seconds: float) -> None:
         """A published checkpoint: what it added to the run's wall time, and how long its writing took."""
         self.last_checkpoint = path

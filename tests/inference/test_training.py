@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megastack.build import build_training
@@ -13,7 +14,7 @@ from megastack.config.schema import TrainConfig
 from megastack.mesh.mesh import Mesh
 from megastack.testing.ranks import run_ranks
 from megastack.testing.training import composed
-from tests.tiny_runs import overrides
+from tests.tiny_runs import events, overrides, train
 
 PROMPTS = [[65, 66, 67], [70]]
 
@@ -45,3 +46,17 @@ def test_training_goes_on_as_if_nothing_had_been_generated(tmp_path: Path) -> No
 
 def trained_and_generated(config: TrainConfig) -> tuple[list[float], list[Any]]:
     return trained(config, generates=True)
+
+
+@pytest.mark.parametrize("layout", [["parallel.tp=2"], []], ids=["tp2", "one"])
+def test_a_sample_is_written_at_each_validation(layout: list[str], tmp_path: Path) -> None:
+    more = ["run.steps=2", "run.validate_every=1", "run.sample_prompt=2 times", "model.positions=learned"]
+    assert train(tmp_path, *more, *layout) == 0
+    samples = [event for event in events(tmp_path / "run") if event["name"] == "sample"]
+    assert [event["step"] for event in samples] == [1, 2]
+    assert all(event["prompt"] == "2 times" and isinstance(event["text"], str) for event in samples)
+
+
+def test_a_sample_that_the_model_cannot_take_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, "run.sample_prompt=2 times 2 is four", "model.positions=learned") == 78
+    assert "run.sample_prompt='2 times 2 is four': prompt 0: its 17 tokens" in capsys.readouterr().err

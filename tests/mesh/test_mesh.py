@@ -119,6 +119,21 @@ def test_a_mesh_can_follow_subgroups_of_some_ranks() -> None:
     assert run_ranks(mesh_after_lonely_subgroup, 4, timeout=20) == [6] * 4
 
 
+def subgroup_after_lonely_ones() -> int:
+    """Ranks that hold unlike numbers of groups make one together, twice."""
+    first = Mesh.from_environment(MeshShape(pp=4))
+    if first.rank in (0, 3):
+        first.subgroup(Axis.PP, [0, 3])
+    pair = [0, 1] if first.rank < 2 else [2, 3]
+    total = all_reduce(torch.tensor(first.rank), first.subgroup(Axis.PP, pair))
+    second = Mesh.from_environment(MeshShape(tp=4))
+    return int(total + all_reduce(torch.tensor(first.rank), second.subgroup(Axis.TP, pair)))
+
+
+def test_members_with_unlike_numbers_of_groups_make_one_together() -> None:
+    assert run_ranks(subgroup_after_lonely_ones, 4, timeout=20) == [2, 2, 10, 10]
+
+
 def test_one_rank_needs_no_process_group() -> None:
     mesh = Mesh.single()
     assert not dist.is_initialized()
