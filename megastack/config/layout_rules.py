@@ -179,6 +179,9 @@ def full_shards_fit(config: TrainConfig, world_size: int | None) -> Iterator[Vio
     if zero.stage >= 2 and config.model.tied and config.parallel.pp == 1 and config.schedule.chunks > 1:
         rule = "model.tied=true has the first and the last stage share a parameter, and both are on one rank"
         yield Violation("parallel.zero.stage", zero.stage, rule, (0, 1, "schedule.chunks=1", "model.tied=false"))
+    if zero.stage >= 2 and config.run.sample_prompt is not None:
+        rule = "a sample between steps needs whole parameters on each rank"
+        yield Violation("run.sample_prompt", config.run.sample_prompt, rule, (None, "parallel.zero.stage=1"))
 
 
 LAYOUT_RULES = (

@@ -308,6 +308,12 @@ BROKEN: list[tuple[dict[str, Any], int | None, str]] = [
         "parallel.zero.stage=3: model.tied=true has the first and the last stage share a parameter, and both are on "
         "one rank; use 0, 1, schedule.chunks=1 or model.tied=false",
     ),
+    (
+        {"parallel.zero.stage": 2, "run.sample_prompt": "Once"},
+        None,
+        "run.sample_prompt=Once: a sample between steps needs whole parameters on each rank; use null or "
+        "parallel.zero.stage=1",
+    ),
     # data, checkpoints, records
     (
         {"data.paths": ["a.txt"]},
