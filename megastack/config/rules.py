@@ -60,7 +60,7 @@ def require_legal(config: TrainConfig, world_size: int | None = None, *, ranks_p
 
 def out_of_range(config: TrainConfig) -> Iterator[Violation]:
     """A violation for each number outside the range that its field states."""
-    for key in keys(TrainConfig):
+    for key in RANGED:
         yield from _range_violations(key.name, key, value_of(config, key.name))
     for name, kind in ITEMS.items():
         items = value_of(config, name)
@@ -98,6 +98,9 @@ def _ask(rule: Rule, config: TrainConfig, world_size: int | None) -> list[Violat
         pass  # what the rule found so far stands; of the rest nothing can be said
     return found
 
+
+RANGED = tuple(key for key in keys(TrainConfig) if key.bounds)
+"""The keys that hold numbers: each has a bound."""
 
 ORDER = {key.name: at for at, key in enumerate(keys(TrainConfig))}
 """Where each key stands in the schema; violations are reported in this order."""

@@ -111,7 +111,7 @@ def configured(*changes: Changes) -> TrainConfig:
 
 
 @cache
-def dataset() -> Dataset:
+def dataset(sequence_length: int = 8) -> Dataset:
     """Packed documents of a few words, the same in each session."""
     draw = random.Random(7)
     words = ["rank", "stage", "tensor", "the", "of", "pipeline", "sum", "a", "gradient", "layout", "and", "is"]
@@ -119,4 +119,5 @@ def dataset() -> Dataset:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "corpus.jsonl"
         path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-        return read_dataset(configured({"data.source": "jsonl", "data.paths": [str(path)]}))
+        data = {"data.source": "jsonl", "data.paths": [str(path)]}
+        return read_dataset(configured(data, {"batch.sequence_length": sequence_length}))

@@ -20,12 +20,17 @@ def pairs_of(row: Row) -> set[Pair]:
 
 
 def pairwise(choices: Mapping[str, Sequence[str]]) -> list[Row]:
-    """Rows chosen greedily until every pair occurs; the same list each time."""
-    rows = all_rows(choices)
-    missing = set().union(*map(pairs_of, rows))
+    """Rows of the whole product in which every pair occurs."""
+    return covering(all_rows(choices))
+
+
+def covering(rows: Sequence[Row]) -> list[Row]:
+    """Rows chosen greedily until every pair that occurs in any of them occurs; the same list each time."""
+    held = [pairs_of(row) for row in rows]
+    missing = set().union(*held)
     chosen = []
     while missing:
-        best = max(rows, key=lambda row: len(pairs_of(row) & missing))
-        chosen.append(best)
-        missing -= pairs_of(best)
+        best = max(range(len(rows)), key=lambda at: len(held[at] & missing))
+        chosen.append(rows[best])
+        missing -= held[best]
     return chosen
