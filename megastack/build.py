@@ -26,6 +26,7 @@ from megastack.data.baseline import bigram_loss
 from megastack.data.blend import History, history_json, history_of, missing_sources
 from megastack.data.dataset import Dataset, Wanted, build_dataset
 from megastack.data.loader import Loader
+from megastack.data.tokenizers import load_tokenizer
 from megastack.data.validation import ValidationBatches
 from megastack.errors import CheckpointError, ConfigError
 from megastack.gradients.interface import Gradients
@@ -424,9 +425,10 @@ def _saver(training: Training, folder: RunFolder) -> Saver:
 
 def _sampler(training: Training) -> Callable[[], tuple[str, str]] | None:
     """A function that continues the run's prompt, refused here if the model cannot take it."""
-    text, tokenizer = training.config.run.sample_prompt, training.dataset.tokenizer
+    text = training.config.run.sample_prompt
     if text is None:
         return None
+    tokenizer = training.dataset.tokenizer or load_tokenizer(training.config.data.tokenizer)
     prompt = [int(i) for i in tokenizer.encode([text.encode()])[0]]
     vocab, longest = training.config.model.vocab, longest_text(training.config)
     new = SAMPLE_TOKENS if longest is None else max(1, min(SAMPLE_TOKENS, longest - len(prompt)))
