@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -106,6 +107,7 @@ def _launch(command: list[str], screen: Path) -> None:
     descriptor = os.open(screen, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
     raise SystemExit(main(["train", *command]))
 
 
@@ -164,10 +166,7 @@ def _wrong_files(run: RunFolder) -> list[str]:
 def _wrong_failure(run: RunFolder, cell: Cell, ending: Ending) -> list[str]:
     where = f"pp{cell.stage} dp0 tp0"
     step = {"before step 1": 0, "step": STEP, "validation": STEP + 1, "save": 1}[cell.phase]
-    if cell.kind == "disk full":  # what says which step it was is what could not be written
-        wrong = _wrong(ending, 1)
-    else:
-        wrong = _wrong(ending, 1, status="failed", rank=cell.stage, coordinates=where)
+    wrong = _wrong(ending, 1, status="failed", rank=cell.stage, coordinates=where)
     told = {
         "raise": "the layer broke",
         "SIGKILL": "ended by SIGKILL",
@@ -183,7 +182,8 @@ def _wrong_failure(run: RunFolder, cell: Cell, ending: Ending) -> list[str]:
     expected = [] if cell.phase in ("before step 1", "save") else [f"step_{SAVED:08d}"]
     if saved != expected:
         wrong.append(f"checkpoints {saved}, not {expected}")
-    if cell.kind == "raise" and ending.status.get("step") != step:
+    step += cell.kind == "disk full" and cell.phase == "step"  # done, but its row does not fit
+    if cell.kind in ("raise", "disk full") and ending.status.get("step") != step:
         wrong.append(f"step {ending.status.get('step')}, not {step}")
     return wrong
 
@@ -226,4 +226,5 @@ def outcome(cell: Cell, ending: Ending) -> str:
     status = ending.status.get("status", "none")
     if cell.kind == "NaN" and cell.phase == "validation":
         return f"0 {status}, the row is null"
-    return f"{ending.exit_code} {status}, {ending.seconds:.0f} s"
+    took = f"{ending.seconds:.0f} s" if ending.seconds >= 1 else "< 1 s"
+    return f"{ending.exit_code} {status}, {took}"
