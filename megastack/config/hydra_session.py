@@ -98,20 +98,21 @@ class Session:
         chosen = self._loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN)
         for default in chosen.defaults:
             if default.config_path and default.config_path.partition("/")[0] != "hydra":
-                yield self._file(default.config_path, default.package or "")
+                yield self._file(config_name, default.config_path, default.package or "")
         for override in chosen.config_overrides:
             key = override.key_or_group
             if not key.startswith("hydra."):
                 yield Layer(COMMAND_LINE, dict(flat({key: override.value()})))
 
-    def _file(self, path: str, package: str) -> Layer:
+    def _file(self, config_name: str, path: str, package: str) -> Layer:
         for source in self._loader.get_sources():
             if source.is_config(path):
                 values = OmegaConf.to_container(source.load_config(path).config, resolve=False)
                 place = Path(source.path.removeprefix("file://")) / path
                 where = str(place.with_name(place.name.removesuffix(".yaml") + ".yaml"))
                 if not isinstance(values, dict):
-                    raise ConfigError(f"{where}: is a list; a mapping of keys is expected")
+                    rule = f"a file that it takes in is a list, not a mapping of keys: {where}"
+                    raise ConfigError.of([Violation("--config-name", config_name, rule)])
                 values.pop("defaults", None)
                 return Layer(where, dict(flat(values, package)))
         raise AssertionError(f"{path} was composed but is in no source")

@@ -110,10 +110,10 @@ def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: 
         Console(stderr=True).line(reason, style="red")
         return RunResult("preempted", status["step"] or 0, None, folder.path, reason)
     result: RunResult = returned[0]
-    return _told_why(result, stop)
+    return told_why(result, stop)
 
 
-def _told_why(result: RunResult, stop: StopForwarder) -> RunResult:
+def told_why(result: RunResult, stop: StopForwarder) -> RunResult:
     """The result of ranks that stopped with the signal that came here; they were all asked by SIGTERM."""
     if result.status != "preempted" or stop.received in (None, signal.SIGTERM):
         return result
