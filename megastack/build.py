@@ -7,6 +7,7 @@ mathematics; it hands each part its plain arguments.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from megastack.data.dataset import Dataset, Wanted, build_dataset
 from megastack.data.loader import Loader
 from megastack.data.tokenizers import load_tokenizer
 from megastack.data.validation import ValidationBatches
-from megastack.errors import CheckpointError, ConfigError
+from megastack.errors import CheckpointError, ConfigError, spell
 from megastack.gradients.interface import Gradients
 from megastack.gradients.make import build_gradients
 from megastack.gradients.sharding import ZeroOptions
@@ -95,6 +96,8 @@ def check_model(config: TrainConfig) -> None:
             check_patterns(key, patterns, names)
         except ConfigError as error:
             faults.append(str(error))
+    if not faults and all(any(re.search(pattern, name) for pattern in optim.freeze) for name in names):
+        faults.append(f"optim.freeze={spell(optim.freeze)}: freezes every parameter; leave some to train")
     if faults:
         raise ConfigError("\n".join(faults))
 

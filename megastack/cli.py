@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from megastack.checkpoint.command import add_checkpoint_arguments, checkpoint_command
 from megastack.corpus.arguments import add_tokenize_arguments
-from megastack.errors import ConfigError
+from megastack.errors import ConfigError, MeshError, ScheduleError
 from megastack.inference.arguments import add_evaluate_arguments, add_generate_arguments
 from megastack.interop.arguments import add_export_arguments, add_import_arguments
 from megastack.launch.environment import is_first_rank, is_worker
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }[options.verb]
     try:
         return run(options)
-    except ConfigError as error:
+    except (ConfigError, MeshError, ScheduleError) as error:  # raised here, before any rank was started
         if is_first_rank():  # every rank of a world refuses, one says why
             print(error, file=sys.stderr)  # noqa: T201
         return REFUSED

@@ -74,3 +74,13 @@ def test_degrees_that_do_not_make_the_world_are_refused_on_every_rank_with_the_n
         said = capsys.readouterr().err.splitlines()
         expected = "parallel.dp=4: pp·dp·cp·tp = 128 must be the world of 32 ranks; use 1"
         assert (expected in said) is (rank == "0")
+
+
+def test_a_faulty_schedule_file_is_refused_with_its_grid(tmp_path, capsys):
+    (tmp_path / "mine.csv").write_text("0B0,0F0\n")
+    sizes = ["batch.global_size=1", "batch.micro_size=1"]
+    for verb in ("show", "train"):
+        assert main([verb, "schedule.name=custom", f"schedule.path={tmp_path}/mine.csv", *sizes]) == 78
+        said = capsys.readouterr().err
+        assert said.startswith(f"schedule.path={tmp_path}/mine.csv: rank 0, step 0: 0B0 stands before 0F0")
+        assert ">0B0<" in said and "Traceback" not in said

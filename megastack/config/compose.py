@@ -9,7 +9,8 @@ world size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,15 +78,29 @@ def trace(
         return Composition(config, tuple(overrides), tuple(hydra.layers(name, given.legal)), options)
 
 
+@contextmanager
+def origins(
+    overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str = "train"
+) -> Iterator[None]:
+    """A context in which violations also say the file that their value came from; arguments as for :func:`compose`."""
+    try:
+        yield
+    except ConfigError as error:
+        if not error.violations:
+            raise
+        layers = trace(overrides, config_dir=config_dir, config_name=config_name).layers
+        raise ConfigError.of([_located(violation, layers) for violation in error.violations]) from None
+
+
 def _compose(hydra: Session, config_name: str, given: Overrides) -> TrainConfig:
     """The typed configuration; raises what the overrides, the files, the values and the rules have against it."""
     config, faults = read(_merge(hydra, config_name, given))
     if not (faults or given.faults or hydra.has_own_files):
         return config
     layers = tuple(hydra.layers(config_name, given.legal))
-    found = [*given.faults, *_hydra_keys(layers), *(_located(fault, layers) for fault in faults)]
+    found = [*given.faults, *_hydra_keys(layers), *(_located(_packaged(fault, layers), layers) for fault in faults)]
     if found:
-        raise ConfigError.of([*found, *violations(config)])
+        raise ConfigError.of([*found, *(_located(broken, layers) for broken in violations(config))])
     return config
 
 
@@ -98,6 +113,9 @@ def _merge(hydra: Session, config_name: str, given: Overrides) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         reason = str(error.__cause__ or error).split("Config search path")[0]
         raise _unmergeable(config_name, reason, given) from error
+    except UnicodeDecodeError as error:
+        files = ", ".join(map(str, hydra.undecodable()))
+        raise _unmergeable(config_name, f"a file that it takes in is no UTF-8 text: {files}", given) from error
     except Exception as error:  # a YAML parser raises classes of its own
         if type(error).__module__.partition(".")[0] != "yaml":
             raise
@@ -122,6 +140,15 @@ def _located(fault: Violation, layers: Sequence[Layer]) -> Violation:
     notes = [f"from {raw}"] if isinstance(raw, str) and "${" in raw and raw != fault.value else []
     notes += [f"in {layer.where}"] if layer.where != COMMAND_LINE else []
     return replace(fault, rule=f"{fault.rule} ({', '.join(notes)})") if notes else fault
+
+
+def _packaged(fault: Violation, layers: Sequence[Layer]) -> Violation:
+    """The fault of a key that is the name of a config group: a file of it that was not meant to stand beneath it."""
+    inside = [layer for layer in layers if any(name.startswith(fault.key + ".") for name in layer.values)]
+    files = [layer.where for layer in inside if Path(layer.where).parent.name == fault.key]
+    if not files or fault.rule != "no such key":
+        return fault
+    return replace(fault, rule=f"no such key; add `# @package _global_` as the first line of {files[-1]}", legal=())
 
 
 def _hydra_keys(layers: Sequence[Layer]) -> list[Violation]:

@@ -52,8 +52,18 @@ class Layer:
 class Session:
     """Composes from one set of folders; made by :func:`session`."""
 
-    def __init__(self, loader: ConfigLoader, *, has_own_files: bool) -> None:
-        self._loader, self.has_own_files = loader, has_own_files
+    def __init__(self, loader: ConfigLoader, own: Path | None) -> None:
+        self._loader, self._own = loader, own
+
+    @property
+    def has_own_files(self) -> bool:
+        """Whether there is a folder of the user's."""
+        return self._own is not None
+
+    def undecodable(self) -> list[Path]:
+        """The files of the user's folder that are no text."""
+        files = () if self._own is None else sorted(self._own.rglob("*.yaml"))
+        return [path for path in files if path.is_file() and not _is_text(path)]
 
     def groups(self) -> list[str]:
         """The config groups: ``model``, ``parallel``, …"""
@@ -80,27 +90,40 @@ class Session:
         return compose(config_name, overrides=list(overrides))
 
     def layers(self, config_name: str, overrides: Sequence[str]) -> Iterator[Layer]:
-        """What :meth:`compose` merges, first to last."""
+        """What :meth:`compose` merges, first to last.
+
+        Raises:
+            ConfigError: a file is no mapping of keys.
+        """
         chosen = self._loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN)
         for default in chosen.defaults:
             if default.config_path and default.config_path.partition("/")[0] != "hydra":
-                yield self._file(default.config_path, default.package or "")
+                yield self._file(config_name, default.config_path, default.package or "")
         for override in chosen.config_overrides:
             key = override.key_or_group
             if not key.startswith("hydra."):
                 yield Layer(COMMAND_LINE, dict(flat({key: override.value()})))
 
-    def _file(self, path: str, package: str) -> Layer:
+    def _file(self, config_name: str, path: str, package: str) -> Layer:
         for source in self._loader.get_sources():
             if source.is_config(path):
                 values = OmegaConf.to_container(source.load_config(path).config, resolve=False)
-                assert isinstance(values, dict)
-                values.pop("defaults", None)
                 place = Path(source.path.removeprefix("file://")) / path
-                return Layer(
-                    str(place.with_name(place.name.removesuffix(".yaml") + ".yaml")), dict(flat(values, package))
-                )
+                where = str(place.with_name(place.name.removesuffix(".yaml") + ".yaml"))
+                if not isinstance(values, dict):
+                    rule = f"a file that it takes in is a list, not a mapping of keys: {where}"
+                    raise ConfigError.of([Violation("--config-name", config_name, rule)])
+                values.pop("defaults", None)
+                return Layer(where, dict(flat(values, package)))
         raise AssertionError(f"{path} was composed but is in no source")
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -117,16 +140,17 @@ def session(config_dir: str | Path | None = None) -> Iterator[Session]:
     """A session over the packaged files and, searched before them, the user's folder.
 
     Raises:
-        ConfigError: the user's folder does not exist.
+        ConfigError: the user's folder does not exist, or is no folder.
     """
     packaged = packaged_configs()
     own = packaged if config_dir is None else Path(config_dir).expanduser().resolve()
     if not own.is_dir():
-        raise ConfigError.of([Violation("--config-dir", config_dir, "no such folder", ("a folder of YAML files",))])
+        rule = "is a file" if own.exists() else "no such folder"
+        raise ConfigError.of([Violation("--config-dir", config_dir, rule, ("a folder of YAML files",))])
     with initialize_config_dir(str(packaged), job_name="megastack", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         if config_dir is not None:
             search = loader.get_search_path()
             search.prepend(provider="--config-dir", path=f"file://{own}", anchor="main")
             loader.repository.initialize_sources(search)  # type: ignore[attr-defined]
-        yield Session(loader, has_own_files=config_dir is not None)
+        yield Session(loader, None if config_dir is None else own)

@@ -141,7 +141,7 @@ def batch_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violatio
 
 
 def schedule_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """The schedule exists and runs with these sizes and options; its file is not read."""
+    """The schedule exists and runs with these sizes and options; a file of actions is read."""
     schedule, batch = config.schedule, config.batch
     microbatches = batch.global_size // (batch.micro_size * data_parallel_degree(config, world_size))
     yield from schedule_violations(
@@ -150,7 +150,7 @@ def schedule_fits(config: TrainConfig, world_size: int | None) -> Iterator[Viola
         schedule.chunks,
         max(1, microbatches),  # a batch that holds no microbatch is reported by its own rule
         round=schedule.round,
-        path=schedule.path,
+        path=None if schedule.path is None else str(schedule.path),
     )
 
 

@@ -3,7 +3,7 @@
 :func:`violations` gives all of them as values; :func:`require_legal` raises them as one report. A rule is a generator
 of violations over the configuration and the world size. A key whose value is out of its own range has that said once:
 the rules that would compute with it are left out, the others still asked. What needs the file system (paths,
-checkpoints) is not asked here.
+checkpoints) is not asked here, but for the file of a custom schedule.
 """
 
 from __future__ import annotations

@@ -82,12 +82,12 @@ class ParallelOptions:
     """The grid of ranks: how many there are along each axis, and how the model is cut."""
 
     dp: int | None = option(
-        None, "Data-parallel degree; null is world/(pp·cp·tp) under a launcher and 1 otherwise.", least=1
+        None, "Data-parallel degree; null is world/(pp·cp·tp) under a launcher and 1 otherwise.", least=1, most=2**20
     )
-    tp: int = option(1, "Tensor-parallel degree.", least=1)
-    pp: int = option(1, "Pipeline-parallel degree.", least=1)
-    cp: int = option(1, "Context-parallel degree.", least=1)
-    ep: int = option(1, "Expert-parallel degree; it divides dp·cp and is no factor of the world.", least=1)
+    tp: int = option(1, "Tensor-parallel degree.", least=1, most=2**20)
+    pp: int = option(1, "Pipeline-parallel degree.", least=1, most=10_000)
+    cp: int = option(1, "Context-parallel degree.", least=1, most=2**20)
+    ep: int = option(1, "Expert-parallel degree; it divides dp·cp and is no factor of the world.", least=1, most=2**20)
     sequence_parallel: bool = option(
         True, "Split the sequence over the tp ranks between the tensor-parallel layers; nothing to do when tp is 1."
     )
@@ -103,7 +103,7 @@ class ScheduleOptions:
     """The pipeline schedule."""
 
     name: str = option("1f1b", "A registered schedule, or `custom` for the file in `schedule.path`.")
-    chunks: int = option(1, "Stages of each rank (virtual stages).", least=1)
+    chunks: int = option(1, "Stages of each rank (virtual stages).", least=1, most=10_000)
     round: int | None = option(
         None, "Microbatches an interleaved schedule takes through a chunk at a time; null lets it choose.", least=1
     )
@@ -117,9 +117,11 @@ class ScheduleOptions:
 class BatchOptions:
     """The batch of one optimizer step."""
 
-    global_size: int = required("Sequences of one optimizer step, over all ranks and microbatches.", least=1)
-    micro_size: int = option(1, "Sequences of one microbatch on one rank.", least=1)
-    sequence_length: int = required("Tokens of one sequence.", least=1)
+    global_size: int = required(
+        "Sequences of one optimizer step, over all ranks and microbatches.", least=1, most=2**24
+    )
+    micro_size: int = option(1, "Sequences of one microbatch on one rank.", least=1, most=2**24)
+    sequence_length: int = required("Tokens of one sequence.", least=1, most=2**31)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,20 +141,20 @@ class ModelOptions:
     """The decoder."""
 
     family: Family = option(Family.llama, "The family's name; what is built follows from the other keys alone.")
-    layers: int = required("Transformer blocks.", least=1)
-    heads: int = required("Query heads.", least=1)
-    hidden: int = required("Width of the residual stream.", least=1)
-    ffn: int = required("Inner width of the MLP.", least=1)
-    vocab: int = required("Tokens of the vocabulary, without padding.", least=1)
-    kv_groups: int | None = option(None, "Key and value heads; null is one per query head.", least=1)
-    head_dim: int | None = option(None, "Width of a head; null is hidden/heads.", least=1)
-    vocab_multiple: int = option(128, "The embedding's rows are padded to a multiple of this.", least=1)
+    layers: int = required("Transformer blocks.", least=1, most=10_000)
+    heads: int = required("Query heads.", least=1, most=2**20)
+    hidden: int = required("Width of the residual stream.", least=1, most=2**31)
+    ffn: int = required("Inner width of the MLP.", least=1, most=2**31)
+    vocab: int = required("Tokens of the vocabulary, without padding.", least=1, most=2**31)
+    kv_groups: int | None = option(None, "Key and value heads; null is one per query head.", least=1, most=2**20)
+    head_dim: int | None = option(None, "Width of a head; null is hidden/heads.", least=1, most=2**31)
+    vocab_multiple: int = option(128, "The embedding's rows are padded to a multiple of this.", least=1, most=2**31)
     norm: Norm = option(Norm.rms, "Normalisation: root mean square or LayerNorm with bias.")
     norm_eps: float = option(1e-5, "Added to the variance in the norms.", above=0)
     activation: Activation = option(Activation.swiglu, "SwiGLU (gated, three matrices) or GELU (two).")
     positions: Positions = option(Positions.rope, "Rotary or learned absolute positions.")
     max_positions: int | None = option(
-        None, "Rows of the learned position table; null is `batch.sequence_length`.", least=1
+        None, "Rows of the learned position table; null is `batch.sequence_length`.", least=1, most=2**31
     )
     rope: RopeOptions = option(RopeOptions, "Rotary position embedding.")
     qk_norm: bool = option(False, "Normalise queries and keys per head.")
@@ -311,7 +313,7 @@ class ClusterOptions:
     """The machines."""
 
     name: str = option("local", "Name of the cluster description.")
-    nodes: int = option(1, "Machines.", least=1)
+    nodes: int = option(1, "Machines.", least=1, most=2**20)
     ranks_per_node: int | None = option(
         None, "Ranks of one machine; null is the launcher's count, else world/nodes.", least=1
     )

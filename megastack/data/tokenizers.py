@@ -108,7 +108,8 @@ def check_vocab(vocab: int, tokenizer: Tokenizer) -> None:
 
 def _load(path: Path) -> hf.Tokenizer:
     if not path.is_file():
-        raise DataError(f"data.tokenizer={path}: no such file; use byte or the path of a tokenizer.json")
+        rule = "is a folder" if path.is_dir() else "no such file"
+        raise DataError(f"data.tokenizer={path}: {rule}; use byte or the path of a tokenizer.json")
     try:
         import tokenizers as hf
     except ImportError as error:

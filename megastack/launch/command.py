@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megastack.config.compose import compose
+from megastack.config.compose import compose, origins
 from megastack.config.rules import require_legal
 from megastack.config.schema import TrainConfig
 from megastack.launch.environment import is_worker, world_size
@@ -54,7 +54,10 @@ def train_command(options: argparse.Namespace) -> int:
         from megastack.launch.sweep import sweep_command
 
         return sweep_command(options)
-    config = compose(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
+    place = {"config_dir": options.config_dir, "config_name": options.config_name}
+    config = compose(options.overrides, **place)
+    with origins(options.overrides, **place):
+        require_legal(config, world_size())
     result = _train(config, options.overrides, None, cold=True)
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n", encoding="utf-8")

@@ -39,6 +39,8 @@ from megastack.observe.watchdog import read_reports
 from megastack.training.hooks import Hooks
 from megastack.training.state import RunResult
 
+RANKS_PER_CPU = 64
+"""Most ranks that are started here for each CPU; more is a mistake, not a plan."""
 QUIET = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 """Loggers of the agent; what they have to say about failures is said better by the ranks."""
 
@@ -63,6 +65,7 @@ def launch(
     Raises:
         ConfigError: data, resume path, run folder or checkpoint cannot be used; nothing was trained.
     """
+    _require_room(config)
     prepared = prepare(config, overrides)
     console, folder = Console(), RunFolder(prepared.assignment.folder)
     for line in (opening, *prepared.notes, f"run folder {folder.path}"):
@@ -74,6 +77,16 @@ def launch(
     with StopForwarder(config.launch.grace_s) as stop:
         result = _result(prepared, agent(config, world_size, method), hooks, stop)
     return replace(result, interrupted=stop.received is not None)
+
+
+def _require_room(config: TrainConfig) -> None:
+    """Refuse a world that this machine cannot hold, before anything is made."""
+    ranks, cpus = mesh_shape(config).world_size, os.cpu_count() or 1
+    if ranks > RANKS_PER_CPU * cpus:
+        raise ConfigError(
+            f"world={ranks}: pp·dp·cp·tp ranks are too many for the {cpus} CPUs of this machine; use torchrun or srun "
+            f"on several, or degrees of at most {RANKS_PER_CPU * cpus} ranks"
+        )
 
 
 def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: StopForwarder) -> RunResult:
@@ -97,7 +110,19 @@ def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: 
         Console(stderr=True).line(reason, style="red")
         return RunResult("preempted", status["step"] or 0, None, folder.path, reason)
     result: RunResult = returned[0]
-    return result
+    return told_why(result, stop)
+
+
+def told_why(result: RunResult, stop: StopForwarder) -> RunResult:
+    """The result of ranks that stopped with the signal that came here; they were all asked by SIGTERM."""
+    if result.status != "preempted" or stop.received in (None, signal.SIGTERM):
+        return result
+    asked = f"received {signal.SIGTERM.name}"
+    if result.reason != asked:
+        return result
+    reason = f"received {stop.received.name}"
+    update_status(RunFolder(result.folder).status, result.status, reason=reason)
+    return replace(result, reason=reason)
 
 
 def _drained(told: Any) -> list[FailureRecord]:

@@ -1,4 +1,4 @@
-"""What can be found wrong before any rank starts: layers and patterns of the model, data, resume path, run folder.
+"""What can be found wrong before any rank starts: device, layers and patterns of the model, data, paths.
 
 Runs once, in the launcher or on the first rank. It touches nothing until everything else was found right; taking the
 run folder comes last.
@@ -11,10 +11,13 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from megastack.build import check_model, identity, identity_faults, read_dataset
-from megastack.checkpoint.folder import Resume, resolve_resume
+from megastack.checkpoint.folder import Resume, checkpoint_fault, resolve_resume
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.compose import to_yaml
 from megastack.config.schema import TrainConfig
@@ -49,6 +52,8 @@ def prepare(config: TrainConfig, overrides: Sequence[str] = ()) -> Prepared:
     resume = _tried(faults, lambda: resolve(config))
     if dataset is not None and resume is not None and resume.checkpoint is not None:
         faults += identity_faults(read_trainer(resume.checkpoint), identity(config, dataset))
+    _tried(faults, lambda: _check_weights(config))
+    _tried(faults, lambda: _check_device(config))
     if config.observe.tensorboard and not tensorboard_installed():
         faults.append("observe.tensorboard=true: tensorboard is not installed; use null, false, or install it")
     if faults or dataset is None or resume is None:
@@ -77,6 +82,22 @@ def _check_model(config: TrainConfig) -> None:
         raise
     except Exception as error:
         logging.getLogger(__name__).debug("left to the ranks: %s", error)
+
+
+def _check_weights(config: TrainConfig) -> None:
+    path = config.checkpoint.load_weights
+    if path is None:
+        return
+    if not Path(path).is_dir():
+        found = "is a file" if Path(path).exists() else "no such folder"
+        raise ConfigError(f"checkpoint.load_weights={path}: {found}; use the folder of a checkpoint, or null")
+    if fault := checkpoint_fault(Path(path), content=False):
+        raise ConfigError(f"checkpoint.load_weights={path}: is no usable checkpoint\n{fault}")
+
+
+def _check_device(config: TrainConfig) -> None:
+    if config.device == "cuda" and torch.cuda.device_count() == 0:
+        raise ConfigError("device=cuda: this machine has no GPU that torch can use; use auto or cpu")
 
 
 def _tried(faults: list[str], ask: Callable[[], T]) -> T | None:

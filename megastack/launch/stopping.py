@@ -78,7 +78,8 @@ class StopForwarder:
         ranks = [pid for pid in children if pid is not None]
         if not ranks:
             raise StoppedEarly(f"received {name.name} before the ranks started")
-        _say(f"{name.name}: the ranks finish their step, save and stop (a second SIGINT kills them)\n")
+        hint = " (a second SIGINT kills them)" if name is signal.SIGINT else ""
+        _say(f"{name.name}: the ranks finish their step, save and stop{hint}\n")
         self._thread = threading.Thread(target=self._press, args=(ranks,), daemon=True)
         self._thread.start()
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megastack.config.compose import compose
+from megastack.config.compose import compose, origins
 from megastack.config.overrides import sweep_jobs
 from megastack.config.rules import require_legal
 from megastack.config.schema import TrainConfig
@@ -83,8 +83,10 @@ class _Folders:
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], position: int, folders: _Folders) -> Job:
     try:
-        config = compose(overrides, config_dir=options.config_dir, config_name=options.config_name)
-        require_legal(config)
+        place = {"config_dir": options.config_dir, "config_name": options.config_name}
+        config = compose(overrides, **place)
+        with origins(overrides, **place):
+            require_legal(config)
         config = replace(config, run=replace(config.run, dir=folders.job(config, position)))
         result = launch(config, overrides, opening=short(config), cold=True)
     except ConfigError as error:
@@ -122,7 +124,7 @@ def _show(jobs: Sequence[Job], varied: Sequence[str], *, left_out: int) -> None:
         [[*(_value(job.overrides, key) for key in varied), *_cells(job)] for job in jobs],
     )
     if left_out:
-        console.line(f"interrupted; {left_out} more jobs were not started")
+        console.line(f"interrupted; {left_out} more {'jobs were' if left_out > 1 else 'job was'} not started")
 
 
 def _cells(job: Job) -> list[str]:

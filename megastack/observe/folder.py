@@ -86,11 +86,16 @@ def claim(directory: str | Path | None, root: str | Path, now: float | None = No
 
     Returns:
         The folder, which no other run has; a taken name gets ``-2``, ``-3``, …
+
+    Raises:
+        OSError: it cannot be made, or what is there is no folder.
     """
     if directory is None:
         moment = time.localtime(now)
         directory = Path(root) / time.strftime("%Y-%m-%d", moment) / time.strftime("%H-%M-%S", moment)
     base = Path(directory)
+    if base.exists() and not base.is_dir():
+        raise NotADirectoryError(f"{base} is a file, not a folder")
     base.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         path = base if number == 1 else base.with_name(f"{base.name}-{number}")

@@ -11,6 +11,7 @@ import csv
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from os import PathLike
 
 from megastack.errors import ScheduleError
@@ -106,11 +107,17 @@ class Schedule:
         try:
             with open(path, newline="", encoding="utf-8") as file:
                 rows = [_parse_row(path, number, row) for number, row in enumerate(csv.reader(file), 1) if row]
-        except (OSError, UnicodeDecodeError) as error:
+        except ScheduleError:
+            raise
+        except (OSError, ValueError, csv.Error) as error:  # also a number of thousands of digits
             raise ScheduleError(f"schedule.path={path}: cannot be read ({error}); use a CSV file of actions") from error
         if not rows:
             raise ScheduleError(f"schedule.path={path}: is empty; use one line of actions for each rank")
         return cls.from_actions(rows, name=name)
+
+
+_MOST_NAMED = 8
+"""Missing stages that a message names."""
 
 
 def _parse_row(path: str | PathLike[str], line: int, cells: Sequence[str]) -> list[Action]:
@@ -138,7 +145,7 @@ def _stage_ranks(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
                     message = f"rank {rank} runs {part}, but stage {part.stage} lives on rank {owners[part.stage]}"
                     raise ScheduleError(message, grid(rows, (rank, step)), action)
     stages = 1 + max(owners, default=-1)
-    missing = sorted(set(range(stages)) - set(owners))
+    missing = list(islice((stage for stage in range(stages) if stage not in owners), _MOST_NAMED))
     if missing or not stages:
         what = f"no rank runs stages {missing}" if missing else "no rank runs any stage"
         raise ScheduleError(f"{what}; every stage needs its F and its B", grid(rows))

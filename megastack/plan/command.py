@@ -7,10 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from megastack.config.compose import compose
+from megastack.config.compose import compose, origins
 from megastack.config.explain import explain
-from megastack.config.rules import violations
-from megastack.errors import ConfigError
+from megastack.config.rules import require_legal
 from megastack.pipeline.render import render
 from megastack.plan.describe import as_record, full
 from megastack.plan.layout import Layout
@@ -25,9 +24,8 @@ def show_command(options: argparse.Namespace) -> int:
         sys.stdout.write("\n\n".join(str(explain(key, overrides, **place)) for key in asked) + "\n")
         return 0
     config = compose(overrides, **place)
-    found = violations(config)
-    if found:
-        raise ConfigError.of(found)
+    with origins(overrides, **place):
+        require_legal(config)
     text = full(config) if options.format == "text" else render(Layout(config).timeline, options.format)
     sys.stdout.write(text + "\n")
     if options.json:

@@ -64,7 +64,7 @@ def _model(layout: Layout) -> str:
     model = layout.config.model
     tied = ", tied" if model.tied else ""
     return (
-        f"model     {model.family.value}, {human(layout.parameters)} parameters: {model.layers} layers, "
+        f"model     {model.family.value}, {human(layout.parameters)} parameters: {counted(model.layers, 'layer')}, "
         f"hidden {model.hidden}, heads {model.heads}/{model.kv_groups or model.heads}, ffn {model.ffn}, "
         f"vocabulary {model.vocab:,}{tied}, {precision_text(layout.config)}"
     )
@@ -89,8 +89,7 @@ def _grid(layout: Layout) -> str:
     shape = layout.shape
     degrees = " × ".join(f"{axis}{shape.size(axis)}" for axis in DENSE_AXES if axis != "cp" or shape.cp > 1)
     sharded = ", sequence parallel" if layout.config.parallel.sequence_parallel and shape.tp > 1 else ""
-    ranks = "rank" if shape.world_size == 1 else "ranks"
-    return f"grid      {degrees} = {shape.world_size:,} {ranks}{sharded}{_zero(layout)}"
+    return f"grid      {degrees} = {counted(shape.world_size, 'rank')}{sharded}{_zero(layout)}"
 
 
 def _zero(layout: Layout) -> str:
@@ -105,8 +104,9 @@ def _batch(layout: Layout) -> str:
     batch = layout.config.batch
     tokens = batch.global_size * batch.sequence_length
     return (
-        f"batch     {batch.global_size} sequences = {layout.microbatches} microbatches × {batch.micro_size} × "
-        f"dp {layout.shape.dp}; × {batch.sequence_length} tokens = {tokens:,} a step"
+        f"batch     {counted(batch.global_size, 'sequence')} = "
+        f"{counted(layout.microbatches, 'microbatch', 'microbatches')} × {batch.micro_size} × "
+        f"dp {layout.shape.dp}; × {counted(batch.sequence_length, 'token')} = {tokens:,} a step"
     )
 
 
@@ -114,9 +114,11 @@ def _schedule_figures(layout: Layout) -> str:
     timeline, shares = layout.timeline, layout.pipeline_ranks()
     heaviest = max(shares, key=lambda share: share.bytes.total)
     peak = max(share.peak_activations for share in shares)
+    bubble, whole = f"{timeline.bubble:.1%}", f"{timeline.step_bubble:.1%}"
+    over = "" if whole == bubble else f" of a rank's own span, {whole} of the whole step"
     return (
-        f"schedule  {layout.config.schedule.name}, {layout.schedule.stages} stages; bubble {timeline.bubble:.1%}, "
-        f"of the step {timeline.step_bubble:.1%}; at most {peak:g} microbatches alive; "
+        f"schedule  {layout.config.schedule.name}, {counted(layout.schedule.stages, 'stage')}; bubble {bubble}{over}; "
+        f"at most {counted(peak, 'microbatch', 'microbatches')} alive; "
         f"{gibibytes(heaviest.bytes.total)} static on the fullest rank"
     )
 
@@ -166,6 +168,12 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def counted(count: float, one: str, many: str | None = None) -> str:
+    """A number and its noun: ``1 stage``, ``2 stages``, ``1.5 microbatches``."""
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{number} {one if count == 1 else many or one + 's'}"
 
 
 def human(count: int) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from megastack.config.compose import compose, trace
+from megastack.config.compose import compose, origins, trace
 from megastack.config.hydra_session import COMMAND_LINE, packaged_configs
+from megastack.config.rules import require_legal
 from megastack.errors import ConfigError
 
 
@@ -231,3 +232,35 @@ def test_composing_imports_no_torch() -> None:
         "assert violations(compose(['experiment=laptop'])) == []; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_files_that_are_no_mapping_or_no_text_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "experiment/mine.yaml", "- run\n- batch\n")
+    [line] = report("experiment=mine", config_dir=tmp_path)
+    assert line == f"--config-name=train: a file that it takes in is a list, not a mapping of keys: {path}"
+    path.write_bytes(b"\x80\xff\x00")
+    [line] = report("experiment=mine", config_dir=tmp_path)
+    assert line.endswith(f"is no UTF-8 text: {path}")
+
+
+def test_an_experiment_without_its_package_says_what_to_add(tmp_path: Path) -> None:
+    path = write(tmp_path, "experiment/mine.yaml", "run: {steps: 3}\n")
+    advice = f"add `# @package _global_` as the first line of {path}"
+    assert report("experiment=mine", config_dir=tmp_path) == [
+        f"experiment={{run: {{steps: 3}}}}: no such key; {advice}"
+    ]
+
+
+def test_a_file_in_place_of_the_folder_is_called_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine.yaml", "run: {steps: 3}\n")
+    assert report(config_dir=path) == [f"--config-dir={path}: is a file; use a folder of YAML files"]
+
+
+def test_a_broken_rule_says_which_file_the_value_came_from() -> None:
+    given = ["experiment=laptop", "run.steps=5", "parallel.tp=3"]
+    with pytest.raises(ConfigError) as refused, origins(given):
+        require_legal(compose(given))
+    lines = str(refused.value).splitlines()
+    file = packaged_configs() / "experiment" / "laptop.yaml"
+    assert f"lr.warmup_steps=20: must not be longer than run.steps=5 (in {file}); use 5 or less" in lines
+    assert any(line.startswith("parallel.tp=3: must divide model.heads=4; use") for line in lines)

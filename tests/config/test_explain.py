@@ -13,7 +13,7 @@ def test_a_value() -> None:
     assert str(explain("parallel.tp", ["parallel.tp=2"])).splitlines() == [
         "parallel.tp=2",
         "  Tensor-parallel degree.",
-        "  type     int, at least 1",
+        "  type     int, at least 1 and at most 1048576",
         "  default  1",
         "  from     the command line",
     ]

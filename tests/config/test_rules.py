@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,18 @@ LLAMA3 = {"model.rope.scaling": "llama3", "model.rope.factor": 8.0}
 # Values by key, the world size, and the line of the report that they must give.
 BROKEN: list[tuple[dict[str, Any], int | None, str]] = [
     # ranges
-    ({"parallel.tp": 0}, None, "parallel.tp=0: must be at least 1; use 1 or more"),
-    ({"parallel.pp": -1}, None, "parallel.pp=-1: must be at least 1; use 1 or more"),
+    ({"parallel.tp": 0}, None, "parallel.tp=0: must be at least 1 and at most 1048576; use 1 or more"),
+    ({"parallel.pp": -1}, None, "parallel.pp=-1: must be at least 1 and at most 10000; use 1 or more"),
+    (
+        {"model.layers": 10**20},
+        None,
+        "model.layers=100000000000000000000: must be at least 1 and at most 10000; use 10000 or less",
+    ),
+    (
+        {"parallel.dp": 2**20 + 1},
+        None,
+        "parallel.dp=1048577: must be at least 1 and at most 1048576; use 1048576 or less",
+    ),
     ({"run.steps": 0}, None, "run.steps=0: must be at least 1; use 1 or more"),
     ({"model.dropout": 1.0}, None, "model.dropout=1.0: must be at least 0 and below 1"),
     (
@@ -398,7 +409,6 @@ LEGAL: list[tuple[dict[str, Any], int | None]] = [
     ({"schedule.name": "interleaved", "schedule.chunks": 1}, None),
     ({"schedule.name": "interleaved", "schedule.chunks": 2}, None),
     ({"schedule.name": "gpipe", "parallel.pp": 2}, None),
-    ({"schedule.name": "custom", "schedule.path": "mine.csv"}, None),
     (LEARNED | {"model.max_positions": 8}, None),
     (LLAMA3 | {"model.rope.original_max_positions": 4096}, None),
     ({"model.mlp": {"_target_": "my.file.MyMLP", "width": 3}}, None),
@@ -520,3 +530,25 @@ def test_a_degree_offered_for_tp_breaks_no_rule_about_tp(**sizes: int) -> None:
         for legal in found.legal if found.key in ("parallel.tp", "batch.global_size") else ():
             mended = violations(replace_values(config, {found.key: legal}))
             assert found.key not in [violation.key for violation in mended]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"0F0,0B0\n", None),
+        (b"", "is empty; use one line of actions for each rank"),
+        (b"\x80\xff\x00", "cannot be read"),
+        (b"0F0,junk\n", "line 1, column 2: 'junk' is not an action"),
+        (b"0F0,0B0,0F1,0B1\n", "its lists are for pp=1, chunks=1, microbatches=2 and 1 stages, not for"),
+        (b"0B0,0F0\n", "rank 0, step 0: 0B0 stands before 0F0"),
+        (b"999999999999F0\n", "no rank runs stages"),
+        (b"9" * 5000 + b"F0\n", "cannot be read"),
+    ],
+)
+def test_the_file_of_a_custom_schedule_is_read(tmp_path: Path, content: bytes, words: str | None) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_bytes(content)
+    sizes = {"batch.global_size": 1, "batch.micro_size": 1, "parallel.dp": 1, "parallel.pp": 1}
+    config = replace_values(a_config(), sizes | {"schedule.name": "custom", "schedule.path": str(path)})
+    lines = [str(violation) for violation in violations(config)]
+    assert [line.startswith(f"schedule.path={path}: {words}") for line in lines] == [True] * (words is not None)

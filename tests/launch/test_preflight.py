@@ -165,3 +165,38 @@ def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, refused, capfd):
     assert status(tmp_path / "again")["exit_code"] == 78
     (path / "rank_00000.safetensors").write_bytes(b"damaged")
     assert any("rank_00000.safetensors" in line for line in refused(*again, keeps=True))
+
+
+def test_a_device_and_weights_that_are_not_there(tmp_path, refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "empty").mkdir()
+    report = refused("device=cuda", f"checkpoint.load_weights={tmp_path}/nope", keeps=True)
+    assert report[0].startswith(f"checkpoint.load_weights={tmp_path}/nope: no such folder; use")
+    assert report[1].startswith("device=cuda: this machine has no GPU") and not (tmp_path / "run").exists()
+    for name, words in {"file": "is a file", "empty": "is no usable checkpoint"}.items():
+        [line, *_] = refused(f"checkpoint.load_weights={tmp_path}/{name}", keeps=True)
+        assert line.startswith(f"checkpoint.load_weights={tmp_path}/{name}: {words}")
+        assert not (tmp_path / "run").exists()
+
+
+def test_more_ranks_than_this_machine_can_hold(refused, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    [line] = refused("parallel.dp=129", "batch.global_size=129")
+    assert line.startswith("world=129: ") and "use torchrun or srun" in line and "at most 128 ranks" in line
+
+
+def test_a_file_in_place_of_the_run_folder(tmp_path, refused):
+    (tmp_path / "run_file").write_text("in the way")
+    [line] = refused(f"run.dir={tmp_path}/run_file", keeps=True)
+    assert line.startswith(f"run.dir={tmp_path}/run_file: ") and "is a file" in line
+    assert not (tmp_path / "run_file-2").exists()
+
+
+def test_a_folder_in_place_of_the_tokenizer_is_called_a_folder(tmp_path, refused):
+    [line, *_] = refused(f"data.tokenizer={tmp_path}")
+    assert line.startswith(f"data.tokenizer={tmp_path}: is a folder")
+
+
+def test_freezing_every_parameter_is_refused(refused):
+    assert refused("optim.freeze=[.]") == ["optim.freeze=[.]: freezes every parameter; leave some to train"]

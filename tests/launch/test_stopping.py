@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from megastack.launch.local import told_why
 from megastack.launch.stopping import StopForwarder, StoppedEarly
+from megastack.observe.status import read_status, write_status
+from megastack.training.state import RunResult
 
 fork = multiprocessing.get_context("fork")
 
@@ -69,3 +72,24 @@ def test_a_forked_child_keeps_quiet_about_the_handler_it_inherits():
 
 def _signal_self() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_hint_about_a_second_interrupt_stands_behind_a_first(number, capfd):
+    with StopForwarder(grace_s=30):
+        child = _started(obey=True)
+        os.kill(os.getpid(), number)
+        child.join()
+    said = capfd.readouterr().err
+    assert said.startswith(f"{number.name}: ") and ("second SIGINT" in said) is (number is signal.SIGINT)
+
+
+def test_the_reason_is_the_signal_that_came_and_not_the_one_that_was_passed_on(tmp_path):
+    write_status(tmp_path / "status.json", "preempted", step=3, reason="received SIGTERM")
+    result = RunResult("preempted", 3, None, tmp_path, "received SIGTERM")
+    stop = StopForwarder(grace_s=1)
+    for received, reason in ((None, "received SIGTERM"), (signal.SIGINT, "received SIGINT")):
+        stop.received = received
+        assert told_why(result, stop).reason == reason
+        status = read_status(tmp_path / "status.json")
+        assert (status["reason"], status["step"], status["exit_code"]) == (reason, 3, 75)

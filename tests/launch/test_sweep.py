@@ -57,7 +57,7 @@ def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capfd, endings, code, s
     monkeypatch.setattr(sweep, "launch", launch)
     assert train(tmp_path, "-m", "seed=1,2") == code
     assert len(left) == 2 - started
-    assert ("1 more jobs were not started" in capfd.readouterr().out) is (started == 1)
+    assert ("1 more job was not started" in capfd.readouterr().out) is (started == 1)
 
 
 @pytest.mark.full

@@ -30,3 +30,11 @@ def test_the_second_line_says_who_shares_the_optimizer() -> None:
     assert short(compose(zero)).splitlines()[1].endswith("4 ranks, ZeRO-1 over 4 of 4 data ranks")
     hybrid = [*zero, "parallel.zero.shard_size=2", "parallel.zero.offload=true"]
     assert short(compose(hybrid)).splitlines()[1].endswith("ZeRO-1 over 2 of 4 data ranks on the host")
+
+
+def test_one_of_a_thing_is_in_the_singular_and_equal_bubbles_are_said_once():
+    lines = short(compose(["batch.global_size=1", "batch.micro_size=1"])).splitlines()
+    assert lines[2].startswith("batch     1 sequence = 1 microbatch × 1")
+    assert lines[3].startswith("schedule  1f1b, 1 stage; bubble 0.0%; at most 1 microbatch alive")
+    uneven = ["parallel.pp=2", "parallel.layers_per_stage=[3,1]", "batch.global_size=4", "batch.micro_size=1"]
+    assert " of a rank's own span, " in short(compose(uneven)).splitlines()[3]

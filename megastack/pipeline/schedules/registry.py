@@ -61,11 +61,22 @@ def custom(pp: int, chunks: int, microbatches: int, *, path: str) -> Rows:
     return Schedule.load(path).ranks
 
 
+def _custom_violations(pp: int, chunks: int, microbatches: int, *, path: str) -> list[Violation]:
+    """What is wrong with the file: unreadable, for other sizes, or lists that fail `check`."""
+    try:
+        schedule = Schedule.load(path)
+        _require_sizes(schedule, (pp, chunks, microbatches))
+        check(schedule)
+    except ScheduleError as error:
+        return [Violation("schedule.path", path, str(error).removeprefix(f"schedule.path={path}: "))]
+    return []
+
+
 _KINDS: dict[str, _Kind] = {
     "gpipe": _Kind(gpipe.gpipe, gpipe.peaks, proven=True),
     "1f1b": _Kind(one_f_one_b.one_f_one_b, one_f_one_b.peaks, one_f_one_b.violations, proven=True),
     "interleaved": _Kind(interleaved.interleaved, interleaved.peaks, interleaved.violations, proven=True),
-    "custom": _Kind(custom),
+    "custom": _Kind(custom, violations=_custom_violations),
 }
 
 
@@ -96,7 +107,7 @@ def known_names() -> tuple[str, ...]:
 
 
 def schedule_violations(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> list[Violation]:
-    """What stands against a schedule of these sizes and options (None: not given); reads no file."""
+    """What stands against a schedule of these sizes and options (None: not given); reads the file of `custom`."""
     if name not in _KINDS:
         rule = "is not available yet" if name in PLANNED else "is no schedule"
         return [Violation("schedule.name", name, rule, schedule_names())]
@@ -130,7 +141,7 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
         raise ScheduleError("\n".join(map(str, found)))
     kind = _KINDS[name]
     schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)), name=name)
-    if not kind.proven:
+    if not (kind.proven or kind.violations):
         _require_sizes(schedule, (pp, chunks, microbatches))
         check(schedule)
     return schedule
@@ -160,6 +171,6 @@ def _require_sizes(schedule: Schedule, sizes: tuple[int, int, int]) -> None:
     if held != sizes or schedule.stages != sizes[0] * sizes[1]:
         words = "pp={}, chunks={}, microbatches={}".format
         raise ScheduleError(
-            f"schedule.name={schedule.name}: its lists are for {words(*held)} and {schedule.stages} stages, "
+            f"its lists are for {words(*held)} and {schedule.stages} stages, "
             f"not for {words(*sizes)}; use the sizes of the lists, or other lists"
         )
