@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megastack.config.compose import compose
 from megastack.plan.describe import short
+from megastack.plan.layout import Layout
 
 
 @pytest.mark.parametrize(
@@ -32,9 +35,10 @@ def test_the_second_line_says_who_shares_the_optimizer() -> None:
     assert short(compose(hybrid)).splitlines()[1].endswith("ZeRO-1 over 2 of 4 data ranks on the host")
 
 
-def test_one_of_a_thing_is_in_the_singular_and_equal_bubbles_are_said_once():
-    lines = short(compose(["batch.global_size=1", "batch.micro_size=1"])).splitlines()
+def test_one_of_a_thing_is_in_the_singular_and_equal_bubbles_are_said_once(monkeypatch):
+    config = compose(["batch.global_size=1", "batch.micro_size=1"])
+    lines = short(config).splitlines()
     assert lines[2].startswith("batch     1 sequence = 1 microbatch × 1")
     assert lines[3].startswith("schedule  1f1b, 1 stage; bubble 0.0%; at most 1 microbatch alive")
-    uneven = ["parallel.pp=2", "parallel.layers_per_stage=[3,1]", "batch.global_size=4", "batch.micro_size=1"]
-    assert " of a rank's own span, " in short(compose(uneven)).splitlines()[3]
+    monkeypatch.setattr(Layout, "timeline", replace(Layout(config).timeline, bubble=0.1, step_bubble=0.25))
+    assert "; bubble 10.0% of a rank's own span, 25.0% of the whole step; " in short(config).splitlines()[3]
