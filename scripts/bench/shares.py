@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from bench.sides import Megastack
@@ -33,16 +34,24 @@ def measure_shares(name: str, steps: int = 3) -> dict[str, float]:
 def _shares_on_rank(name: str, steps: int) -> dict[str, float]:
     side = Megastack(LAYOUTS[name])
     side.step(0)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        _train(side, steps)
+        return {}
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        start = time.perf_counter()
-        for number in range(1, 1 + steps):
-            side.step(number)
-        whole = time.perf_counter() - start
+        whole = _train(side, steps)
     seconds = dict.fromkeys([*_KINDS, OTHER], 0.0)
     for event in profiled.key_averages():
         if event.key.startswith("aten::"):
             seconds[_kind(event.key)] += event.self_cpu_time_total / 1e6
     return {kind: spent / whole for kind, spent in seconds.items()} | {REST: 1 - sum(seconds.values()) / whole}
+
+
+def _train(side: Megastack, steps: int) -> float:
+    """The seconds of some steps."""
+    start = time.perf_counter()
+    for number in range(1, 1 + steps):
+        side.step(number)
+    return time.perf_counter() - start
 
 
 def _kind(operation: str) -> str:
