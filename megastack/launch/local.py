@@ -7,14 +7,10 @@ one fails, the accounts that ranks wrote are sorted, and the first is shown last
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import logging
-import math
 import multiprocessing
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +24,7 @@ from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError
 from megastack.launch.account import Seen, account_of
 from megastack.launch.preflight import Prepared, prepare
+from megastack.launch.start import StartLine, agent, die_with_parent
 from megastack.launch.stopping import SIGNALS, StopForwarder, StoppedEarly
 from megastack.launch.survivors import SurvivorKiller
 from megastack.launch.worker import Assignment, threads_per_rank, work
@@ -41,8 +38,6 @@ from megastack.training.state import RunResult
 
 RANKS_PER_CPU = 64
 """Most ranks that are started here for each CPU; more is a mistake, not a plan."""
-QUIET = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
-"""Loggers of the agent; what they have to say about failures is said better by the ranks."""
 
 
 def launch(
@@ -91,15 +86,17 @@ def _require_room(config: TrainConfig) -> None:
 
 def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: StopForwarder) -> RunResult:
     folder, config = RunFolder(prepared.assignment.folder), prepared.assignment.config
+    ranks = mesh_shape(config).world_size
     told = multiprocessing.get_context(agent.start_method).SimpleQueue()
+    line = StartLine(agent.start_method, ranks, config.launch.timeout_s)
     survivors = SurvivorKiller(
-        mesh_shape(config).world_size,
+        ranks,
         lambda: not told.empty() or any(folder.failures.glob("rank_*")),
         config.launch.grace_s,
     )
     try:
         with survivors:
-            returned = elastic_launch(agent, _rank)(prepared.assignment, prepared.dataset, hooks, told)
+            returned = elastic_launch(agent, _rank)(line, prepared.assignment, prepared.dataset, hooks, told)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         seen = Seen(rank, survivors.exit_codes() | {rank: failure.exitcode}, _why_killed(stop))
@@ -132,7 +129,7 @@ def _drained(told: Any) -> list[FailureRecord]:
     return found
 
 
-def _rank(assignment: Assignment, dataset: Dataset, hooks: Hooks | None, told: Any) -> RunResult:
+def _rank(line: StartLine, assignment: Assignment, dataset: Dataset, hooks: Hooks | None, told: Any) -> RunResult:
     """A rank of this launcher: it ends with it, and is asked to stop by SIGTERM only, never by a terminal's SIGINT.
 
     One that fails has left its account; the agent learns no more than that.
@@ -141,41 +138,19 @@ def _rank(assignment: Assignment, dataset: Dataset, hooks: Hooks | None, told: A
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     try:
-        result = work(assignment, dataset, hooks, signals=signals, tell=lambda record: told.put(record.shortened()))
+        result = work(
+            assignment,
+            dataset,
+            hooks,
+            signals=signals,
+            tell=lambda record: told.put(record.shortened()),
+            first=line.wait,
+        )
     except Exception:
         sys.exit(1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     return result
-
-
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent is gone, a killed one included (Linux only)."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
-
-
-def agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConfig:
-    """How torch's elastic agent starts the ranks of this machine, and says little about it."""
-    for name in QUIET:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    if start_method == "forkserver":
-        multiprocessing.set_forkserver_preload(["megastack.launch.worker"])
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method=start_method,
-        signals_to_handle="",
-        shutdown_timeout=math.ceil(config.launch.grace_s),
-    )
 
 
 def _why_killed(stop: StopForwarder) -> str | None:

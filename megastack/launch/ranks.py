@@ -20,23 +20,14 @@ from torch.distributed.launcher.api import elastic_launch
 
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    MegastackError,
-    MeshError,
-    PlacementError,
-    ScheduleError,
-)
+from megastack.errors import ConfigError, MegastackError
 from megastack.launch.environment import adopt_slurm, is_worker, world_size
-from megastack.launch.local import agent, die_with_parent
-from megastack.launch.worker import is_echo, threads_per_rank
+from megastack.launch.start import StartLine, agent, die_with_parent
+from megastack.launch.worker import is_echo, is_refusal, threads_per_rank
 from megastack.mesh.mesh import Mesh
 from megastack.observe.failure import FailureRecord, read_failures
 
 T = TypeVar("T")
-REFUSALS = (ConfigError, CheckpointError, DataError, PlacementError, MeshError, ScheduleError)
 
 
 class RanksFailed(MegastackError):
@@ -49,6 +40,7 @@ class _Task:
     work: Callable[..., Any]
     arguments: tuple[Any, ...]
     failures: Path
+    line: StartLine
 
 
 def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
@@ -64,7 +56,8 @@ def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
     if is_worker() or world == 1:
         return _here(config, work, *arguments)
     with tempfile.TemporaryDirectory(prefix="megastack-") as folder:
-        task = _Task(config, work, arguments, Path(folder))
+        line = StartLine("fork", world, config.launch.timeout_s)
+        task = _Task(config, work, arguments, Path(folder), line)
         try:
             returned = elastic_launch(agent(config, world, "fork"), _rank)(task)
         except ChildFailedError as error:
@@ -90,17 +83,13 @@ def _rank(task: _Task) -> Any:
     die_with_parent()
     rank = int(os.environ["RANK"])
     try:
+        task.line.wait(rank)
         return _here(task.config, task.work, *task.arguments)
     except BaseException as error:
         place, refused = mesh_shape(task.config).coordinates(rank), is_refusal(error)
         record = FailureRecord.of(error, rank, place, step=0, action="", echo=is_echo(error), refused=refused)
         record.write(task.failures / f"rank_{rank:05d}.json")
         raise
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether an error is the user's to mend."""
-    return isinstance(error, REFUSALS)
 
 
 def _account(error: ChildFailedError, folder: Path) -> MegastackError:

@@ -15,7 +15,7 @@ from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, MegastackError
 from megastack.interop.saved import find_saved
 from megastack.launch.environment import is_first_rank, world_size
-from megastack.launch.ranks import is_refusal
+from megastack.launch.worker import is_refusal
 from megastack.observe.console import Console
 
 FAILED = 1

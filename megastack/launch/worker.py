@@ -20,7 +20,15 @@ from megastack.build import Training, build_loop, build_training
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
-from megastack.errors import MegastackError
+from megastack.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MegastackError,
+    MeshError,
+    PlacementError,
+    ScheduleError,
+)
 from megastack.mesh.mesh import Mesh
 from megastack.observe.failure import FailureRecord
 from megastack.observe.folder import RunFolder
@@ -30,6 +38,9 @@ from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop
 from megastack.training.signals import StopRequest
 from megastack.training.state import RunResult
+
+REFUSALS = (ConfigError, CheckpointError, DataError, PlacementError, MeshError, ScheduleError)
+"""What is the user's to mend, and no failure."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ def work(
     *,
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
     tell: Callable[[FailureRecord], object] | None = None,
+    first: Callable[[int], object] | None = None,
 ) -> RunResult:
     """Train on this rank; to be called on every rank of the world, with rank variables in the environment.
 
@@ -65,6 +77,7 @@ def work(
         hooks: what to call on the way.
         signals: those that ask this rank, and so the run, to stop.
         tell: called with this rank's account of its failure where that cannot be written.
+        first: called with this rank before it looks for the others.
     """
     config, folder = assignment.config, RunFolder(assignment.folder)
     torch.set_num_threads(threads_per_rank(config))
@@ -72,6 +85,8 @@ def work(
     rank, loop = int(os.environ.get("RANK", "0")), None
     with StopRequest(config.run.time_limit_s, signals) as stop:
         try:
+            if first is not None:
+                first(rank)
             mesh = Mesh.from_environment(shape, device=config.device.value, timeout_s=config.launch.timeout_s)
             log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
             log.info("started with pid %d on %s, %d threads", os.getpid(), mesh.device, torch.get_num_threads())
@@ -89,7 +104,7 @@ def work(
                 step=0 if loop is None else loop.progress.step,
                 action=_failing(loop, error),
                 echo=is_echo(error) or is_of_others(error, rank),
-                refused=loop is None and isinstance(error, MegastackError),
+                refused=loop is None and is_refusal(error),
             )
             _leave(record, folder.failure(rank), tell)
             raise
@@ -130,6 +145,11 @@ def _leave(record: FailureRecord, path: Path, tell: Callable[[FailureRecord], ob
     except OSError:
         if tell is not None:
             tell(record)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error is the user's to mend."""
+    return isinstance(error, REFUSALS)
 
 
 def is_echo(error: BaseException) -> bool:

@@ -1,0 +1,91 @@
+"""Start ranks on this machine with torch's elastic agent, which watches them and leaves nothing running.
+
+A forked rank inherits the locks of its parent as they are, and nobody in it will ever release those that another thread
+of the parent holds. One such thread serves the store in which ranks find each other: for every connection it asks the
+C library for the name of an address, under a lock. A rank forked in that moment would wait for the lock for ever at its
+own first look-up. So no rank talks to the store before all of them have been forked: they meet at a start line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import multiprocessing
+import signal
+import sys
+import time
+import uuid
+
+from torch.distributed.launcher.api import LaunchConfig
+
+from megastack.config.schema import TrainConfig
+from megastack.errors import MegastackError
+
+QUIET = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+"""Loggers of the agent; what they have to say about failures is said better by the ranks."""
+LOOKS_EVERY_S = 0.002
+
+
+class NotStarted(MegastackError):
+    """Ranks that others wait for have not been started."""
+
+
+class StartLine:
+    """Where ranks of one parent wait until all of them have been started.
+
+    Marks in shared memory, without a lock: a rank that is killed on the way leaves nothing behind that others need.
+
+    Args:
+        method: how the ranks are started, as in :mod:`multiprocessing`.
+        ranks: how many there will be.
+        timeout_s: how long one waits for the others.
+    """
+
+    def __init__(self, method: str, ranks: int, timeout_s: float) -> None:
+        self._arrived = multiprocessing.get_context(method).RawArray("b", ranks)
+        self._timeout_s = timeout_s
+
+    def wait(self, rank: int) -> None:
+        """Wait as ``rank`` until all ranks are here.
+
+        Raises:
+            NotStarted: some were not started in time; about those.
+        """
+        self._arrived[rank] = 1
+        deadline = time.monotonic() + self._timeout_s
+        while missing := [other for other, here in enumerate(self._arrived) if not here]:
+            if time.monotonic() > deadline:
+                raise NotStarted(
+                    f"ranks {', '.join(map(str, missing))} were not started within launch.timeout_s={self._timeout_s:g}"
+                ).about(missing)
+            time.sleep(LOOKS_EVERY_S)
+
+
+def agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConfig:
+    """How torch's elastic agent starts the ranks of this machine, and says little about it."""
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    if start_method == "forkserver":
+        multiprocessing.set_forkserver_preload(["megastack.launch.worker"])
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method=start_method,
+        signals_to_handle="",
+        shutdown_timeout=math.ceil(config.launch.grace_s),
+    )
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent is gone, a killed one included (Linux only)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
