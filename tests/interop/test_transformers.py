@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
+from megastack.interop.folder import HubFolder
 from megastack.interop.proof import proof_tokens
+from megastack.interop.reference import hub_logits
 from megastack.interop.transfer import export_model, import_model
 from tests.interop.hub_folders import CONFIGS, LLAMA3_SCALING, same_bits, stored
 from tests.interop.test_transfer import imported_config
@@ -51,8 +55,6 @@ def test_what_it_saves_comes_back_to_it(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_it_reads_files_of_either_style_as_the_reference_does(family: str, tmp_path: Path) -> None:
-    from megastack.interop.folder import HubFolder
-    from megastack.interop.reference import hub_logits
     from tests.interop.hub_folders import write
 
     folder = write(tmp_path / "x", CONFIGS[family])
@@ -62,3 +64,33 @@ def test_it_reads_files_of_either_style_as_the_reference_does(family: str, tmp_p
         theirs = model(tokens).logits
     ours = hub_logits(HubFolder(folder), tokens)
     torch.testing.assert_close(theirs.double(), ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+
+
+class _NeverFp32(TorchFunctionMode):
+    """Whatever the library casts to fp32 (norms, rotary tables, softmax) stays fp64, so that only rounding is left."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        return func(*map(_wider, args), **{name: _wider(value) for name, value in (kwargs or {}).items()})
+
+
+def _wider(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_are_the_librarys_to_rounding_in_fp64(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**MODELS[family], attn_implementation="eager")
+    with _NeverFp32():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model.save_pretrained(tmp_path / "source")
+    tokens = (torch.arange(32) * 7 % 37).view(2, 16)
+    with torch.no_grad(), _NeverFp32():
+        theirs = model(tokens).logits
+    assert theirs.dtype == torch.float64
+    done = import_model(tmp_path / "source", tmp_path / "in", proof="reference")
+    assert done.proof is not None and done.proof.dtype == "float64" and done.proof.difference <= 1e-10
+    ours = hub_logits(HubFolder(tmp_path / "source"), tokens)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
