@@ -29,6 +29,7 @@ from megastack.errors import (
     PlacementError,
     ScheduleError,
 )
+from megastack.launch.memory import keep_freed_memory
 from megastack.mesh.mesh import Mesh
 from megastack.observe.failure import FailureRecord
 from megastack.observe.folder import RunFolder
@@ -88,6 +89,7 @@ def work(
             if first is not None:
                 first(rank)
             mesh = Mesh.from_environment(shape, device=config.device.value, timeout_s=config.launch.timeout_s)
+            keep_freed_memory(mesh.device)
             log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
             log.info("started with pid %d on %s, %d threads", os.getpid(), mesh.device, torch.get_num_threads())
             trail, report, limit_s = mesh.ledger.trail, folder.report(rank), config.launch.timeout_s
