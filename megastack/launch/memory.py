@@ -1,8 +1,8 @@
 """Memory of a rank on the host: freed tensors stay with the process, for the next microbatch needs the same again.
 
 The C library gives what is free at the end of its heap back to the system, and maps large blocks anew each time. A step
-allocates and frees the same activations once a microbatch, so every page would be taken away and come back zeroed: for a
-small model 5 % of the CPU time.
+allocates and frees the same activations once a microbatch, so every page would be taken away and come back zeroed: for
+a small model 5 % of the CPU time.
 """
 
 from __future__ import annotations
