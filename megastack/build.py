@@ -22,14 +22,19 @@ from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.checkpoint.saver import Saver
 from megastack.comm.objects import all_gather_objects
+from megastack.config.data_stages import StageConfig, stage_at, stage_configs
 from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.data.baseline import bigram_loss
-from megastack.data.blend import History, history_json, history_of, missing_sources
-from megastack.data.dataset import Dataset, Wanted, build_dataset
+from megastack.data.blend import History
+from megastack.data.continuity import identity as data_identity
+from megastack.data.continuity import identity_faults as identity_faults
+from megastack.data.continuity import restored_histories
+from megastack.data.dataset import Dataset, Later, Streams, Wanted, build_dataset
 from megastack.data.loader import Loader
+from megastack.data.stages import Histories, StagedLoader, fresh_histories, stage_orders
 from megastack.data.tokenizers import load_tokenizer
 from megastack.data.validation import ValidationBatches
-from megastack.errors import CheckpointError, ConfigError, spell
+from megastack.errors import CheckpointError, ConfigError, DataError, spell
 from megastack.gradients.interface import Gradients
 from megastack.gradients.make import build_gradients
 from megastack.gradients.sharding import ZeroOptions
@@ -155,7 +160,12 @@ class Training:
     progress: Progress
     dataset: Dataset
     validation: ValidationBatches
-    blend: History = ()
+    histories: Histories
+
+    @property
+    def blend(self) -> History:
+        """The weights of the first stage's blend so far, empty without one."""
+        return self.histories[0]
 
     def state(self) -> State:
         """Weights, moments and progress as checkpoint items; the tensors are views of the live ones."""
@@ -169,7 +179,7 @@ class Training:
             *optimizer_items(kinds, placements, self.mesh),
             *(StateItem.replicated(name, x) for name, x in scalars.items()),
         ]
-        trainer = self.progress.as_json() | identity(self.config, self.dataset, self.blend)
+        trainer = self.progress.as_json() | identity(self.config, self.dataset, self.histories)
         return State(items, trainer)
 
     def weight_items(self) -> list[StateItem]:
@@ -201,9 +211,11 @@ class Training:
         if faults := identity_faults(state.trainer, identity(self.config, self.dataset)):
             raise CheckpointError("\n".join([f"resume={path}: would not continue the same run", *faults]))
         self.progress.__dict__.update(Progress.from_json(state.trainer).__dict__)
-        entry = self.progress.step * self.config.batch.global_size
-        self.blend = self.dataset.history(history_of(state.trainer.get("blend", ())), entry)
-        self.step.loader.order = self.dataset.order(self.config.seed, self.blend)
+        global_size, loader = self.config.batch.global_size, self.step.loader
+        self.histories = restored_histories(self.dataset, state.trainer, global_size)
+        orders = stage_orders(self.dataset, self.config.seed, self.histories, global_size)
+        for part, order in zip(loader.parts if isinstance(loader, StagedLoader) else [loader], orders, strict=True):
+            part.order = order
 
     def load_weights(self, path: Path) -> None:
         """Start from the weights of a checkpoint, in this run's dtypes, everything else fresh."""
@@ -211,36 +223,9 @@ class Training:
         self.step.optimizer.refresh_masters()
 
 
-def identity(config: TrainConfig, dataset: Dataset, blend: History = ()) -> dict[str, Any]:
-    """What has to stay as it is from a run to its resume, since sample order and dropout follow from it.
-
-    Of a blend, whose weights may change, it is the history of weights so far.
-    """
-    batch = {"global_size": config.batch.global_size, "sequence_length": config.batch.sequence_length}
-    return {"seed": config.seed, "batch": batch, "data": dataset.fingerprint} | (
-        {"blend": history_json(blend or dataset.history())} if dataset.blended else {}
-    )
-
-
-def identity_faults(trainer: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """What a checkpoint's trainer state has against being continued by a run of this :func:`identity`."""
-    before = trainer.get("batch") or {}
-    pairs = {"seed": (own["seed"], trainer.get("seed"))}
-    pairs |= {f"batch.{name}": (value, before.get(name)) for name, value in own["batch"].items()}
-    faults = [
-        f"{key}={new}: the checkpoint's run has {old}; use {old}" for key, (new, old) in pairs.items() if new != old
-    ]
-    if trainer.get("data") != own["data"]:
-        faults.append("data: not the samples of the checkpoint's run; use the same files, data.* and sequence length")
-    elif missing := missing_sources(history_of(trainer.get("blend", ())), _present(own)):
-        rule = f"{missing} of the sources of the checkpoint's run are not in it, or have other files"
-        faults.append(f"data.blend: {rule}; keep them, with weight 0 where they are not to be drawn any more")
-    return faults
-
-
-def _present(own: Mapping[str, Any]) -> Mapping[str, float]:
-    """The sources of this run."""
-    return own["blend"][-1]["weights"] if "blend" in own else {}
+def identity(config: TrainConfig, dataset: Dataset, histories: Histories = ()) -> dict[str, Any]:
+    """What has to stay as it is from a run to its resume, since sample order and dropout follow from it."""
+    return data_identity(dataset, seed=config.seed, global_size=config.batch.global_size, histories=histories)
 
 
 def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = None) -> Training:
@@ -269,13 +254,8 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     dp = mesh[Axis.DP]
     where = {"dp_rank": dp.rank, "dp_size": dp.size, "vocab": config.model.vocab}
     batch = {"micro_size": config.batch.micro_size} | where
-    blend = dataset.history()
-    loader = Loader(
-        dataset.train.samples,
-        global_size=config.batch.global_size,
-        order=dataset.order(config.seed, blend),
-        **batch,
-    )
+    histories = fresh_histories(dataset, config.batch.global_size)
+    loader = _loader(config, dataset, histories, batch)
     validation = ValidationBatches(
         dataset.validation.samples,
         microbatches=loader.microbatches,
@@ -292,7 +272,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
         clip_norm=config.optim.clip_norm,
         loss_scale=_loss_scale(config, mesh),
     )
-    return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation, blend)
+    return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation, histories)
 
 
 def build_loop(
@@ -351,8 +331,38 @@ def _groups(config: TrainConfig, stages: Sequence[nn.Module], names: set[str]) -
     return assign_groups(decays, weight_decay=optim.weight_decay, no_decay=optim.no_decay, rules=rules, names=names)
 
 
+def _loader(
+    config: TrainConfig, dataset: Dataset, histories: Histories, batch: Mapping[str, int]
+) -> Loader | StagedLoader:
+    global_size = config.batch.global_size
+    orders = stage_orders(dataset, config.seed, histories, global_size)
+    parts = [
+        Loader(stage.data.train.samples, global_size=global_size, order=order, **batch)
+        for stage, order in zip(dataset.stages, orders, strict=True)
+    ]
+    return StagedLoader([stage.from_step for stage in dataset.stages], parts) if dataset.later else parts[0]
+
+
 def read_dataset(config: TrainConfig) -> Dataset:
-    """The training and validation data of a configuration; needs no process group."""
+    """The training and validation data of a configuration and of its later stages; needs no process group.
+
+    Raises:
+        DataError: about the first stage that cannot be used.
+    """
+    streams: Streams = {}
+    first, *later = stage_configs(config)
+    data = _read_stage(first.config, streams)
+    return replace(data, later=tuple(_read_later(stage, at, streams) for at, stage in enumerate(later)))
+
+
+def _read_later(stage: StageConfig, at: int, streams: Streams) -> Later:
+    try:
+        return Later(stage.from_step, _read_stage(stage.config, streams))
+    except DataError as error:
+        raise DataError(f"data.stages[{at}], from step {stage.from_step} on: {error}") from error
+
+
+def _read_stage(config: TrainConfig, streams: Streams) -> Dataset:
     data = config.data
     return build_dataset(
         source=data.source,
@@ -364,6 +374,7 @@ def read_dataset(config: TrainConfig) -> Dataset:
         document_mask=data.document_mask,
         sequence_length=config.batch.sequence_length,
         vocab=config.model.vocab,
+        read=streams,
     )
 
 
@@ -400,10 +411,12 @@ def _recorder(training: Training, folder: RunFolder, resumed: Path | None, pid: 
     tensorboard = tensorboard_installed() if wanted is None else wanted
     split = training.dataset
     size, chosen = split.vocab, training.validation.chosen
+    stages = stage_configs(config)
+    flops = {stage.from_step: flops_per_token(stage.config) for stage in stages}
     return Recorder(
         steps=config.run.steps,
         devices=mesh.shape.world_size,
-        flops_per_token=flops_per_token(config),
+        flops_per_token=lambda step: flops[stage_at(stages, step).from_step],
         peak_flops=peak_flops(mesh.device, config.precision.compute),
         console=Console(enabled=records),
         log_every=config.run.log_every,

@@ -90,7 +90,7 @@ OTHER_SYSTEMS: Mapping[str, str] = {
     "gradient_clipping": "optim.clip_norm",
     "zero_optimization": "parallel.zero.stage",
     "zero_stage": "parallel.zero.stage",
-    "stages": "parallel.pp",
+    "pipeline.stages": "parallel.pp",
     "num_stages": "parallel.pp",
     "offload_optimizer": "parallel.zero.offload",
     "steps_per_print": "run.log_every",
@@ -163,8 +163,9 @@ def suggest(key: str, known: Sequence[str] | None = None) -> str | None:
     if len(path) > 1 and path[-1] in SWITCHES and path[-2] in OTHER_SYSTEMS:
         path.pop()
     last = path[-1]
-    if known is None and last in OTHER_SYSTEMS:
-        return OTHER_SYSTEMS[last]
+    for name in (".".join(path[-2:]), last):
+        if known is None and name in OTHER_SYSTEMS:
+            return OTHER_SYSTEMS[name]
     choices = known_keys() if known is None else tuple(known)
     named = [choice for choice in choices if choice.split(".")[-1] == last]
     if len(named) == 1:

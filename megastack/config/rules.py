@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from megastack.config.availability import not_available
 from megastack.config.convert import UNUSABLE, UnusableError, replace_values, value_of
 from megastack.config.fields import COMPARISONS, Key, describe_bounds, keys
 from megastack.config.layout_rules import LAYOUT_RULES
-from megastack.config.schema import BlendSource, OptimGroup, TrainConfig
+from megastack.config.schema import BlendSource, DataStage, OptimGroup, TrainConfig
+from megastack.config.stage_rules import STAGE_RULES
 from megastack.config.value_rules import VALUE_RULES
 from megastack.errors import ConfigError
 from megastack.errors import Violation as Violation
 
 Rule = Callable[[TrainConfig, int | None], Iterator[Violation]]
 
-ITEMS = {"optim.groups": OptimGroup, "data.blend": BlendSource}
+ITEMS = {"optim.groups": OptimGroup, "data.blend": BlendSource, "data.stages": DataStage}
 """Lists of sections, and the class of their items."""
 
-RULES: Sequence[Rule] = (not_available, *LAYOUT_RULES, *VALUE_RULES)
+RULES: Sequence[Rule] = (not_available, *LAYOUT_RULES, *VALUE_RULES, *STAGE_RULES)
 
 
 def violations(
@@ -63,10 +65,17 @@ def out_of_range(config: TrainConfig) -> Iterator[Violation]:
     for key in RANGED:
         yield from _range_violations(key.name, key, value_of(config, key.name))
     for name, kind in ITEMS.items():
-        items = value_of(config, name)
-        for at, item in enumerate(items if items is not UNUSABLE else ()):
-            for key in keys(kind):
-                yield from _range_violations(f"{name}[{at}].{key.name}", key, value_of(item, key.name))
+        yield from _items_out_of_range(name, kind, value_of(config, name))
+
+
+def _items_out_of_range(name: str, kind: type, items: Any) -> Iterator[Violation]:
+    for at, item in enumerate(items if items is not UNUSABLE else ()):
+        for key in keys(kind):
+            value, inner = value_of(item, key.name), f"{name}[{at}].{key.name}"
+            if isinstance(value, list) and value and is_dataclass(value[0]):
+                yield from _items_out_of_range(inner, type(value[0]), value)
+            else:
+                yield from _range_violations(inner, key, value)
 
 
 def _range_violations(name: str, key: Key, value: Any) -> Iterator[Violation]:

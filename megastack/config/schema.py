@@ -261,6 +261,21 @@ class BlendSource:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataStage:
+    """A stage of the training data: from a step on, what it names replaces what the stage before it had."""
+
+    from_step: int = required("Completed optimizer steps at which it begins.", least=1)
+    sequence_length: int | None = option(
+        None, "Tokens of one sequence, as in `batch.sequence_length`; null keeps it.", least=1, most=2**31
+    )
+    source: DataSource | None = option(None, "What the paths are, as in `data.source`; null keeps it.")
+    paths: list[str] | None = option(None, "Files, folders or globs of the source; null keeps the data.")
+    blend: list[BlendSource] | None = option(
+        None, "Several sources, drawn by weight, instead of `source` and `paths`; null keeps the data."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """Documents, tokens and how they are cut into sequences."""
 
@@ -272,6 +287,11 @@ class DataOptions:
         [],
         "Several sources, drawn by weight, instead of `data.source` and `data.paths`: `[{paths: […], weight: …}]`. "
         "Weights may change at a resume.",
+    )
+    stages: list[DataStage] = option(
+        [],
+        "Other data or another sequence length from a step on: `[{from_step: …, sequence_length: …, paths: […]}]`; "
+        "the other keys are the first stage.",
     )
     tokenizer: str = option("byte", "`byte`, or the path of a `tokenizer.json`.")
     validation_fraction: float = option(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megastack.config.convert import value_of
-from megastack.config.schema import DataOptions, RopeOptions, TrainConfig
+from megastack.config.schema import RopeOptions, TrainConfig
 from megastack.errors import Violation
 
 BYTE_IDS = 256
@@ -120,11 +120,8 @@ def learning_rate_fits(config: TrainConfig, world_size: int | None) -> Iterator[
 
 def data_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
     """Sources have the paths they read, and the vocabulary holds every byte where bytes are the tokens."""
+    yield from source_fits(config, "data.")
     data = config.data
-    if data.blend:
-        yield from _blend_fits(data)
-    else:
-        yield from _paths_fit("data.", data.source, data.paths)
     kinds = {each.source for each in data.blend} or {data.source}
     if data.tokenizer == "byte" and config.model.vocab < BYTE_IDS and kinds != {"bin"}:
         rule = f"must hold the {BYTE_IDS} ids of data.tokenizer=byte"
@@ -133,14 +130,19 @@ def data_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation
         yield Violation("data.pack", data.pack, "token files are packed, without a list of their documents", (True,))
 
 
-def _blend_fits(data: DataOptions) -> Iterator[Violation]:
+def source_fits(config: TrainConfig, prefix: str) -> Iterator[Violation]:
+    """The source or the blend of a configuration without stages, its keys named with this prefix."""
+    data = config.data
+    if not data.blend:
+        yield from _paths_fit(prefix, data.source, data.paths)
+        return
     if data.paths:
-        yield Violation("data.paths", data.paths, "data.blend names the paths of each of its sources", ([],))
+        yield Violation(f"{prefix}paths", data.paths, f"{prefix}blend names the paths of each of its sources", ([],))
     for at, each in enumerate(data.blend):
-        yield from _paths_fit(f"data.blend[{at}].", each.source, each.paths)
+        yield from _paths_fit(f"{prefix}blend[{at}].", each.source, each.paths)
     if not any(each.weight for each in data.blend):
         rule = "no source has a weight above 0"
-        yield Violation("data.blend", [each.weight for each in data.blend], rule, ("weights like 0.7 and 0.3",))
+        yield Violation(f"{prefix}blend", [each.weight for each in data.blend], rule, ("weights like 0.7 and 0.3",))
 
 
 def _paths_fit(prefix: str, source: str, paths: Sequence[str]) -> Iterator[Violation]:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastack.batch import IGNORED_LABEL
-from megastack.data.order import SampleOrder
+from megastack.data.order import SampleOrder, Taken
 from megastack.data.packing import Rows, Samples
 from megastack.errors import DataError
 from megastack.random import stream_key
@@ -81,15 +81,18 @@ class BlendOrder:
         counts: samples of each source, by its digest.
         history: what the weights were and are; see :func:`continued`.
         seed: decides the order within each source.
+        taken: sources that were drawn from before the history begins; they go on where they were.
     """
 
-    def __init__(self, counts: Mapping[str, int], history: History, seed: int) -> None:
+    def __init__(
+        self, counts: Mapping[str, int], history: History, seed: int, taken: Mapping[str, Taken] | None = None
+    ) -> None:
+        before = {digest: (taken or {}).get(digest, Taken(stream_key(seed, digest))) for digest in counts}
+        self._before = before
         self._offsets = np.cumsum([0, *counts.values()], dtype=np.int64)
-        self._orders = [
-            SampleOrder(count, stream_key(seed, digest)) if count else None for digest, count in counts.items()
-        ]
+        self._orders = [SampleOrder(count, before[digest].seed) if count else None for digest, count in counts.items()]
         self._begins = np.array([stretch.begin for stretch in history], dtype=np.int64)
-        consumed = np.zeros(len(counts), dtype=np.int64)
+        consumed = np.array([each.draws for each in before.values()], dtype=np.int64)
         self._pieces: list[_Piece] = []
         for stretch, end in zip(history, [*(s.begin for s in history[1:]), None], strict=True):
             piece = _Piece([stretch.weights.get(digest, 0.0) for digest in counts], consumed)
@@ -106,6 +109,14 @@ class BlendOrder:
             assert order is not None, "a source without samples is not drawn"
             samples[chosen] = self._offsets[source] + order.many(draws[chosen])
         return samples
+
+    def taken(self, entry: int) -> dict[str, Taken]:
+        """How far each source is drawn when `entry`, one after the last begin of the history, is the next."""
+        draws = self._pieces[-1].consumed(entry - int(self._begins[-1]))
+        return {
+            digest: Taken(before.seed, int(count))
+            for (digest, before), count in zip(self._before.items(), draws, strict=True)
+        }
 
     def draws(self, entries: Int64s) -> tuple[Int64s, Int64s]:
         """The source of each entry, and how often that source was drawn before it."""

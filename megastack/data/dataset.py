@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megastack.data.blend import BlendOrder, History, JoinedSamples, check_weights, continued
-from megastack.data.order import Order, SampleOrder
+from megastack.data.order import Order, SampleOrder, Taken
 from megastack.data.packing import PackedSamples, Samples, SingleSamples, Stream
 from megastack.data.sources import read_documents
 from megastack.data.spans import Span, SpanStream, split_file
@@ -54,6 +54,10 @@ class Joined:
     samples: Samples
 
 
+Streams = dict[tuple[str, ...], tuple[Stream, Stream]]
+"""Training and validation tokens by kind and paths of their source."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """A source as a user names it: its kind, its paths, its weight in a blend."""
@@ -71,6 +75,7 @@ class Dataset:
         sources: the sources; several make a blend.
         vocab: ids are below it: the tokenizer's size, or the model's vocabulary where there are token files.
         blended: whether the sources are drawn by weight, be it only one.
+        later: what a run goes on with, stage by stage; see :mod:`megastack.data.stages`.
     """
 
     sources: tuple[Source, ...]
@@ -81,6 +86,7 @@ class Dataset:
     blended: bool = False
     tokenizer: Tokenizer | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
+    later: tuple[Later, ...] = ()
 
     @property
     def train(self) -> Split | Joined:
@@ -102,24 +108,50 @@ class Dataset:
         parts = [*cut, self.validation_fraction, "blend"] if self.blended else [*digests, *cut]
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
+    @property
+    def stages(self) -> tuple[Later, ...]:
+        """All stages of the run, this one first."""
+        return (Later(0, self), *self.later)
+
     def history(self, before: History = (), entry: int = 0) -> History:
         """The stretches of weights of a run that goes on at `entry`; empty without a blend."""
         return continued(before, entry, self.weights) if self.blended else ()
 
-    def order(self, seed: int, history: History) -> Order:
-        """The endless order of the training samples."""
+    def order(
+        self, seed: int, history: History = (), *, begin: int = 0, taken: Mapping[str, Taken] | None = None
+    ) -> Order:
+        """The endless order of the training samples.
+
+        Args:
+            seed: the run's.
+            history: of a blend, its weights so far.
+            begin: the entry of the run's stream at which these samples have their turn.
+            taken: how far sources were drawn before that, by digest.
+        """
         if not self.blended:
-            return SampleOrder(len(self.train.samples), seed)
+            before = next(iter(taken.values())) if taken else Taken(seed)
+            return SampleOrder(len(self.train.samples), before.seed, before.draws - begin)
         counts = dict(zip(self.weights, (len(source.train.samples) for source in self.sources), strict=True))
-        return BlendOrder(counts, history, seed)
+        return BlendOrder(counts, history, seed, taken)
 
     def describe(self) -> str:
-        """Documents, tokens and samples of both splits of every source, for people."""
-        return "\n".join(line for source in self.sources for line in _described(source, self._title(source)))
+        """Documents, tokens and samples of both splits of every source of every stage, for people."""
+        lines = [line for source in self.sources for line in _described(source, self._title(source))]
+        for stage in self.later:
+            lines += [f"from step {stage.from_step} on: {line}" for line in stage.data.describe().splitlines()]
+        return "\n".join(lines)
 
     def _title(self, source: Source) -> str:
         total = sum(each.weight for each in self.sources)
         return f"{source.name} ({source.weight / total:.2%} of the samples) " if self.blended else ""
+
+
+@dataclass(frozen=True)
+class Later:
+    """A later stage of a run: what it trains on from a step on."""
+
+    from_step: int
+    data: Dataset
 
 
 def _described(source: Source, title: str) -> list[str]:
@@ -144,8 +176,11 @@ def build_dataset(
     document_mask: bool = True,
     sequence_length: int,
     vocab: int | None = None,
+    read: Streams | None = None,
 ) -> Dataset:
     """Read, split, tokenize and cut; the arguments are the `data.*` keys of the same names and two sizes.
+
+    `read` keeps the tokens of what was read, for other datasets with the same tokenizer and fraction.
 
     Raises :class:`DataError` for whatever is wrong with a source (see :func:`megastack.data.sources.read_documents` and
     :func:`megastack.data.token_files.open_token_files`), for a tokenizer that cannot be loaded or does not fit `vocab`,
@@ -158,9 +193,12 @@ def build_dataset(
         loaded = load_tokenizer(tokenizer)
         if vocab is not None:
             check_vocab(vocab, loaded)
-    sources = []
+    sources, read = [], {} if read is None else read
     for each in wanted:
-        streams = _streams(each, loaded, validation_fraction)
+        key = (each.source, *map(str, each.paths))
+        if key not in read:
+            read[key] = _streams(each, loaded, validation_fraction)
+        streams = read[key]
         train, held = (Split(stream, _samples(stream, sequence_length, pack, document_mask)) for stream in streams)
         named = Source(train, held, name=",".join(map(str, each.paths)) or each.source, weight=each.weight)
         if each.weight:

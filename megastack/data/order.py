@@ -7,6 +7,7 @@ number and nothing else, and no rank holds state. It shuffles numbers, and knows
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -24,18 +25,27 @@ class Order(Protocol):
         """The sample at each of these entries."""
 
 
-class SampleOrder:
-    """The endless order over `count` samples that belongs to `seed`."""
+@dataclass(frozen=True)
+class Taken:
+    """How far the samples of a source were drawn: `draws` of them, in the order that belongs to `seed`."""
 
-    def __init__(self, count: int, seed: int) -> None:
+    seed: int
+    draws: int = 0
+
+
+class SampleOrder:
+    """The endless order over `count` samples that belongs to `seed`; it may begin `skip` entries later (or earlier)."""
+
+    def __init__(self, count: int, seed: int, skip: int = 0) -> None:
         assert count > 0, "an order needs at least one sample"
         self._count = count
         self._seed = seed
+        self._skip = skip
         self._recent: dict[int, Permutation] = {}
 
     def many(self, entries: Int64s) -> Int64s:
         """The sample at each of these entries (any int64 numbers >= 0, any shape) of the endless stream."""
-        epochs, places = np.divmod(np.asarray(entries, dtype=np.int64), self._count)
+        epochs, places = np.divmod(np.asarray(entries, dtype=np.int64) + self._skip, self._count)
         samples = np.empty_like(places)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch

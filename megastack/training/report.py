@@ -30,7 +30,7 @@ class Recorder:
     Attributes:
         steps: the run's last step.
         devices: the number of ranks.
-        flops_per_token: model FLOPs of training on one token, forward and backward.
+        flops_per_token: model FLOPs of training on one token, forward and backward, by the 0-based step.
         peak_flops: of one device, in the compute dtype; ``None`` where it is not known, and then there is no MFU.
         metrics: ``None`` on ranks that do not record.
         status: the path of ``status.json``, ``None`` likewise.
@@ -41,7 +41,7 @@ class Recorder:
 
     steps: int
     devices: int
-    flops_per_token: float
+    flops_per_token: Callable[[int], float]
     peak_flops: float | None
     console: Console
     log_every: int = 1
@@ -78,7 +78,7 @@ class Recorder:
         self, progress: Progress, outcome: StepOutcome, losses: tuple[float, float], spent: Spent
     ) -> dict[str, Any]:
         rate = outcome.tokens / spent.seconds
-        used = rate * self.flops_per_token / self.devices
+        used = rate * self.flops_per_token(progress.step - 1) / self.devices
         return {
             "loss": losses[0],
             "grad_norm": losses[1],

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megastack.batch import Microbatch
 from megastack.data.loader import Loader
+from megastack.data.stages import StagedLoader
 from megastack.gradients.interface import Gradients
 from megastack.gradients.norm import clip_gradients_, is_nonfinite
 from megastack.mesh.mesh import Mesh
@@ -54,7 +55,7 @@ class TrainStep:
     """
 
     mesh: Mesh
-    loader: Loader
+    loader: Loader | StagedLoader
     pipeline: Pipeline
     buckets: Gradients
     optimizer: Optimizer

@@ -1,0 +1,56 @@
+"""What a run's data and sequence length are from which step on: ``data.stages`` with everything filled in.
+
+Each stage is given as the configuration that a run of it alone would have, so that whatever asks a configuration (the
+rules, FLOPs, activations, the data itself) can be asked about a stage. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megastack.config.schema import DataOptions, DataSource, DataStage, TrainConfig
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage: the completed steps at which it begins, and a configuration without other stages."""
+
+    from_step: int
+    config: TrainConfig
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of one sequence."""
+        return self.config.batch.sequence_length
+
+
+def stage_configs(config: TrainConfig) -> list[StageConfig]:
+    """The stages of a run in order, the first of them from step 0 on."""
+    first = replace(config, data=replace(config.data, stages=[]))
+    found = [StageConfig(0, first)]
+    for stage in config.data.stages:
+        before = found[-1].config
+        length = before.batch.sequence_length if stage.sequence_length is None else stage.sequence_length
+        batch = replace(before.batch, sequence_length=length)
+        found.append(StageConfig(stage.from_step, replace(before, batch=batch, data=_data(before.data, stage))))
+    return found
+
+
+def _data(before: DataOptions, stage: DataStage) -> DataOptions:
+    """What a stage names takes the place of what was there: a blend that of one source, and the reverse."""
+    if stage.blend is not None:
+        return replace(before, blend=stage.blend, source=DataSource.builtin, paths=[])
+    if stage.paths is None and stage.source is None:
+        return before
+    paths = [] if stage.paths is None else stage.paths
+    return replace(before, blend=[], source=before.source if stage.source is None else stage.source, paths=paths)
+
+
+def stage_at(stages: list[StageConfig], step: int) -> StageConfig:
+    """The stage of the 0-based ``step``."""
+    return next(stage for stage in reversed(stages) if stage.from_step <= step)
+
+
+def longest(config: TrainConfig) -> TrainConfig:
+    """The configuration of the stage with the longest sequence, the first of these."""
+    return max(stage_configs(config), key=lambda stage: stage.sequence_length).config

@@ -1,0 +1,207 @@
+"""Stages of the data: which samples have their turn, stops and resumes anywhere, and what a resume may change."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megastack.build import Training, build_training, identity, identity_faults, read_dataset
+from megastack.checkpoint.save import save
+from megastack.config.layout_rules import mesh_shape
+from megastack.config.schema import TrainConfig
+from megastack.data.dataset import Dataset, Later, Wanted, build_dataset
+from megastack.data.stages import StagedLoader, fresh_histories, stage_orders
+from megastack.errors import CheckpointError, DataError
+from megastack.mesh.mesh import Mesh
+from megastack.testing.gather import gather_whole
+from megastack.testing.ranks import run_ranks
+from megastack.testing.training import composed
+from tests.data.token_cases import write_by_hand
+from tests.tiny_runs import overrides
+
+# Which samples have their turn.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(1)
+    for name in "abc":
+        write_by_hand(tmp_path / name, rng.integers(0, 256, (60, 9)).tolist(), 8)
+    return tmp_path
+
+
+def cut(folder: Path, weights: str, length: int = 4) -> Dataset:
+    """Token files by name, one alone or several with a digit as weight: `a`, `a1b3`."""
+    pairs = list(zip(weights[::2], weights[1::2], strict=True)) if len(weights) > 1 else []
+    blend = [Wanted("bin", [folder / name], float(weight)) for name, weight in pairs]
+    paths = [] if blend else [folder / weights]
+    return build_dataset(source="bin", paths=paths, blend=blend, sequence_length=length, vocab=256)
+
+
+def consumed(data: Dataset, size: int, steps: int) -> list[tuple[int, np.ndarray]]:
+    """Stage and first tokens of the samples of each step."""
+    orders = stage_orders(data, 3, fresh_histories(data, size), size)
+    found = []
+    for step in range(steps):
+        at = sum(stage.from_step <= step for stage in data.stages) - 1
+        numbers = orders[at].many(step * size + np.arange(size, dtype=np.int64))
+        found.append((at, data.stages[at].data.train.samples.rows(numbers).tokens_BS[:, :4]))
+    return found
+
+
+def distinct(rows: list[np.ndarray]) -> int:
+    return len({tuple(row) for row in np.concatenate(rows).tolist()})
+
+
+@pytest.mark.parametrize(
+    ("stages", "together"),
+    [
+        (["a", "b", "a"], [(0, 2), (1,)]),
+        (["a1b1", "a1b3", "a", "b"], [(0, 1, 2, 3)]),
+        (["a", "a1b2c1", "c"], [(0, 1, 2)]),
+        (["a", "a1b0", "b"], [(0, 1), (2,)]),
+    ],
+    ids=["there_and_back", "weights", "alone_and_in_a_blend", "weight_0"],
+)
+def test_a_source_goes_on_where_an_earlier_stage_left_it(
+    stages: list[str], together: list[tuple[int, ...]], folder: Path
+) -> None:
+    first, *later = (cut(folder, weights) for weights in stages)
+    data = replace(first, later=tuple(Later(3 * at, each) for at, each in enumerate(later, 1)))
+    found = consumed(data, 8, 3 * len(stages))
+    for group in together:
+        rows = [tokens for at, tokens in found if at in group]
+        assert distinct(rows) == 8 * len(rows)
+
+
+def test_each_stage_is_gone_through_without_repeats_or_gaps(folder: Path) -> None:
+    """A stage of another length begins at its own first entry, whatever step that is; an epoch has every sample."""
+    first, second = cut(folder, "a"), cut(folder, "a", 7)
+    data = replace(first, later=(Later(5, second),))
+    samples = second.train.samples
+    epoch = len(samples)
+    (order,) = stage_orders(data, 3, fresh_histories(data, 8), 8)[1:]
+    assert sorted(order.many(40 + np.arange(epoch))) == list(range(epoch))
+    alone = stage_orders(second, 3, fresh_histories(second, 8), 8)[0]
+    assert np.array_equal(order.many(40 + np.arange(3 * epoch)), alone.many(np.arange(3 * epoch)))
+
+
+# Stops and resumes.
+
+STAGED = "{from_step:2,sequence_length:24},{from_step:4,paths:[OTHER],sequence_length:8}"
+MORE = ["run.steps=6", "optim.name=adamw", "optim.lr=0.01", "model.dropout=0.1"]
+
+
+def tiny(folder: Path, stages: str, *more: str) -> TrainConfig:
+    """A tiny run with these stages, in which OTHER is another text."""
+    other = folder / "other.jsonl"
+    other.write_text("".join(f'{{"text": "{n} plus {n} makes {2 * n}."}}\n' for n in range(40)))
+    return composed(overrides(folder), MORE, f"data.stages=[{stages.replace('OTHER', str(other))}]", *more)
+
+
+def steps_of(config: TrainConfig, cuts: list[int], folder: str) -> Any:
+    """Steps from a checkpoint to the next; what was seen, and the state at the end."""
+    seen = []
+    for first, last in pairwise(cuts):
+        training = build_training(config, Mesh.from_environment(mesh_shape(config), device="cpu"))
+        if first:
+            training.restore(Path(folder) / f"step_{first:08d}")
+        for step in range(first, last):
+            outcome = training.step(step)
+            training.progress.step = step + 1
+            training.progress.consumed_tokens += outcome.tokens
+            seen.append((float(outcome.loss), float(outcome.grad_norm), training.progress.consumed_tokens))
+        save(f"{folder}/step_{last:08d}", training.state(), training.mesh).wait()
+    return seen, gather_whole(training.weight_items(), training.mesh)[0]
+
+
+@pytest.mark.parametrize(("layout", "cuts"), [([], [0, 1, 2, 3, 4, 5, 6]), (["parallel.pp=2"], [0, 2, 5, 6])])
+def test_a_run_stopped_in_and_between_stages_is_the_straight_one_bitwise(
+    layout: list[str], cuts: list[int], tmp_path: Path
+) -> None:
+    config = tiny(tmp_path, STAGED, *layout)
+    ranks = mesh_shape(config).world_size
+    expected, weights = run_ranks(steps_of, ranks, config, [0, 6], str(tmp_path / "straight"))[0]
+    found, others = run_ranks(steps_of, ranks, config, cuts, str(tmp_path / "cut"))[0]
+    assert found == expected
+    assert all(torch.equal(others[name], weight) for name, weight in weights.items())
+
+
+def test_a_stage_goes_on_with_other_degrees(tmp_path: Path) -> None:
+    expected, _ = run_ranks(steps_of, 1, tiny(tmp_path, STAGED), [0, 3, 6], str(tmp_path / "at"))[0]
+    for layout in (["parallel.dp=2"], ["parallel.dp=2", "parallel.tp=2", "parallel.zero.stage=1"]):
+        config = tiny(tmp_path, STAGED, *layout)
+        found, _ = run_ranks(steps_of, mesh_shape(config).world_size, config, [3, 6], str(tmp_path / "at"))[0]
+        assert [row[2] for row in found] == [row[2] for row in expected[3:]]
+        for one, other in zip(found, expected[3:], strict=True):
+            assert one == pytest.approx(other, rel=1e-10)
+
+
+# What a resume may change.
+
+
+def of_checkpoint(config: TrainConfig, step: int) -> dict[str, Any]:
+    """What a checkpoint of a step says of its run."""
+    return {"step": step} | identity(config, read_dataset(config))
+
+
+LONGER, SWITCH = "{from_step:2,sequence_length:24}", "{from_step:4,paths:[OTHER]}"
+NOT_THOSE = r"data\.stages\[0\]: not the samples of the checkpoint's run; use the same files"
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "after", "fault"),
+    [
+        ("", 3, "{from_step:3,sequence_length:24}", None),
+        (f"{LONGER},{SWITCH}", 4, LONGER, None),
+        (f"{LONGER},{SWITCH}", 2, "{from_step:3,sequence_length:12}", None),
+        (LONGER, 3, f"{LONGER},{SWITCH}", None),
+        ("", 3, LONGER, r"data\.stages\[0\]\.from_step=2: .* went on to step 3 without this stage; use 3 or more"),
+        (LONGER, 3, "", r"data\.stages: the checkpoint's run has one from step 2 on; use the same up to step 3"),
+        (LONGER, 3, "{from_step:1,sequence_length:24}", r"stages\[0\]\.from_step=1: .* has 2; use 2"),
+        (LONGER, 3, "{from_step:2,sequence_length:12}", r"stages\[0\]\.sequence_length=12: .* has 24; use 24"),
+        (f"{LONGER},{SWITCH}", 5, f"{LONGER},{{from_step:4,sequence_length:24}}", NOT_THOSE.replace("0", "1")),
+        (SWITCH, 5, "{from_step:4,sequence_length:16}", NOT_THOSE),
+    ],
+)
+def test_only_stages_that_have_not_begun_may_change(
+    before: str, step: int, after: str, fault: str | None, tmp_path: Path
+) -> None:
+    config = tiny(tmp_path, after)
+    faults = identity_faults(of_checkpoint(tiny(tmp_path, before), step), identity(config, read_dataset(config)))
+    assert len(faults) == (fault is not None)
+    assert fault is None or re.search(fault, faults[0])
+
+
+def test_weights_may_change_in_the_stage_that_goes_on_and_not_in_one_that_is_over(folder: Path) -> None:
+    def training(first: int, second: int) -> Training:
+        parts = [f"[{{paths:[{folder}/a],weight:1}},{{paths:[{folder}/b],weight:{w}}}]" for w in (first, second)]
+        blend = [f"data.blend={parts[0]}", "data.source=builtin", "data.paths=[]"]
+        return build_training(tiny(folder, f"{{from_step:2,blend:{parts[1]}}}", *blend), Mesh.single())
+
+    before, path = training(1, 2), folder / "step_3"
+    before.progress.step = 3
+    save(path, before.state(), before.mesh).wait()
+    changed = training(1, 5)
+    changed.restore(path)
+    assert [[stretch.begin for stretch in history] for history in changed.histories] == [[0], [8, 12]]
+    loader = changed.step.loader
+    assert isinstance(loader, StagedLoader)
+    numbers = np.concatenate([loader.sample_numbers(step) for step in range(6)])
+    assert len(set(numbers.tolist())) == 24
+    with pytest.raises(CheckpointError, match=r"data\.blend: its stage is over, other weights would do nothing"):
+        training(3, 2).restore(path)
+
+
+def test_data_that_a_later_stage_cannot_use_are_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.stages\[0\], from step 2 on: .*nowhere\.jsonl"):
+        read_dataset(tiny(tmp_path, f"{{from_step:2,paths:[{tmp_path}/nowhere.jsonl]}}"))
+    with pytest.raises(DataError, match=r"data\.stages\[1\], from step 3 on: batch\.sequence_length=90000"):
+        read_dataset(tiny(tmp_path, f"{LONGER},{{from_step:3,sequence_length:90000}}"))
