@@ -424,6 +424,7 @@ def _recorder(training: Training, folder: RunFolder, resumed: Path | None, pid: 
         status=folder.status if records else None,
         pid=os.getpid() if pid is None else pid,
         last_checkpoint=resumed,
+        stages={stage.from_step: str(stage) for stage in stages[1:]},
         baseline=lambda: bigram_loss(split.train.samples, split.validation.samples, size, chosen=chosen),
     )
 

@@ -23,6 +23,9 @@ class StageConfig:
         """Tokens of one sequence."""
         return self.config.batch.sequence_length
 
+    def __str__(self) -> str:
+        return f"{source_text(self.config)}; sequences of {self.sequence_length:,} tokens"
+
 
 def stage_configs(config: TrainConfig) -> list[StageConfig]:
     """The stages of a run in order, the first of them from step 0 on."""
@@ -54,3 +57,11 @@ def stage_at(stages: list[StageConfig], step: int) -> StageConfig:
 def longest(config: TrainConfig) -> TrainConfig:
     """The configuration of the stage with the longest sequence, the first of these."""
     return max(stage_configs(config), key=lambda stage: stage.sequence_length).config
+
+
+def source_text(config: TrainConfig) -> str:
+    """The training data of a configuration, e.g. ``bin corpus/web 70.0% + bin corpus/books 30.0%``."""
+    data, total = config.data, sum(each.weight for each in config.data.blend)
+    if not data.blend:
+        return " ".join([data.source.value, *data.paths])
+    return " + ".join(f"{each.source.value} {' '.join(each.paths)} {each.weight / total:.1%}" for each in data.blend)

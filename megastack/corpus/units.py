@@ -155,7 +155,7 @@ def _parquet_file(path: str) -> Any:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise DataError(f"{path}: needs pyarrow; use pip install pyarrow, or .jsonl files") from error
+        raise DataError(f"{path}: needs pyarrow; use pip install 'megastack[parquet]', or .jsonl files") from error
     try:
         return parquet.ParquetFile(path)
     except (ArrowException, OSError) as error:

@@ -26,7 +26,9 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``evaluate``, beside the configuration's."""
     _add_source(parser)
     parser.add_argument(
-        "--file", metavar="FILE", help="a text, .jsonl or .npy file (default: the validation split of its run)"
+        "--file",
+        metavar="FILE",
+        help="a text, .jsonl, .bin/.idx or .npy file (default: the validation split of its run)",
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megastack.config.convert import to_plain
+from megastack.config.data_stages import longest
 from megastack.config.schema import ModelOptions, TrainConfig
 from megastack.errors import ConfigError, Violation, spell
 from megastack.interop.hub_config import ARCHITECTURES, Architecture
@@ -115,7 +116,7 @@ def _llama_like(config: TrainConfig, architecture: Architecture) -> dict[str, An
         "head_dim": head_dim(model),
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
-        "max_position_embeddings": config.batch.sequence_length,
+        "max_position_embeddings": longest(config).batch.sequence_length,
         "attention_dropout": model.attention_dropout,
         **_rope(model),
     }

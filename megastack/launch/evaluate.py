@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megastack.build import load_stages, read_dataset
+from megastack.config.data_stages import stage_configs
 from megastack.config.schema import TrainConfig
+from megastack.data.indexed import idx_path
 from megastack.data.packing import Samples, SingleSamples
 from megastack.data.sources import read_documents
 from megastack.data.stream import TokenStream, stream_of
+from megastack.data.token_files import check_ids, open_token_files
 from megastack.data.tokenizers import check_vocab, load_tokenizer
 from megastack.data.validation import ValidationBatches
 from megastack.errors import ConfigError, DataError
@@ -24,6 +25,9 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.stages import configured_schedule
 from megastack.observe.console import Console
+
+TOKEN_FILES = (".bin", ".idx", ".npy")
+_LOOKED_AT = 1 << 20  # tokens at a time
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ def _score(config: TrainConfig, mesh: Mesh, checkpoint: Path, texts: _Texts) -> 
 
 def _own_split(config: TrainConfig) -> _Texts:
     """What the run itself validates on."""
-    validation = read_dataset(config).validation
+    (first, *_) = stage_configs(config)
+    validation = read_dataset(first.config).validation
     if not len(validation.samples):
         raise ConfigError(
             f"data.validation_fraction={config.data.validation_fraction}: the run has no validation split; use --file"
@@ -91,8 +96,8 @@ def _file(config: TrainConfig, path: Path) -> _Texts:
 
 
 def _stream(config: TrainConfig, path: Path) -> TokenStream:
-    if path.suffix == ".npy":
-        return stream_of([_token_file(path)], config.model.vocab)
+    if path.suffix in TOKEN_FILES or idx_path(path).is_file():
+        return _token_stream(path, config.model.vocab)
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocab(config.model.vocab, tokenizer)
     if path.suffix == ".jsonl":
@@ -100,11 +105,12 @@ def _stream(config: TrainConfig, path: Path) -> TokenStream:
     return stream_of(tokenizer.encode([b"".join(read_documents("text", [path]))]), tokenizer.size)
 
 
-def _token_file(path: Path) -> Any:
+def _token_stream(path: Path, vocab: int) -> TokenStream:
+    """The documents of a token file; its ids stay in the file and are looked at once."""
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"--file {path}: cannot be read ({error}); use a file that numpy.save made") from None
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(f"--file {path}: holds {tokens.dtype} of shape {tokens.shape}; use a flat array of integers")
-    return tokens.astype(np.int64)
+        (file,) = open_token_files([path])
+        for begin in range(0, file.tokens, _LOOKED_AT):
+            check_ids(file, vocab, begin, min(file.tokens, begin + _LOOKED_AT))
+    except DataError as error:
+        raise DataError(f"--file {path}: {error}") from error
+    return TokenStream(file.read(0, file.tokens), file.starts(0, file.tokens))

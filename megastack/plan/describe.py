@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megastack.config.data_stages import source_text, stage_configs
 from megastack.config.schema import TrainConfig
 from megastack.mesh.shape import DENSE_AXES
 from megastack.models.stages import StageSlice
@@ -16,9 +17,9 @@ MOST_PLACES = 16
 
 
 def short(config: TrainConfig, world_size: int | None = None) -> str:
-    """Four lines: model, grid, batch, schedule."""
+    """Four lines: model, grid, batch, schedule; between them one for each stage of the data where there are several."""
     layout = Layout(config, world_size)
-    return "\n".join([_model(layout), _grid(layout), _batch(layout), _schedule_figures(layout)])
+    return "\n".join([_model(layout), _grid(layout), _batch(layout), *_stages(config), _schedule_figures(layout)])
 
 
 def full(config: TrainConfig, world_size: int | None = None) -> str:
@@ -56,6 +57,10 @@ def as_record(config: TrainConfig, world_size: int | None = None) -> dict[str, o
                 "activation_bytes": share.activation_bytes,
             }
             for share in layout.pipeline_ranks()
+        ],
+        "data_stages": [
+            {"from_step": stage.from_step, "sequence_length": stage.sequence_length, "data": source_text(stage.config)}
+            for stage in stage_configs(config)
         ],
     }
 
@@ -108,6 +113,17 @@ def _batch(layout: Layout) -> str:
         f"{counted(layout.microbatches, 'microbatch', 'microbatches')} × {batch.micro_size} × "
         f"dp {layout.shape.dp}; × {counted(batch.sequence_length, 'token')} = {tokens:,} a step"
     )
+
+
+def _stages(config: TrainConfig) -> list[str]:
+    """A line for each stage of the data; none for a run of one."""
+    stages = stage_configs(config)
+    ends = [*(stage.from_step for stage in stages[1:]), config.run.steps]
+    lines = []
+    for stage, end in zip(stages, ends, strict=True):
+        tokens = config.batch.global_size * stage.sequence_length
+        lines.append(f"steps {stage.from_step + 1:,}–{end:,}: {stage}, {tokens:,} a step")
+    return [f"{'stages' if not at else '':<10}{line}" for at, line in enumerate(lines)] if len(lines) > 1 else []
 
 
 def _schedule_figures(layout: Layout) -> str:

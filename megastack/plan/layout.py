@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from megastack.config.data_stages import longest
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.mesh.shape import MeshShape
@@ -80,8 +81,9 @@ class Layout:
         return RankShare(place, tuple(own), sum(counts), total, peak, self._activations(own, peak))
 
     def _activations(self, own: list[StageSlice], peak: float) -> int:
-        """Microbatches alive times what each keeps, and one block that is recomputed."""
-        each = [activation_bytes(self.config, s.layers, embedding=s.embedding, head=s.head) for s in own]
+        """Microbatches alive times what each keeps, and one block that is recomputed; of the longest sequences."""
+        config = longest(self.config)
+        each = [activation_bytes(config, s.layers, embedding=s.embedding, head=s.head) for s in own]
         return ceil(peak * sum(stage.kept for stage in each)) + max(stage.again for stage in each)
 
 

@@ -106,6 +106,7 @@ class Loop:
     def _train_step(self) -> StepOutcome:
         number = self.progress.step + 1
         self.doing = f"training step {number}"
+        self.recorder.step(self.progress.step)
         self.mesh.ledger.reset()
         wanted = number in self.options.dump_steps
         outcome = self.step(self.progress.step, (lambda: self.dump(number, "gradients")) if wanted else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Recorder:
         pid: the process to signal when the run is to stop.
         last_checkpoint: the newest one that the run can be resumed from.
         baseline: nats per token of a bigram model on the validation split, computed when it is asked for.
+        stages: by the 0-based step at which it begins, what a later stage of the data is.
     """
 
     steps: int
@@ -50,6 +51,9 @@ class Recorder:
     pid: int | None = None
     last_checkpoint: Path | None = None
     baseline: Callable[[], float | None] | None = None
+    stages: Mapping[int, str] = field(default_factory=dict)
+    _trained_s: float = 0.0
+    _data_s: float = 0.0
     _validation_loss: float | None = None
     _status_at: float = 0.0
 
@@ -61,10 +65,17 @@ class Recorder:
             self.event(step, "resume", ranks=self.devices, path=str(self.last_checkpoint))
         self._running(step)
 
+    def step(self, step: int) -> None:
+        """The 0-based ``step`` begins."""
+        if step in self.stages:
+            self.event(step, "stage", data=self.stages[step])
+            self.console.line(f"  from step {step + 1} on: {self.stages[step]}")
+
     def train(
         self, progress: Progress, outcome: StepOutcome, losses: tuple[float, float], spent: Spent, ledger: Ledger
     ) -> Row:
         """The row of a step that was just counted in ``progress``; ``losses`` are its loss and gradient norm."""
+        self._trained_s, self._data_s = self._trained_s + spent.seconds, self._data_s + outcome.data_seconds
         fields = self._train_fields(progress, outcome, losses, spent)
         entry = row("train", progress.step, fields | {"wire_bytes": wire_bytes(ledger)})
         if self._write(entry):
@@ -128,7 +139,8 @@ class Recorder:
         """The last row, the last lines, the final status."""
         if result.status == "preempted":
             self.event(result.step, "preempt", reason=result.reason)
-        self.event(result.step, "end", status=result.status, reason=result.reason)
+        spent = {"train_s": self._trained_s, "data_s": self._data_s}
+        self.event(result.step, "end", status=result.status, reason=result.reason, **spent)
         where = {"rank": result.rank, "coordinates": result.coordinates}
         self._status(result.status, step=result.step, reason=result.reason, **where)
         if self.metrics is not None:
@@ -160,6 +172,9 @@ class Recorder:
                 f"validation loss {self._validation_loss:.4f} nats per token; a bigram model has {bigram:.4f} "
                 f"({self._validation_loss - bigram:+.4f})"
             )
+        if self._trained_s:
+            share = self._data_s / self._trained_s
+            lines.append(f"reading data took {self._data_s:.2f} of {self._trained_s:.2f} s of training ({share:.1%})")
         why = f": {result.reason}" if result.reason else ""
         return [*lines, f"{result.status} after step {result.step}{why}; everything is in {result.folder}"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class StepOutcome:
         lr: the learning rate that was applied.
         tokens: valid targets of the step, each once.
         loss_scale: the scale under which the gradients were computed, ``None`` for none.
+        data_seconds: what this rank took to read its microbatches.
     """
 
     loss: Tensor
@@ -36,6 +38,7 @@ class StepOutcome:
     lr: float
     tokens: int
     loss_scale: Tensor | None = None
+    data_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Prepared:
     step: int
     tokens: int
     microbatches: list[Microbatch]
+    seconds: float
 
 
 @dataclass
@@ -67,8 +71,9 @@ class TrainStep:
     def prepare(self, step: int) -> Prepared:
         """The data of the 0-based ``step``, read once; for looking at what comes before it is needed."""
         if self._prepared is None or self._prepared.step != step:
-            tokens = self.loader.global_valid_tokens(step)
-            self._prepared = Prepared(step, tokens, self.loader.step(step))
+            began, tokens = time.perf_counter(), self.loader.global_valid_tokens(step)
+            microbatches = self.loader.step(step)
+            self._prepared = Prepared(step, tokens, microbatches, time.perf_counter() - began)
         return self._prepared
 
     def __call__(self, step: int, on_gradients: Callable[[], None] | None = None) -> StepOutcome:
@@ -87,4 +92,4 @@ class TrainStep:
         found_inf = is_nonfinite(norm + loss)
         self.optimizer.step(rate, found_inf=found_inf)
         self.loss_scale.update(found_inf)
-        return StepOutcome(loss, norm, rate, tokens, scale)
+        return StepOutcome(loss, norm, rate, tokens, scale, data.seconds)

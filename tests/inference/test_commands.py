@@ -12,6 +12,7 @@ import pytest
 
 from megastack.cli import main
 from megastack.interop.transfer import import_model
+from tests.data.token_cases import write_by_hand
 from tests.interop.hub_folders import CONFIGS, write
 from tests.tiny_runs import rows, train
 
@@ -78,6 +79,30 @@ def test_every_token_of_a_file_counts_once(run: Path, tmp_path: Path) -> None:
         found["nats"], rel=1e-12
     )
     assert said("evaluate", run, "--file", str(documents), "parallel.pp=1")["tokens"] == 2 + 39
+
+
+def test_token_files_are_read_in_every_format(run: Path, tmp_path: Path) -> None:
+    """Documents of 5 and 50 tokens, 53 of them predicted: a pair in each way to name it, and an array of rows."""
+    ids = np.frombuffer(b"four times four is sixteen, and so on " * 2, np.uint8)[:55]
+    write_by_hand(tmp_path / "pair", [ids[:5].tolist(), ids[5:].tolist()], 8)
+    texts = [bytes(part).decode() for part in (ids[:5], ids[5:])]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    expected = said("evaluate", run, "--file", f"{tmp_path}/text.jsonl", "parallel.pp=1")
+    for name, layout in (("pair", "parallel.pp=1"), ("pair.bin", "parallel.pp=2"), ("pair.idx", "parallel.pp=1")):
+        found = said("evaluate", run, "--file", f"{tmp_path}/{name}", layout)
+        assert found["tokens"] == expected["tokens"] == 53
+        assert math.isclose(found["nats"], expected["nats"], rel_tol=1e-12)
+    np.save(tmp_path / "rows.npy", ids.reshape(5, 11).astype(np.int32))
+    assert said("evaluate", run, "--file", f"{tmp_path}/rows.npy", "parallel.pp=1")["tokens"] == 50
+
+
+@pytest.mark.parametrize("bad", [300, -1])
+def test_a_token_file_with_other_ids_is_refused(
+    bad: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "bad.npy", np.array([1, 2, bad, 3], dtype=np.int16))
+    assert main(["evaluate", str(run), "--file", f"{tmp_path}/bad.npy", "launch.threads_per_rank=1"]) == 78
+    assert f"token id {bad} in {tmp_path}/bad.npy at token 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megastack.config.compose import compose
-from megastack.plan.describe import short
+from megastack.plan.describe import as_record, short
 from megastack.plan.layout import Layout
 
 
@@ -42,3 +42,20 @@ def test_one_of_a_thing_is_in_the_singular_and_equal_bubbles_are_said_once(monke
     assert lines[3].startswith("schedule  1f1b, 1 stage; bubble 0.0%; at most 1 microbatch alive")
     monkeypatch.setattr(Layout, "timeline", replace(Layout(config).timeline, bubble=0.1, step_bubble=0.25))
     assert "; bubble 10.0% of a rank's own span, 25.0% of the whole step; " in short(config).splitlines()[3]
+
+
+def test_stages_of_the_data_are_lines_of_their_own_and_the_longest_decides_about_activations() -> None:
+    stages = "data.stages=[{from_step:2,sequence_length:64},{from_step:5,blend:[{paths:[a],weight:1}]}]"
+    plain = compose(["experiment=parity", "run.steps=9", "batch.global_size=8", "batch.sequence_length=32"])
+    config = compose(
+        ["experiment=parity", "run.steps=9", "batch.global_size=8", "batch.sequence_length=32", f"{stages}"]
+    )
+    assert short(config).splitlines()[3:6] == [
+        "stages    steps 1–2: builtin; sequences of 32 tokens, 256 a step",
+        "          steps 3–5: builtin; sequences of 64 tokens, 512 a step",
+        "          steps 6–9: bin a 100.0%; sequences of 64 tokens, 512 a step",
+    ]
+    assert [each["from_step"] for each in as_record(config)["data_stages"]] == [0, 2, 5]
+    longer = replace(plain, batch=replace(plain.batch, sequence_length=64))
+    shares = [Layout(each).pipeline_ranks()[0].activation_bytes for each in (plain, config, longer)]
+    assert shares[0] < shares[1] == shares[2]

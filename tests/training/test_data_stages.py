@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megastack.build import Training, build_training, identity, identity_faults, read_dataset
+from megastack.build import Training, build_loop, build_training, identity, identity_faults, read_dataset
 from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
@@ -20,11 +20,14 @@ from megastack.data.dataset import Dataset, Later, Wanted, build_dataset
 from megastack.data.stages import StagedLoader, fresh_histories, stage_orders
 from megastack.errors import CheckpointError, DataError
 from megastack.mesh.mesh import Mesh
+from megastack.models.profile import flops_per_token
+from megastack.observe.folder import RunFolder
 from megastack.testing.gather import gather_whole
 from megastack.testing.ranks import run_ranks
 from megastack.testing.training import composed
+from megastack.training.signals import StopRequest
 from tests.data.token_cases import write_by_hand
-from tests.tiny_runs import overrides
+from tests.tiny_runs import events, overrides, rows
 
 # Which samples have their turn.
 
@@ -142,6 +145,34 @@ def test_a_stage_goes_on_with_other_degrees(tmp_path: Path) -> None:
         assert [row[2] for row in found] == [row[2] for row in expected[3:]]
         for one, other in zip(found, expected[3:], strict=True):
             assert one == pytest.approx(other, rel=1e-10)
+
+
+def test_rows_events_and_figures_follow_the_stages(tmp_path: Path) -> None:
+    """Validation stays what it was; FLOPs are those of the sequence length."""
+    config = tiny(tmp_path, STAGED, "run.validate_every=2", "checkpoint.every=3", "model.dropout=0")
+    place, training = RunFolder(tmp_path / "run"), build_training(config, Mesh.single())
+    place.path.mkdir()
+    loop = build_loop(training, place, StopRequest())
+    loop.recorder.peak_flops = 1e12
+    loop.run()
+    found = rows(place.path)
+    assert [row["consumed_samples"] for row in found] == [4, 8, 12, 16, 20, 24]
+    assert sum(row["tokens"] for row in found) == found[-1]["consumed_tokens"]
+    assert all(row["tokens"] <= 4 * n for at, n in SIZES for row in found[at : at + 2]) and found[2]["tokens"] > 4 * 16
+    flops = [row["mfu"] * 1e12 / row["tokens_per_s"] for row in found]
+    assert flops == pytest.approx([flops_per_token(longer(config, n)) for _, n in SIZES for _ in range(2)])
+    assert len({row["tokens"] for row in rows(place.path, "validation")}) == 1
+    told = [event for event in events(place.path) if event["name"] in ("stage", "end")]
+    assert [(event["name"], event["step"]) for event in told] == [("stage", 2), ("stage", 4), ("end", 6)]
+    assert told[0]["data"].endswith("sequences of 24 tokens") and "other.jsonl" in told[1]["data"]
+    assert 0 < told[2]["data_s"] < told[2]["train_s"]
+
+
+SIZES = [(0, 16), (2, 24), (4, 8)]
+
+
+def longer(config: TrainConfig, length: int) -> TrainConfig:
+    return replace(config, batch=replace(config.batch, sequence_length=length))
 
 
 # What a resume may change.
