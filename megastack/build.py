@@ -351,18 +351,18 @@ def read_dataset(config: TrainConfig) -> Dataset:
     """
     streams: Streams = {}
     first, *later = stage_configs(config)
-    data = _read_stage(first.config, streams)
+    data = _read_stage(first.config, streams, scored=True)
     return replace(data, later=tuple(_read_later(stage, at, streams) for at, stage in enumerate(later)))
 
 
 def _read_later(stage: StageConfig, at: int, streams: Streams) -> Later:
     try:
-        return Later(stage.from_step, _read_stage(stage.config, streams))
+        return Later(stage.from_step, _read_stage(stage.config, streams, scored=False))
     except DataError as error:
-        raise DataError(f"data.stages[{at}], from step {stage.from_step} on: {error}") from error
+        raise DataError(f"data.stages[{at}], after step {stage.from_step}: {error}") from error
 
 
-def _read_stage(config: TrainConfig, streams: Streams) -> Dataset:
+def _read_stage(config: TrainConfig, streams: Streams, *, scored: bool) -> Dataset:
     data = config.data
     return build_dataset(
         source=data.source,
@@ -375,6 +375,7 @@ def _read_stage(config: TrainConfig, streams: Streams) -> Dataset:
         sequence_length=config.batch.sequence_length,
         vocab=config.model.vocab,
         read=streams,
+        scored=scored,
     )
 
 

@@ -135,10 +135,12 @@ class Dataset:
         return BlendOrder(counts, history, seed, taken)
 
     def describe(self) -> str:
-        """Documents, tokens and samples of both splits of every source of every stage, for people."""
+        """Documents, tokens and samples of both splits of every source, of later stages of what is trained on."""
         lines = [line for source in self.sources for line in _described(source, self._title(source))]
         for stage in self.later:
-            lines += [f"from step {stage.from_step} on: {line}" for line in stage.data.describe().splitlines()]
+            for source in stage.data.sources:
+                trained, _ = _described(source, stage.data._title(source))
+                lines.append(f"after step {stage.from_step}: {trained}")
         return "\n".join(lines)
 
     def _title(self, source: Source) -> str:
@@ -177,10 +179,12 @@ def build_dataset(
     sequence_length: int,
     vocab: int | None = None,
     read: Streams | None = None,
+    scored: bool = True,
 ) -> Dataset:
     """Read, split, tokenize and cut; the arguments are the `data.*` keys of the same names and two sizes.
 
-    `read` keeps the tokens of what was read, for other datasets with the same tokenizer and fraction.
+    `read` keeps the tokens of what was read, for other datasets with the same tokenizer and fraction. A validation
+    split that is not `scored` may have no samples.
 
     Raises :class:`DataError` for whatever is wrong with a source (see :func:`megastack.data.sources.read_documents` and
     :func:`megastack.data.token_files.open_token_files`), for a tokenizer that cannot be loaded or does not fit `vocab`,
@@ -202,7 +206,7 @@ def build_dataset(
         train, held = (Split(stream, _samples(stream, sequence_length, pack, document_mask)) for stream in streams)
         named = Source(train, held, name=",".join(map(str, each.paths)) or each.source, weight=each.weight)
         if each.weight:
-            _check_sizes(named.train, named.validation, validation_fraction)
+            _check_sizes(named.train, named.validation, validation_fraction if scored else 0)
         sources.append(named)
     whole = loaded.size if loaded is not None and all(each.source != "bin" for each in wanted) else vocab
     weights = _weights(sources) if blend else {}

@@ -69,7 +69,7 @@ class Recorder:
         """The 0-based ``step`` begins."""
         if step in self.stages:
             self.event(step, "stage", data=self.stages[step])
-            self.console.line(f"  from step {step + 1} on: {self.stages[step]}")
+            self.console.line(f"  after step {step}: {self.stages[step]}")
 
     def train(
         self, progress: Progress, outcome: StepOutcome, losses: tuple[float, float], spent: Spent, ledger: Ledger
