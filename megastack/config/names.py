@@ -79,6 +79,7 @@ OTHER_SYSTEMS: Mapping[str, str] = {
     "async_save": "checkpoint.asynchronous",
     "load": "resume",
     "data_path": "data.paths",
+    "data_stages": "data.stages",
     "tokenizer_model": "data.tokenizer",
     "tokenizer_type": "data.tokenizer",
     "reset_attention_mask": "data.document_mask",

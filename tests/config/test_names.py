@@ -40,6 +40,7 @@ from megastack.config.names import OTHER_SYSTEMS, known_keys, suggest
         ("scheduler.params.warmup_num_steps", "lr.warmup_steps"),
         ("bf16.enabled", "precision.compute"),
         ("pipeline.stages", "parallel.pp"),
+        ("data_stages", "data.stages"),
     ],
 )
 def test_what_was_meant(written: str, meant: str) -> None:

@@ -1,8 +1,7 @@
-"""Stages of the data: which samples have their turn, stops and resumes anywhere, and what a resume may change."""
+"""A run in stages: stopped and resumed anywhere, on other layouts, with other stages; what it records."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from megastack.build import Training, build_loop, build_training, identity, identity_faults, read_dataset
+from megastack.build import Training, build_loop, build_training, read_dataset
 from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.data.dataset import Dataset, Later, Wanted, build_dataset
-from megastack.data.stages import StagedLoader, fresh_histories, stage_orders
+from megastack.data.stages import StagedLoader
 from megastack.errors import CheckpointError, DataError
 from megastack.mesh.mesh import Mesh
 from megastack.models.profile import flops_per_token
@@ -28,73 +26,6 @@ from megastack.testing.training import composed
 from megastack.training.signals import StopRequest
 from tests.data.token_cases import write_by_hand
 from tests.tiny_runs import events, overrides, rows
-
-# Which samples have their turn.
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(1)
-    for name in "abc":
-        write_by_hand(tmp_path / name, rng.integers(0, 256, (60, 9)).tolist(), 8)
-    return tmp_path
-
-
-def cut(folder: Path, weights: str, length: int = 4) -> Dataset:
-    """Token files by name, one alone or several with a digit as weight: `a`, `a1b3`."""
-    pairs = list(zip(weights[::2], weights[1::2], strict=True)) if len(weights) > 1 else []
-    blend = [Wanted("bin", [folder / name], float(weight)) for name, weight in pairs]
-    paths = [] if blend else [folder / weights]
-    return build_dataset(source="bin", paths=paths, blend=blend, sequence_length=length, vocab=256)
-
-
-def consumed(data: Dataset, size: int, steps: int) -> list[tuple[int, np.ndarray]]:
-    """Stage and first tokens of the samples of each step."""
-    orders = stage_orders(data, 3, fresh_histories(data, size), size)
-    found = []
-    for step in range(steps):
-        at = sum(stage.from_step <= step for stage in data.stages) - 1
-        numbers = orders[at].many(step * size + np.arange(size, dtype=np.int64))
-        found.append((at, data.stages[at].data.train.samples.rows(numbers).tokens_BS[:, :4]))
-    return found
-
-
-def distinct(rows: list[np.ndarray]) -> int:
-    return len({tuple(row) for row in np.concatenate(rows).tolist()})
-
-
-@pytest.mark.parametrize(
-    ("stages", "together"),
-    [
-        (["a", "b", "a"], [(0, 2), (1,)]),
-        (["a1b1", "a1b3", "a", "b"], [(0, 1, 2, 3)]),
-        (["a", "a1b2c1", "c"], [(0, 1, 2)]),
-        (["a", "a1b0", "b"], [(0, 1), (2,)]),
-    ],
-    ids=["there_and_back", "weights", "alone_and_in_a_blend", "weight_0"],
-)
-def test_a_source_goes_on_where_an_earlier_stage_left_it(
-    stages: list[str], together: list[tuple[int, ...]], folder: Path
-) -> None:
-    first, *later = (cut(folder, weights) for weights in stages)
-    data = replace(first, later=tuple(Later(3 * at, each) for at, each in enumerate(later, 1)))
-    found = consumed(data, 8, 3 * len(stages))
-    for group in together:
-        rows = [tokens for at, tokens in found if at in group]
-        assert distinct(rows) == 8 * len(rows)
-
-
-def test_each_stage_is_gone_through_without_repeats_or_gaps(folder: Path) -> None:
-    """A stage of another length begins at its own first entry, whatever step that is; an epoch has every sample."""
-    first, second = cut(folder, "a"), cut(folder, "a", 7)
-    data = replace(first, later=(Later(5, second),))
-    samples = second.train.samples
-    epoch = len(samples)
-    (order,) = stage_orders(data, 3, fresh_histories(data, 8), 8)[1:]
-    assert sorted(order.many(40 + np.arange(epoch))) == list(range(epoch))
-    alone = stage_orders(second, 3, fresh_histories(second, 8), 8)[0]
-    assert np.array_equal(order.many(40 + np.arange(3 * epoch)), alone.many(np.arange(3 * epoch)))
-
 
 # Stops and resumes.
 
@@ -147,6 +78,21 @@ def test_a_stage_goes_on_with_other_degrees(tmp_path: Path) -> None:
             assert one == pytest.approx(other, rel=1e-10)
 
 
+def sent(config: TrainConfig) -> list[int]:
+    """Bytes that this rank sends to its neighbour in each step."""
+    training, found = build_training(config, Mesh.from_environment(mesh_shape(config), device="cpu")), []
+    for step in range(6):
+        training.mesh.ledger.reset()
+        training.step(step)
+        found.append(training.mesh.ledger.total(axis="pp", op="send").payload_bytes)
+    return found
+
+
+def test_what_crosses_a_boundary_has_the_length_of_the_stage(tmp_path: Path) -> None:
+    for found in run_ranks(sent, 2, tiny(tmp_path, STAGED, "parallel.pp=2")):
+        assert found[1] * 3 == found[3] * 2 == found[5] * 6 > 0
+
+
 def test_rows_events_and_figures_follow_the_stages(tmp_path: Path) -> None:
     """Validation stays what it was; FLOPs are those of the sequence length."""
     config = tiny(tmp_path, STAGED, "run.validate_every=2", "checkpoint.every=3", "model.dropout=0")
@@ -178,40 +124,11 @@ def longer(config: TrainConfig, length: int) -> TrainConfig:
 # What a resume may change.
 
 
-def of_checkpoint(config: TrainConfig, step: int) -> dict[str, Any]:
-    """What a checkpoint of a step says of its run."""
-    return {"step": step} | identity(config, read_dataset(config))
+def test_weights_may_change_in_the_stage_that_goes_on_and_not_in_one_that_is_over(tmp_path: Path) -> None:
+    folder, rng = tmp_path, np.random.default_rng(1)
+    for name in "ab":
+        write_by_hand(folder / name, rng.integers(0, 256, (60, 17)).tolist(), 8)
 
-
-LONGER, SWITCH = "{from_step:2,sequence_length:24}", "{from_step:4,paths:[OTHER]}"
-NOT_THOSE = r"data\.stages\[0\]: not the samples of the checkpoint's run; use the same files"
-
-
-@pytest.mark.parametrize(
-    ("before", "step", "after", "fault"),
-    [
-        ("", 3, "{from_step:3,sequence_length:24}", None),
-        (f"{LONGER},{SWITCH}", 4, LONGER, None),
-        (f"{LONGER},{SWITCH}", 2, "{from_step:3,sequence_length:12}", None),
-        (LONGER, 3, f"{LONGER},{SWITCH}", None),
-        ("", 3, LONGER, r"data\.stages\[0\]\.from_step=2: .* went on to step 3 without this stage; use 3 or more"),
-        (LONGER, 3, "", r"data\.stages: the checkpoint's run has one from step 2 on; use the same up to step 3"),
-        (LONGER, 3, "{from_step:1,sequence_length:24}", r"stages\[0\]\.from_step=1: .* has 2; use 2"),
-        (LONGER, 3, "{from_step:2,sequence_length:12}", r"stages\[0\]\.sequence_length=12: .* has 24; use 24"),
-        (f"{LONGER},{SWITCH}", 5, f"{LONGER},{{from_step:4,sequence_length:24}}", NOT_THOSE.replace("0", "1")),
-        (SWITCH, 5, "{from_step:4,sequence_length:16}", NOT_THOSE),
-    ],
-)
-def test_only_stages_that_have_not_begun_may_change(
-    before: str, step: int, after: str, fault: str | None, tmp_path: Path
-) -> None:
-    config = tiny(tmp_path, after)
-    faults = identity_faults(of_checkpoint(tiny(tmp_path, before), step), identity(config, read_dataset(config)))
-    assert len(faults) == (fault is not None)
-    assert fault is None or re.search(fault, faults[0])
-
-
-def test_weights_may_change_in_the_stage_that_goes_on_and_not_in_one_that_is_over(folder: Path) -> None:
     def training(first: int, second: int) -> Training:
         parts = [f"[{{paths:[{folder}/a],weight:1}},{{paths:[{folder}/b],weight:{w}}}]" for w in (first, second)]
         blend = [f"data.blend={parts[0]}", "data.source=builtin", "data.paths=[]"]
@@ -235,7 +152,7 @@ def test_data_that_a_later_stage_cannot_use_are_refused_at_the_start(tmp_path: P
     with pytest.raises(DataError, match=r"data\.stages\[0\], after step 2: .*nowhere\.jsonl"):
         read_dataset(tiny(tmp_path, f"{{from_step:2,paths:[{tmp_path}/nowhere.jsonl]}}"))
     with pytest.raises(DataError, match=r"data\.stages\[1\], after step 3: batch\.sequence_length=90000"):
-        read_dataset(tiny(tmp_path, f"{LONGER},{{from_step:3,sequence_length:90000}}"))
+        read_dataset(tiny(tmp_path, "{from_step:2,sequence_length:24},{from_step:3,sequence_length:90000}"))
     held_out_too_short = tiny(tmp_path, "{from_step:3,sequence_length:700}")
     described = read_dataset(held_out_too_short).describe().splitlines()
     assert [line.partition(":")[0] for line in described] == ["train", "validation", "after step 3"]

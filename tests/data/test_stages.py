@@ -1,0 +1,77 @@
+"""Stages of the data: which samples have their turn in each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megastack.data.dataset import Dataset, Later, Wanted, build_dataset
+from megastack.data.stages import fresh_histories, stage_orders
+from tests.data.token_cases import write_by_hand
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(1)
+    for name in "abc":
+        write_by_hand(tmp_path / name, rng.integers(0, 256, (60, 9)).tolist(), 8)
+    return tmp_path
+
+
+def cut(folder: Path, weights: str, length: int = 4) -> Dataset:
+    """Token files by name, one alone or several with a digit as weight: `a`, `a1b3`."""
+    pairs = list(zip(weights[::2], weights[1::2], strict=True)) if len(weights) > 1 else []
+    blend = [Wanted("bin", [folder / name], float(weight)) for name, weight in pairs]
+    paths = [] if blend else [folder / weights]
+    return build_dataset(source="bin", paths=paths, blend=blend, sequence_length=length, vocab=256)
+
+
+def consumed(data: Dataset, size: int, steps: int) -> list[tuple[int, np.ndarray]]:
+    """Stage and first tokens of the samples of each step."""
+    orders = stage_orders(data, 3, fresh_histories(data, size), size)
+    found = []
+    for step in range(steps):
+        at = sum(stage.from_step <= step for stage in data.stages) - 1
+        numbers = orders[at].many(step * size + np.arange(size, dtype=np.int64))
+        found.append((at, data.stages[at].data.train.samples.rows(numbers).tokens_BS[:, :4]))
+    return found
+
+
+def distinct(rows: list[np.ndarray]) -> int:
+    return len({tuple(row) for row in np.concatenate(rows).tolist()})
+
+
+@pytest.mark.parametrize(
+    ("stages", "together"),
+    [
+        (["a", "b", "a"], [(0, 2), (1,)]),
+        (["a1b1", "a1b3", "a", "b"], [(0, 1, 2, 3)]),
+        (["a", "a1b2c1", "c"], [(0, 1, 2)]),
+        (["a", "a1b0", "b"], [(0, 1), (2,)]),
+    ],
+    ids=["there_and_back", "weights", "alone_and_in_a_blend", "weight_0"],
+)
+def test_a_source_goes_on_where_an_earlier_stage_left_it(
+    stages: list[str], together: list[tuple[int, ...]], folder: Path
+) -> None:
+    first, *later = (cut(folder, weights) for weights in stages)
+    data = replace(first, later=tuple(Later(3 * at, each) for at, each in enumerate(later, 1)))
+    found = consumed(data, 8, 3 * len(stages))
+    for group in together:
+        rows = [tokens for at, tokens in found if at in group]
+        assert distinct(rows) == 8 * len(rows)
+
+
+def test_each_stage_is_gone_through_without_repeats_or_gaps(folder: Path) -> None:
+    """A stage of another length begins at its own first entry, whatever step that is; an epoch has every sample."""
+    first, second = cut(folder, "a"), cut(folder, "a", 7)
+    data = replace(first, later=(Later(5, second),))
+    samples = second.train.samples
+    epoch = len(samples)
+    (order,) = stage_orders(data, 3, fresh_histories(data, 8), 8)[1:]
+    assert sorted(order.many(40 + np.arange(epoch))) == list(range(epoch))
+    alone = stage_orders(second, 3, fresh_histories(second, 8), 8)[0]
+    assert np.array_equal(order.many(40 + np.arange(3 * epoch)), alone.many(np.arange(3 * epoch)))
