@@ -1,8 +1,9 @@
-"""Megastack beside torch's own blocks, layout by layout: ``python scripts/bench_layouts.py --page``.
+"""Megastack beside torch's own blocks and DeepSpeed, layout by layout: ``python scripts/bench_layouts.py --page``.
 
 Both sides train the same model from the same values on the same batches in the same processes, step by step in turn, so
 that whatever else the machine does hits both; the losses are compared. Prints a table, writes all figures as JSON and,
 with ``--page``, the table of ``docs/benchmarks/layouts.md``, which explains them. Exits 1 if the losses differ.
+Rows beside DeepSpeed need the package ``deepspeed`` and are left out where it is missing.
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}")
+    available = [name for name, layout in LAYOUTS.items() if layout.is_available]
+    parser.add_argument("layouts", nargs="*", default=available, metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--pairs", type=int, default=10, help="timed steps of each side, after two of warm-up")
     parser.add_argument("--json", type=Path, default=Path("outputs/bench_layouts.json"), help="where the figures go")
     parser.add_argument("--page", action="store_true", help="write the table of docs/benchmarks/layouts.md")
     options = parser.parse_args()
     if unknown := set(options.layouts) - set(LAYOUTS):
         parser.error(f"no layout {', '.join(sorted(unknown))}; use {', '.join(LAYOUTS)}")
+    if missing := [name for name in options.layouts if name not in available]:
+        parser.error(f"{', '.join(missing)}: needs the package deepspeed; use {', '.join(available)}")
     return options
 
 

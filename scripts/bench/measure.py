@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from bench.live import LiveBytes
-from bench.sides import Megastack, Torch
+from bench.sides import Megastack, Side, peer
 from bench.task import LAYOUTS
 from megastack.data.loader import Loader
 from megastack.testing.ranks import run_ranks
 
 WARM_UP = 2
-SIDES = ("megastack", "torch")
+SIDES = ("megastack", "peer")
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,12 @@ def measure_peaks(name: str) -> dict[str, list[int]]:
 def _pairs_on_rank(name: str, pairs: int) -> RankRecord:
     layout = LAYOUTS[name]
     ours = Megastack(layout)
-    theirs = Torch(layout, ours.loader.step)
-    steps: dict[str, Callable[[int], Any]] = {"megastack": ours.step, "torch": theirs.step}
+    sides: dict[str, Side] = {"megastack": ours, "peer": peer(layout, ours.loader.step)}
     record = RankRecord({s: [] for s in SIDES}, {s: [] for s in SIDES}, {s: [] for s in SIDES}, {})
     for number in range(WARM_UP + pairs):
         for side in SIDES if number % 2 else reversed(SIDES):
             ours.ledger.reset()
-            wall, cpu, loss = _timed(steps[side], number)
+            wall, cpu, loss = _timed(sides[side].step, number)
             if side == "megastack":
                 record.bytes_by_axis.update(_by_axis(ours))
             record.losses[side].append(None if loss is None else float(loss))
@@ -86,9 +85,9 @@ def _by_axis(ours: Megastack) -> dict[str, int]:
 def _peak_on_rank(name: str, side: str) -> int:
     """The peak of one side's second step, with everything it made since it was built."""
     layout = LAYOUTS[name]
-    loader = _loader(name) if side == "torch" else None
+    loader = _loader(name) if side == "peer" else None
     with LiveBytes() as tensors:
-        step = Megastack(layout).step if loader is None else Torch(layout, loader.step).step
+        step = Megastack(layout).step if loader is None else peer(layout, loader.step).step
         step(0)
         tensors.restart()
         step(1)

@@ -15,8 +15,8 @@ from bench.task import LAYOUTS, configuration
 MARKS = ("<!-- figures: written by scripts/bench_layouts.py -->", "<!-- end of figures -->")
 Rows = Sequence[tuple[str, ...]]
 _COLUMNS = (
-    *("layout", "torch's blocks", "step s", "torch s", "ratio (quartiles)", "of ideal", "CPU s", "torch CPU s"),
-    *("CPU ratio (quartiles)", "peak MiB", "torch MiB", "MiB sent by axis", "loss differs by"),
+    *("layout", "peer", "step s", "peer s", "ratio (quartiles)", "of ideal", "CPU s", "peer CPU s"),
+    *("CPU ratio (quartiles)", "peak MiB", "peer MiB", "MiB sent by axis", "loss differs by"),
 )
 
 
@@ -43,7 +43,7 @@ def summarise(
     """The figures of one layout as JSON.
 
     A step takes as long as its slowest rank; CPU time is the sum over the ranks; peaks are the heaviest rank's. Ratios
-    are megastack's figure by torch's, pair by pair.
+    are megastack's figure by the peer's, pair by pair.
     """
     layout = LAYOUTS[name]
     wall = {side: _over_ranks(max, [record.wall_s[side] for record in records]) for side in SIDES}
@@ -52,10 +52,10 @@ def summarise(
     gaps = [abs(ours - theirs) for ours, theirs in zip(*losses.values(), strict=True)]
     return {
         "layout": name,
-        "torch_blocks": layout.torch_blocks,
+        "peer": layout.blocks,
         "world_size": layout.world_size,
         "bubble": bubble(name),
-        "pairs": len(wall["torch"]),
+        "pairs": len(wall["peer"]),
         "wall_s": wall,
         "cpu_s": cpu,
         "median_wall_s": {side: statistics.median(values) for side, values in wall.items()},
@@ -132,7 +132,7 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     sent = ", ".join(f"{axis} {size / 2**20:.3g}" for axis, size in result["bytes_by_axis"].items() if size > 1000)
     return (
         result["layout"],
-        result["torch_blocks"],
+        result["peer"],
         *(f"{wall[side]:.2f}" for side in SIDES),
         str(Spread(**result["wall_ratio"])),
         f"{wall['megastack'] / ideal:.2f}" if ideal else "-",
@@ -153,7 +153,7 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 def _ratios(by_side: dict[str, list[float]]) -> list[float]:
-    return [ours / theirs for ours, theirs in zip(by_side["megastack"], by_side["torch"], strict=True)]
+    return [ours / theirs for ours, theirs in zip(by_side["megastack"], by_side["peer"], strict=True)]
 
 
 def _axes(records: Sequence[RankRecord]) -> list[str]:

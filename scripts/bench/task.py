@@ -7,6 +7,7 @@ clipping, fp32. Everything that is not a degree is the same on every layout, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from megastack.config.compose import compose
 from megastack.config.schema import TrainConfig
@@ -21,15 +22,36 @@ _TASK = [
 ]
 
 
+_OVER_DP = {
+    "ddp": "DDP",
+    "zero_redundancy": "DDP + ZeroRedundancyOptimizer",
+    "fsdp2": "FSDP2",
+    "deepspeed": "DeepSpeed",
+}
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Degrees, how torch's side shards over ``dp`` (``ddp``, ``fsdp2``), and what differs from the task (in tests)."""
+    """One comparison.
+
+    Attributes:
+        name: what it is called in tables and on the command line.
+        dp, tp, pp: the degrees.
+        kind: what the peer puts over ``dp``: ``ddp``, ``zero_redundancy``, ``fsdp2`` or ``deepspeed``.
+        zero: the ZeRO stage of both sides.
+        gather, reduce: how often parameters are gathered and gradients reduced under stages 2 and 3: once a ``step``,
+            or for each ``microbatch``. Both sides do alike; DeepSpeed always reduces for each.
+        changes: what differs from the task (in tests).
+    """
 
     name: str
     dp: int = 1
     tp: int = 1
     pp: int = 1
     kind: str = "ddp"
+    zero: int = 0
+    gather: str = "step"
+    reduce: str = "step"
     changes: tuple[str, ...] = ()
 
     @property
@@ -42,10 +64,15 @@ class Layout:
         return Layout("single", changes=self.changes)
 
     @property
-    def torch_blocks(self) -> str:
-        """What torch's side is made of."""
-        parts = {"DDP" if self.kind == "ddp" else "FSDP2": self.dp, "DTensor sp+loss": self.tp, "1F1B": self.pp}
+    def blocks(self) -> str:
+        """What the peer is made of."""
+        parts = {_OVER_DP[self.kind]: self.dp, "DTensor sp+loss": self.tp, "1F1B": self.pp}
         return " + ".join(part for part, degree in parts.items() if degree > 1) or "plain loop"
+
+    @property
+    def is_available(self) -> bool:
+        """Whether what the peer is made of is installed."""
+        return self.kind != "deepspeed" or find_spec("deepspeed") is not None
 
 
 LAYOUTS = {
@@ -53,7 +80,12 @@ LAYOUTS = {
     for layout in (
         Layout("single"),
         Layout("dp2", dp=2),
-        Layout("dp2.fsdp2", dp=2, kind="fsdp2"),
+        Layout("dp2.zero1", dp=2, kind="zero_redundancy", zero=1),
+        Layout("dp2.zero1.deepspeed", dp=2, kind="deepspeed", zero=1),
+        Layout("dp2.zero2", dp=2, kind="fsdp2", zero=2),
+        Layout("dp2.zero2.deepspeed", dp=2, kind="deepspeed", zero=2, reduce="microbatch"),
+        Layout("dp2.zero3", dp=2, kind="fsdp2", zero=3, gather="microbatch"),
+        Layout("dp2.zero3.deepspeed", dp=2, kind="deepspeed", zero=3, gather="microbatch", reduce="microbatch"),
         Layout("tp2", tp=2),
         Layout("pp2", pp=2),
         Layout("tp2.pp2", tp=2, pp=2),
@@ -65,4 +97,7 @@ LAYOUTS = {
 def configuration(layout: Layout) -> TrainConfig:
     """The run of megastack on a layout."""
     degrees = [f"parallel.{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp")]
-    return compose([*_TASK, *degrees, *layout.changes])
+    zero = {"stage": layout.zero, "gather": layout.gather, "reduce": layout.reduce}
+    return compose(
+        [*_TASK, *degrees, *(f"parallel.zero.{key}={value}" for key, value in zero.items()), *layout.changes]
+    )
