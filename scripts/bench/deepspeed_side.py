@@ -1,7 +1,7 @@
 """DeepSpeed's side: its engine over torch's model, stages 1 to 3 of ZeRO, fp32, without clipping.
 
-Needs the package ``deepspeed``, which builds an operation with g++ when it first starts. Its engine finds the process
-group that is there already; settings that are not named below are its defaults.
+Needs the package ``deepspeed``. Its engine finds the process group that is there already; settings that are not named
+below are its defaults. Its shared-memory reduction, which serves inference alone, is not compiled.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from megastack.batch import Microbatch
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1")
-logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
-import deepspeed  # noqa: E402
-from deepspeed.utils import logger  # noqa: E402
+import deepspeed
+from deepspeed.utils import logger
 
 
 class DeepSpeed:
@@ -35,6 +34,7 @@ class DeepSpeed:
         assert layout.dp == layout.world_size > 1, "stages of ZeRO are compared on data-parallel ranks alone"
         self._microbatches = microbatches
         logger.setLevel(logging.ERROR)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
         config = configuration(layout)

@@ -2,7 +2,8 @@
 
 In a pair both sides train on the same batch, one after the other in the same processes; which one goes first
 alternates. Wall time is from a barrier before the step to one after it, so it includes waiting for the slowest rank.
-CPU time is of the whole process, gloo's threads included.
+CPU time is of the whole process, gloo's threads included. Each measurement has ranks of its own, which a ``partial``
+gets: not every peer can be set up twice in a process.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,12 +39,13 @@ class RankRecord:
 
 def measure_pairs(name: str, pairs: int) -> list[RankRecord]:
     """Train both sides in step on forked ranks; the records by rank."""
-    return run_ranks(_pairs_on_rank, LAYOUTS[name].world_size, name, pairs, timeout=3600)
+    return run_ranks(partial(_pairs_on_rank, name, pairs), LAYOUTS[name].world_size, timeout=3600)
 
 
 def measure_peaks(name: str) -> dict[str, list[int]]:
     """Peak live tensor bytes of the second step, by side, one value for each rank; each side alone in its processes."""
-    return {side: run_ranks(_peak_on_rank, LAYOUTS[name].world_size, name, side, timeout=600) for side in SIDES}
+    ranks = LAYOUTS[name].world_size
+    return {side: run_ranks(partial(_peak_on_rank, name, side), ranks, timeout=600) for side in SIDES}
 
 
 def _pairs_on_rank(name: str, pairs: int) -> RankRecord:

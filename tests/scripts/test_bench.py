@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_both_sides_have_one_loss_curve(name: str) -> None:
     layout = replace(LAYOUTS[name], changes=SMALL)
     if not layout.is_available:
         pytest.skip("its peer is not installed")
-    ranks = run_ranks(losses, layout.world_size, layout)
+    ranks = run_ranks(partial(losses, layout), layout.world_size, timeout=240)
     for step in zip(*ranks, strict=True):
         theirs = [other for _, other in step if other is not None]
         assert step[0][0] == pytest.approx(sum(theirs) / len(theirs), abs=1e-5)
