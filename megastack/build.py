@@ -246,7 +246,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
         mesh,
         ZeroOptions(zero.stage, zero.shard_size, zero.gather, zero.reduce),
         units=[unit for stage in stages for unit in stage.units()],
-        separable=[unit for stage in stages for unit in stage.units() if not stage.projects_with(unit)],
+        separable=[unit for stage in stages for unit in stage.passing_units()],
         groups=_groups(config, stages, names),
         reduce_dtype=DTYPES[config.precision.reduce] if config.precision.reduce else None,
     )

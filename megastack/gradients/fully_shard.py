@@ -100,9 +100,11 @@ class FullyShardedGradients:
         cutter = _Cutter(self.sharding.shard, mesh.device, _promote_(named), reduce_dtype)
         for module in modules:
             here = set(module.modules())
-            for unit in (unit for unit in units if unit in here):
+            inner = [unit for unit in units if unit in here]
+            for unit in inner:
                 cutter.cut(unit, reshard_after_forward=gather == "microbatch")
             cutter.cut(module, reshard_after_forward=False)
+            _gather_ahead([*inner, module])
         self._stages = [cast(FSDPModule, module) for module in modules]
         self._parts = [part for module in modules for part in module.modules() if isinstance(part, FSDPModule)]
         self._shards: dict[str, ParameterShard] = {}
@@ -182,6 +184,17 @@ class FullyShardedGradients:
         stage.set_is_last_backward(last)
         stage.set_reshard_after_backward(last or self._gather == "microbatch")
         stage.set_requires_gradient_sync(last or self._reduce == "microbatch")
+
+
+def _gather_ahead(parts: Sequence[nn.Module]) -> None:
+    """Let each part, in order of use, gather the one before it during its own backward.
+
+    FSDP2 itself takes the one whose forward came before, which with several microbatches is the end of another one:
+    gathered for nothing.
+    """
+    cut = [cast(FSDPModule, part) for part in parts]
+    for before, part in zip([cut[0], *cut], cut, strict=False):
+        part.set_modules_to_backward_prefetch([before])
 
 
 class _Cutter:

@@ -149,9 +149,13 @@ class Decoder(ParallelModule):
         parts = [self.embedding if self.has_embedding else None, self.positions, *self.blocks.values(), self.norm]
         return [part for part in (*parts, self.head) if part is not None]
 
-    def projects_with(self, unit: nn.Module) -> bool:
-        """Whether the unit is the embedding whose parameter is also the tied projection of this stage."""
-        return self.has_head and self.head is None and unit is self.embedding
+    def passing_units(self) -> list[nn.Module]:
+        """The units whose parameters are better let go between their forward and their backward.
+
+        Not those at the end of the model, where the backward follows at once, nor an embedding that projects there.
+        """
+        end = [self.norm, self.head or self.embedding] if self.has_head else []
+        return [unit for unit in self.units() if not any(unit is part for part in end)]
 
     def share_embedding(self, first: Decoder) -> None:
         """Use the embedding of ``first`` as the tied projection, where one rank holds both; there is no copy then."""

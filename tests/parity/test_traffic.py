@@ -6,7 +6,7 @@ The forms are computed here from sizes alone; the only thing taken from the pack
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -30,6 +30,8 @@ RING = {
     "send": lambda n: Fraction(1),
 }
 Records = Mapping[tuple[str, str], Traffic]
+Kinds = Counter[tuple[bool, int, bool, bool]]
+"""Elements by (decays, ranks of tp to sum over, is tied, is whole on each rank of tp)."""
 
 
 class ClosedForm:
@@ -84,55 +86,109 @@ class ClosedForm:
                     self.add("pp", "send", 2, self.hidden // (self.shape.tp if self.split else 1), self.count)
 
     def gradients(self) -> None:
-        """docs/data_parallel.md: one bucket for each kind here, for all are small."""
-        buckets = self.buckets()
-        for (_, reduced, tied, _), elements in buckets.items():
-            self.add("dp", "all_reduce", self.shape.dp, elements)
+        """docs/data_parallel.md: one bucket for each kind here, for all are small; shards for stages 2 and 3."""
+        zero, dp = self.config.parallel.zero, self.shape.dp
+        if zero.stage >= 2 and dp > 1:
+            self.shards()
+            return
+        for (_, reduced, tied, _), elements in self.kinds(self.own).items():
+            slices = dp if zero.stage == 1 else 1
+            whole = -(-elements // (2 * slices)) * 2 * slices if slices > 1 else elements  # slices begin at 16 bytes
+            for op in ("reduce_scatter", "all_gather") if slices > 1 else ("all_reduce",):
+                self.add("dp", op, dp, whole)
             if reduced:
-                self.add("tp", "all_reduce", reduced, elements)
+                self.add("tp", "all_reduce", reduced, whole // slices)
             if tied:
-                self.add("pp", "all_reduce", 2, elements)
+                self.add("pp", "all_reduce", 2, whole // slices)
 
-    def buckets(self) -> Mapping[tuple[bool, int, bool, bool], int]:
-        """Elements by (decays, ranks of tp to sum over, is tied, is whole on each rank of tp)."""
+    def shards(self) -> None:
+        """Gathers and reductions unit by unit, then sums of shards, all of one group at once."""
+        zero, dp = self.config.parallel.zero, self.shape.dp
+        reductions = self.count if zero.reduce == "microbatch" else 1
+        for elements, gathers in (unit for stage in self.own for unit in self.units(stage)):
+            times = gathers * self.count if zero.gather == "microbatch" else 1
+            self.add("dp", "all_gather", dp, elements, times)
+            self.add("dp", "reduce_scatter", dp, elements, reductions)
+        summed: Counter[tuple[str, int]] = Counter()
+        for (_, reduced, tied, _), elements in self.kinds(self.own).items():
+            summed["tp", reduced] += elements // dp
+            summed["pp", 2 if tied else 0] += elements // dp
+        for (axis, size), elements in summed.items():
+            self.add(axis, "all_reduce", size, elements)
+
+    def units(self, stage: StageSlice) -> Iterator[tuple[int, int]]:
+        """Elements of each unit of a stage with parameters, and its gathers for a microbatch where it lets go."""
         model, t = self.model, self.shape.tp
-        kinds: Counter[tuple[bool, int, bool, bool]] = Counter()
+        yield from ((sum(self.block().values()), 2) for _ in stage.layers)
+        projects = stage.head and model.tied
+        if stage.embedding and not projects:
+            yield 264 * model.hidden // t, 2
+        if stage.embedding and model.positions == "learned":
+            yield self.config.batch.sequence_length * model.hidden, 2
+        if stage.head:
+            yield 264 * model.hidden // t + self.norm, 1
+
+    def kinds(self, stages: Sequence[StageSlice]) -> Kinds:
+        """The parameters of some stages together."""
+        ends = (any(getattr(stage, end) for stage in stages) for end in ("embedding", "head"))
+        kinds = self.ends(*ends)
+        for _ in (layer for stage in stages for layer in stage.layers):
+            kinds.update(self.block())
+        return kinds
+
+    def cut(self, kinds: Kinds, elements: int, *, decays: bool = True, reduced: int = 0, tied: bool = False) -> None:
+        """Add a parameter that is cut over tp."""
+        kinds[decays, reduced, tied, False] += elements // self.shape.tp
+
+    @property
+    def vector(self) -> tuple[bool, int, bool, bool]:
+        """The kind of norms and row-parallel biases."""
+        return False, self.shape.tp if self.split else 0, False, self.shape.tp > 1
+
+    def block(self) -> Kinds:
+        """A block's parameters."""
+        model, t = self.model, self.shape.tp
+        kinds: Kinds = Counter()
         head_dim = model.hidden // model.heads
         groups = model.kv_groups or model.heads
         copies = max(1, t // groups)
-        whole = t > 1
-        vector = (False, t if self.split else 0, False, whole)
-
-        def cut(elements: int, *, decays: bool = True, reduced: int = 0, tied: bool = False) -> None:
-            kinds[decays, reduced, tied, False] += elements // t
-
-        norm = model.hidden * (2 if model.norm == "layer" else 1)
+        shared = copies if copies > 1 else 0
         gated = 2 if model.activation == "swiglu" else 1
-        for _ in (layer for stage in self.own for layer in stage.layers):
-            cut(2 * model.heads * head_dim * model.hidden + (gated + 1) * model.ffn * model.hidden)
-            cut(2 * groups * head_dim * model.hidden * copies, reduced=copies if copies > 1 else 0)
-            kinds[vector] += 2 * norm
-            if model.bias:
-                cut(model.heads * head_dim + gated * model.ffn, decays=False)
-                cut(2 * groups * head_dim * copies, decays=False, reduced=copies if copies > 1 else 0)
-                kinds[vector] += 2 * model.hidden
-            if model.qk_norm:
-                kinds[False, t if whole else 0, False, whole] += 2 * head_dim
-        rows = 264 * model.hidden  # the padded vocabulary
-        first, last = (any(getattr(stage, end) for stage in self.own) for end in ("embedding", "head"))
-        if first or (last and model.tied):
-            cut(rows, tied=model.tied and self.shape.pp > 1)
-        if first and model.positions == "learned":
-            kinds[True, t if self.split else 0, False, whole] += self.config.batch.sequence_length * model.hidden
-        if last:
-            kinds[vector] += norm
-            if not model.tied:
-                cut(rows)
+        self.cut(kinds, 2 * model.heads * head_dim * model.hidden + (gated + 1) * model.ffn * model.hidden)
+        self.cut(kinds, 2 * groups * head_dim * model.hidden * copies, reduced=shared)
+        kinds[self.vector] += 2 * self.norm
+        if model.bias:
+            self.cut(kinds, model.heads * head_dim + gated * model.ffn, decays=False)
+            self.cut(kinds, 2 * groups * head_dim * copies, decays=False, reduced=shared)
+            kinds[self.vector] += 2 * model.hidden
+        if model.qk_norm:
+            kinds[False, t if t > 1 else 0, False, t > 1] += 2 * head_dim
         return kinds
 
+    def ends(self, first: bool, last: bool) -> Kinds:
+        """What belongs to no block on ranks that hold the embedding, or the head."""
+        model, t = self.model, self.shape.tp
+        kinds: Kinds = Counter()
+        rows = 264 * model.hidden  # the padded vocabulary
+        if first or (last and model.tied):
+            self.cut(kinds, rows, tied=model.tied and self.shape.pp > 1)
+        if first and model.positions == "learned":
+            kinds[True, t if self.split else 0, False, t > 1] += self.config.batch.sequence_length * model.hidden
+        if last:
+            kinds[self.vector] += self.norm
+            if not model.tied:
+                self.cut(kinds, rows)
+        return kinds
+
+    @property
+    def norm(self) -> int:
+        """A norm's elements."""
+        return self.model.hidden * (2 if self.model.norm == "layer" else 1)
+
     def scalars(self) -> None:
-        """One number for the norm over pp·tp, and one for the loss over pp·dp."""
-        for axes in (("pp", "tp"), ("pp", "dp")):
+        """One number for the norm over pp·tp, or all ranks where slices are shared, and one for the loss over pp·dp."""
+        shares = self.config.parallel.zero.stage > 0 and self.shape.dp > 1
+        for axes in (("pp", "dp", "tp") if shares else ("pp", "tp"), ("pp", "dp")):
             there = {axis: getattr(self.shape, axis) for axis in axes if getattr(self.shape, axis) > 1}
             size = 1
             for degree in there.values():
@@ -146,6 +202,10 @@ def counted(config: TrainConfig, data: Dataset) -> Records:
     mesh.ledger.reset()
     training.step(0)
     return mesh.ledger.records()
+
+
+def zero(stage: int, **choices: str) -> Mapping[str, Any]:
+    return {f"parallel.zero.{key}": value for key, value in {"stage": stage, **choices}.items()}
 
 
 GPT2 = FAMILIES["gpt2"]
@@ -166,6 +226,12 @@ CASES: dict[str, tuple[str, list[Mapping[str, Any]]]] = {
     "interleaved_tied": ("pp2x2", [TIED]),
     "all": ("dp2.tp2.pp2", [QK, SMOOTH, {"model.kv_groups": 1}]),
     "all_tied": ("dp2.tp2.pp2", [TIED, GPT2, WHOLE_SEQUENCE]),
+    "zero1": ("dp4", [zero(1), QK]),
+    "zero1_all_tied": ("dp2.tp2.pp2", [zero(1), TIED, GPT2]),
+    "zero2": ("dp2.tp2.pp2", [zero(2), QK, {"model.kv_groups": 1}]),
+    "zero2_tied": ("dp2.pp2", [zero(2, reduce="microbatch"), TIED, GPT2]),
+    "zero3": ("dp2", [zero(3, gather="microbatch"), QK]),
+    "zero3_tensor": ("dp2.tp2", [zero(3, gather="microbatch", reduce="microbatch"), TIED, GPT2]),
 }
 
 
