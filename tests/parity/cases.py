@@ -20,6 +20,7 @@ from megastack.config.convert import replace_values, value_of
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
+from tests.parity.cover import Row, all_rows
 
 Changes = Mapping[str, Any]
 
@@ -62,6 +63,13 @@ FAMILIES: dict[str, Changes] = {
     },
 }
 
+ZERO: dict[str, Changes] = {
+    "0": {},
+    "1": {"parallel.zero.stage": 1},
+    "2": {"parallel.zero.stage": 2},
+    "3": {"parallel.zero.stage": 3, "parallel.zero.gather": "microbatch", "parallel.zero.reduce": "microbatch"},
+}
+
 CHOICES = {
     "layout": tuple(LAYOUTS),
     "family": tuple(FAMILIES),
@@ -70,8 +78,14 @@ CHOICES = {
     "kv_groups": ("4", "1"),
     "optimizer": ("sgd", "adamw"),
     "recompute": ("none", "full"),
-    "zero": ("0", "1"),
+    "zero": tuple(ZERO),
 }
+
+
+def rows() -> list[Row]:
+    """Every cell of the choices; nobody shares parameters where there is one data rank."""
+    shares = {name for name, changes in LAYOUTS.items() if "parallel.dp" in changes}
+    return [row for row in all_rows(CHOICES) if row["layout"] in shares or int(row["zero"]) < 2]
 
 
 def model_of(row: Mapping[str, str]) -> Changes:
@@ -87,11 +101,11 @@ def model_of(row: Mapping[str, str]) -> Changes:
 
 def layout_of(row: Mapping[str, str]) -> Changes:
     """What differs from the reference."""
-    return LAYOUTS[row["layout"]] | {
-        "parallel.sequence_parallel": row["sequence_parallel"] == "true",
-        "recompute.mode": row["recompute"],
-        "parallel.zero.stage": int(row["zero"]),
-    }
+    return (
+        LAYOUTS[row["layout"]]
+        | ZERO[row["zero"]]
+        | {"parallel.sequence_parallel": row["sequence_parallel"] == "true", "recompute.mode": row["recompute"]}
+    )
 
 
 @cache

@@ -19,11 +19,6 @@ def pairs_of(row: Row) -> set[Pair]:
     return set(itertools.combinations(sorted(row.items()), 2))
 
 
-def pairwise(choices: Mapping[str, Sequence[str]]) -> list[Row]:
-    """Rows of the whole product in which every pair occurs."""
-    return covering(all_rows(choices))
-
-
 def covering(rows: Sequence[Row]) -> list[Row]:
     """Rows chosen greedily until every pair that occurs in any of them occurs; the same list each time."""
     held = [pairs_of(row) for row in rows]

@@ -9,11 +9,11 @@ import pytest
 
 from megastack.testing.compare import Trace
 from megastack.testing.training import layout_differences, trace_layout
-from tests.parity.cases import CHOICES, configured, dataset, layout_of, model_of
-from tests.parity.cover import Row, all_rows, pairs_of, pairwise
+from tests.parity.cases import configured, dataset, layout_of, model_of, rows
+from tests.parity.cover import Row, covering, pairs_of
 
 STEPS = 2
-ROWS = pairwise(CHOICES)
+ROWS = covering(rows())
 
 
 @cache
@@ -34,7 +34,7 @@ def check(row: Row) -> None:
 
 
 def test_every_pair_of_choices_is_covered() -> None:
-    every = set().union(*map(pairs_of, all_rows(CHOICES)))
+    every = set().union(*map(pairs_of, rows()))
     assert set().union(*map(pairs_of, ROWS)) == every
 
 
@@ -44,6 +44,6 @@ def test_training_equals_one_rank(row: Row) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [row for row in all_rows(CHOICES) if row not in ROWS], ids=name)
+@pytest.mark.parametrize("row", [row for row in rows() if row not in ROWS], ids=name)
 def test_training_equals_one_rank_in_every_cell(row: Row) -> None:
     check(row)
