@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 import torch._dynamo
@@ -19,6 +17,7 @@ from megastack.optim.optimizer import build_optimizer
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Ones, Placement, Shard
 from megastack.testing.ranks import run_ranks
+from tests.gradients.live import settled_bytes
 from tests.gradients.test_zero1 import OPTIONS, Bag
 
 
@@ -116,7 +115,12 @@ class Chain(ParallelModule):
         return (x[:, :1023] * self.scale).sum()
 
 
-def held_and_sent(gather: str, reduce: str) -> tuple[int, list[int], dict[tuple[str, str], tuple[int, int]]]:
+TOLERANCE = 1.05
+
+
+def held_and_sent(
+    gather: str, reduce: str, between: float
+) -> tuple[int, list[int], dict[tuple[str, str], tuple[int, int]]]:
     """Parameters, bytes of live storages between two microbatches and after the last, and the traffic of the step."""
     mesh = Mesh.from_environment(MeshShape(dp=2))
     chain = Chain(mesh)
@@ -126,22 +130,14 @@ def held_and_sent(gather: str, reduce: str) -> tuple[int, list[int], dict[tuple[
     mesh.ledger.reset()
     x = torch.ones(2, 1024)
     chain(x).backward()
-    held = [live_bytes()]
+    held = [settled_bytes(TOLERANCE * between * count)]
     gradients.arm(0)
     chain(x).backward()
     gradients.finish()
-    held.append(live_bytes())
+    held.append(settled_bytes(TOLERANCE * 16 / 2 * count))
     sent = {key: (total.calls, total.payload_bytes) for key, total in mesh.ledger.records().items()}
     assert optimizer.moments()
     return count, held, sent
-
-
-def live_bytes() -> int:
-    gc.collect()
-    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, torch.nn.Parameter)]
-    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.device.type == "cpu"}
-    return sum(size for size in storages.values() if size > 16384)
 
 
 UNIT, OWN = 1024 * 1024 * 4, 1024 * 4
@@ -159,10 +155,10 @@ BUFFER = 4 / 6  # one of six units: what the last reduction sent
 def test_bytes_held_and_traffic(
     gather: str, reduce: str, between: float, gathers: tuple[int, int], reductions: int
 ) -> None:
-    for count, (amid, after), sent in run_ranks(held_and_sent, 2, gather, reduce):
+    for count, (amid, after), sent in run_ranks(held_and_sent, 2, gather, reduce, between):
         assert count > 5_000_000
-        assert after / count == pytest.approx(16 / 2, rel=0.05)
-        assert amid / count == pytest.approx(between, rel=0.05)
+        assert after / count == pytest.approx(16 / 2, rel=TOLERANCE - 1)
+        assert amid / count == pytest.approx(between, rel=TOLERANCE - 1)
         units, own = gathers
         assert sent == {
             ("dp", "all_gather"): (6 * units + own, 6 * units * UNIT + own * OWN),

