@@ -24,6 +24,8 @@ from megastack.observe.status import read_status, update_status
 
 MOST_TOLD = 160
 """Characters of an earlier reason that a restart repeats."""
+MOST_RUNS = 8
+"""Runs of neighbouring ranks that it names."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,16 @@ def how_it_ended(folder: RunFolder) -> str | None:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    """Ranks in words, neighbours together: ``rank 3``, ``ranks 2, 8–15``."""
+    runs = list[list[int]]()
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [str(first) if first == last else f"{first}–{last}" for first, last in runs]
+    more = ["…"] if len(parts) > MOST_RUNS else []
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join([*parts[:MOST_RUNS], *more])}"
 
 
 def note_start(
