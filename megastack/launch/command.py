@@ -38,7 +38,7 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
     return _train(config, (), hooks, cold=False)
 
 
-def settled(config: TrainConfig) -> tuple[TrainConfig, int | None]:
+def _settled(config: TrainConfig) -> tuple[TrainConfig, int | None]:
     """The configuration with its degrees, and the number of ranks that train where a launcher has started them.
 
     Raises:
@@ -53,7 +53,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, int | None]:
 
 
 def _train(config: TrainConfig, overrides: Sequence[str], hooks: Hooks | None, *, cold: bool) -> RunResult:
-    config, ranks = settled(config)
+    config, ranks = _settled(config)
     opening = short(config, ranks)
     if is_worker():
         from megastack.launch.external import join
@@ -73,7 +73,7 @@ def train_command(options: argparse.Namespace) -> int:
     place = {"config_dir": options.config_dir, "config_name": options.config_name}
     config = compose(options.overrides, **place)
     with origins(options.overrides, **place):
-        settled(config)
+        _settled(config)
     result = _train(config, options.overrides, None, cold=True)
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n", encoding="utf-8")

@@ -71,6 +71,12 @@ def has_agent(environment: Mapping[str, str] | None = None) -> bool:
     return "TORCHELASTIC_RUN_ID" in env
 
 
+def shares_store(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the ranks' store is one that elastic agents keep over all starts."""
+    env = os.environ if environment is None else environment
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _tasks_here(env: Mapping[str, str]) -> str:
     """Tasks on a node: the first count of e.g. ``4(x2),3``; only the division of threads depends on it."""
     return re.split(r"\D", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "1")))[0] or "1"

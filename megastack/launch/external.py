@@ -5,10 +5,11 @@ Of an elastic job, ranks that the degrees do not need wait until the others are 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from megastack.checkpoint.manifest import read_trainer
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, MegastackError
-from megastack.launch.environment import adopt_slurm, has_agent, nodes
+from megastack.launch.environment import adopt_slurm, has_agent, nodes, shares_store
 from megastack.launch.meeting import meet
 from megastack.launch.preflight import prepare
 from megastack.launch.restarts import Guard, how_it_ended, is_taken_over, note_start
@@ -55,32 +56,37 @@ def join(
         die_with_parent()
     adopt_slurm()
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks, grace_s = mesh_shape(config, started).world_size, config.launch.grace_s
-    store = meet(rank, started, config.launch.timeout_s)
-    if rank >= ranks:
-        return wait_out(store, rank, _place(config), grace_s, SIGNALS)
-    spare = range(ranks, started) if rank == 0 else ()
+    grace_s = config.launch.grace_s
+    world = _World(meet(rank, started, config.launch.timeout_s), rank, mesh_shape(config, started).world_size)
+    if rank >= world.ranks:
+        return wait_out(world.store, rank, _place(config), grace_s, SIGNALS)
+    spare = range(world.ranks, started) if rank == 0 else ()
     try:
-        result = _train(store, rank, ranks, config, overrides, opening, hooks)
+        result = _train(world, config, overrides, opening, hooks)
     except BaseException as error:
-        dismiss(store, spare, error, grace_s)
+        with contextlib.suppress(dist.DistError):
+            dismiss(world.store, spare, error, grace_s)
         raise
-    dismiss(store, spare, result, grace_s)
+    dismiss(world.store, spare, result, grace_s)
     return result
 
 
+@dataclass(frozen=True)
+class _World:
+    """A rank's place among those that train, and the store that all have who were started."""
+
+    store: dist.Store
+    rank: int
+    ranks: int
+
+
 def _train(
-    store: dist.Store,
-    rank: int,
-    ranks: int,
-    config: TrainConfig,
-    overrides: Sequence[str],
-    opening: str,
-    hooks: Hooks | None,
+    world: _World, config: TrainConfig, overrides: Sequence[str], opening: str, hooks: Hooks | None
 ) -> RunResult:
     """The part of a rank that trains."""
-    backend, limit = backend_of(pick_device(config.device.value)), timedelta(seconds=config.launch.timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    rank, limit = world.rank, timedelta(seconds=config.launch.timeout_s)
+    backend = backend_of(pick_device(config.device.value))
+    dist.init_process_group(backend, store=world.store, rank=rank, world_size=world.ranks, timeout=limit)
     found: list[Assignment | str | None] = [None]
     if rank == 0:
         found = [_decide(config, overrides, opening)]
@@ -130,9 +136,13 @@ def _elastic(assignment: Assignment, after: str | None) -> Assignment:
     return replace(assignment, restart=start.restart, start=text)
 
 
-def _warnings(config: TrainConfig) -> tuple[str, ...]:
-    lost = "checkpoint.every=null: a rank that fails takes the run back to step 0"
-    return () if config.checkpoint.every is not None else (lost,)
+def _warnings(config: TrainConfig) -> list[str]:
+    found = []
+    if config.checkpoint.every is None:
+        found.append("checkpoint.every=null: a rank that fails takes the run back to step 0")
+    if shares_store():
+        found.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is not set for torchrun: a node that joins cannot come in")
+    return found
 
 
 def _failed(folder: RunFolder, rank: int, *, told: bool) -> RunResult:

@@ -9,13 +9,13 @@ until every rank has been seen under it.
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from megastack.launch.environment import shares_store
 from megastack.launch.start import NotStarted
 
 LOOKS_EVERY_S = 0.02
@@ -33,7 +33,7 @@ def meet(rank: int, ranks: int, timeout_s: float) -> dist.Store:
         NotStarted: on the first rank, about those that did not come in time.
     """
     store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=timeout_s)))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not shares_store():
         return store  # the first rank has opened it just now
     return dist.PrefixStore(agree(store, rank, ranks, timeout_s), store)
 
