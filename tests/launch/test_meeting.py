@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -16,11 +18,14 @@ def server() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def meet(server: dist.TCPStore, ranks: int, timeout_s: float = 20, absent: tuple[int, ...] = ()) -> list[str]:
+def meet(
+    server: dist.TCPStore, ranks: int, timeout_s: float = 20, absent: tuple[int, ...] = (), late: int | None = None
+) -> list[str]:
     """The names that the ranks of a start agree on, each with a connection of its own."""
 
     def one(rank: int) -> str:
-        client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        time.sleep(0.5 if rank == late else 0)
+        client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=timeout_s))
         return agree(client, rank, ranks, timeout_s)
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -35,7 +40,7 @@ def test_each_start_agrees_on_a_name_of_its_own(server: dist.TCPStore) -> None:
 
 def test_a_rank_that_is_gone_is_not_taken_for_the_one_in_its_place(server: dist.TCPStore) -> None:
     server.set("megastack/shown/3/2", "a number from before")
-    assert len(set(meet(server, 3))) == 1
+    assert len(set(meet(server, 3, 8, late=2))) == 1
 
 
 def test_ranks_that_do_not_come_are_named(server: dist.TCPStore) -> None:
