@@ -141,7 +141,9 @@ def _warnings(config: TrainConfig) -> list[str]:
     if config.checkpoint.every is None:
         found.append("checkpoint.every=null: a rank that fails takes the run back to step 0")
     if shares_store():
-        found.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is not set for torchrun: a node that joins cannot come in")
+        found.append(
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is not set for torchrun: no node can join, nor the first one be lost"
+        )
     return found
 
 
