@@ -282,6 +282,7 @@ def build_loop(
     hooks: Hooks | None = None,
     resumed: Path | None = None,
     pid: int | None = None,
+    start: str | None = None,
 ) -> Loop:
     """The loop of a run; the mesh's first rank records.
 
@@ -292,6 +293,7 @@ def build_loop(
         hooks: what to call on the way.
         resumed: the checkpoint that the state came from.
         pid: the process to signal when the run is to stop; this one if not given.
+        start: what there is to say about this start of an elastic job.
     """
     config, mesh = training.config, training.mesh
     return Loop(
@@ -308,7 +310,7 @@ def build_loop(
         step=training.step,
         stages=training.stages,
         progress=training.progress,
-        recorder=_recorder(training, folder, resumed, pid),
+        recorder=_recorder(training, folder, resumed, pid, start),
         stop=stop,
         folder=folder.path,
         saver=_saver(training, folder),
@@ -405,7 +407,9 @@ def _learning_rate(config: TrainConfig) -> LearningRate:
     )
 
 
-def _recorder(training: Training, folder: RunFolder, resumed: Path | None, pid: int | None) -> Recorder:
+def _recorder(
+    training: Training, folder: RunFolder, resumed: Path | None, pid: int | None, start: str | None
+) -> Recorder:
     config, mesh = training.config, training.mesh
     records = mesh.rank == 0
     wanted = config.observe.tensorboard
@@ -426,6 +430,7 @@ def _recorder(training: Training, folder: RunFolder, resumed: Path | None, pid: 
         pid=os.getpid() if pid is None else pid,
         last_checkpoint=resumed,
         stages={stage.from_step: str(stage) for stage in stages[1:]},
+        elastic=start,
         baseline=lambda: bigram_loss(split.train.samples, split.validation.samples, size, chosen=chosen),
     )
 

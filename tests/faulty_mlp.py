@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import torch
@@ -16,17 +17,29 @@ from megastack.mesh.shape import Axis
 class FaultyMLP(ParallelMLP):
     """Does ``what`` in the forward of 0-based step ``at`` on the last rank of the pipeline, tensor and data axes.
 
+    ``slow`` makes every forward of every rank take that many seconds longer.
+
     ``what`` is ``raise``, ``kill`` (SIGKILL to itself), ``term`` (SIGTERM to itself), ``launcher`` (SIGTERM to its
     parent), ``hang`` (for ever) or ``poison`` (its output with NaN); ``in_validation`` does it there, not in training.
     """
 
-    def __init__(self, *args: Any, what: str, at: int = 2, in_validation: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        what: str = "nothing",
+        at: int = 2,
+        in_validation: bool = False,
+        slow: float = 0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.slow = slow
         self.what, self.at, self.in_validation = what, at, in_validation
         last = all(self.mesh[axis].rank == self.mesh[axis].size - 1 for axis in (Axis.PP, Axis.DP, Axis.TP))
         self.armed = last
 
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
+        time.sleep(self.slow)
         due = context.step == self.at if not self.in_validation else True
         if self.armed and due and self.training is not self.in_validation:
             if self.what == "poison":

@@ -62,6 +62,11 @@ class LaunchOptions:
     threads_per_rank: int | None = option(
         None, "CPU threads of each rank; null divides the machine's among its ranks.", least=1
     )
+    elastic: bool = option(
+        False,
+        "Under torchrun or srun, take the ranks that there are: the largest legal dp, at most `parallel.dp`, with the "
+        "global batch kept; ranks that are left over wait. Needs `resume=auto`.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +315,10 @@ class CheckpointOptions:
     asynchronous: bool = option(False, "Write while the next steps run.")
     keep_last: int | None = option(None, "How many of the newest checkpoints stay; null keeps all.", least=1)
     keep_every: int | None = option(None, "Checkpoints of steps that this divides stay beside `keep_last`.", least=1)
-    load_weights: str | None = option(None, "Start a new run from the weights of this checkpoint.")
+    load_weights: str | None = option(
+        None,
+        "Start a new run from the weights of this checkpoint; with `resume=auto`, while there is none of its own.",
+    )
     on_corrupt: OnCorrupt = option(
         OnCorrupt.previous, "Where `resume` is auto or last: fall back to the previous checkpoint, or refuse."
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from megastack.config.convert import value_of
 from megastack.config.schema import RopeOptions, TrainConfig
-from megastack.errors import Violation
+from megastack.errors import Violation, spell
 
 BYTE_IDS = 256
 """Ids of the byte tokenizer."""
@@ -165,9 +165,21 @@ def continuation_is_clear(config: TrainConfig, world_size: int | None) -> Iterat
     if config.resume == "last" and config.run.dir is not None:
         rule = f"continues the newest run under run.root, so run.dir={config.run.dir} would be ignored"
         yield Violation("resume", "last", rule, ("auto", "run.dir=null"))
-    if config.resume is not None and config.checkpoint.load_weights is not None:
+    if config.resume not in (None, "auto") and config.checkpoint.load_weights is not None:
         rule = "resume already brings weights"
-        yield Violation("checkpoint.load_weights", config.checkpoint.load_weights, rule, (None, "resume=null"))
+        yield Violation("checkpoint.load_weights", config.checkpoint.load_weights, rule, (None, "resume=null", "auto"))
+
+
+def elastic_is_clear(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+    """A job whose ranks change goes on in its own folder, and says nothing about how many machines there are."""
+    if not config.launch.elastic:
+        return
+    if config.resume != "auto":
+        rule = f"a restart goes on in its folder from the newest checkpoint, resume={spell(config.resume)} does not"
+        yield Violation("launch.elastic", True, rule, ("resume=auto with run.dir=FOLDER", False))
+    if config.cluster.nodes > 1:
+        rule = "launch.elastic=true has as many machines as there are at each start"
+        yield Violation("cluster.nodes", config.cluster.nodes, rule, (1, "cluster.ranks_per_node=RANKS"))
 
 
 def recorded_steps_exist(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
@@ -188,5 +200,6 @@ VALUE_RULES = (
     learning_rate_fits,
     data_fits,
     continuation_is_clear,
+    elastic_is_clear,
     recorded_steps_exist,
 )

@@ -36,6 +36,7 @@ ALONE = {
     "cluster.ranks_per_node": "null",
     "checkpoint.load_weights": "null",
     "resume": "null",
+    "launch.elastic": "false",
 }
 """What a use of the weights takes over from no run; ``tp``, ``pp`` and the layers of each stage stay the run's."""
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megastack.config.compose import compose, origins
+from megastack.config.elastic import fit_world
+from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import require_legal
 from megastack.config.schema import TrainConfig
 from megastack.launch.environment import is_worker, world_size
@@ -36,9 +38,23 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
     return _train(config, (), hooks, cold=False)
 
 
+def _settled(config: TrainConfig) -> tuple[TrainConfig, int | None]:
+    """The configuration with its degrees, and the number of ranks that train where a launcher has started them.
+
+    Raises:
+        ConfigError: it is not legal, or no degree fits the ranks of an elastic job.
+    """
+    ranks = world_size()
+    if ranks is not None and config.launch.elastic:
+        config = fit_world(config, ranks)
+        ranks = mesh_shape(config).world_size
+    require_legal(config, ranks)
+    return config, ranks
+
+
 def _train(config: TrainConfig, overrides: Sequence[str], hooks: Hooks | None, *, cold: bool) -> RunResult:
-    require_legal(config, world_size())
-    opening = short(config, world_size())
+    config, ranks = _settled(config)
+    opening = short(config, ranks)
     if is_worker():
         from megastack.launch.external import join
 
@@ -57,7 +73,7 @@ def train_command(options: argparse.Namespace) -> int:
     place = {"config_dir": options.config_dir, "config_name": options.config_name}
     config = compose(options.overrides, **place)
     with origins(options.overrides, **place):
-        require_legal(config, world_size())
+        _settled(config)
     result = _train(config, options.overrides, None, cold=True)
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n", encoding="utf-8")

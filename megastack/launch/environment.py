@@ -58,6 +58,25 @@ def world_size(environment: Mapping[str, str] | None = None) -> int | None:
     return int(env["SLURM_NTASKS"]) if in_slurm_step(env) else None
 
 
+def nodes(environment: Mapping[str, str] | None = None) -> int | None:
+    """The number of machines that the launcher uses; ``None`` where it does not tell."""
+    env = os.environ if environment is None else environment
+    found = env.get("GROUP_WORLD_SIZE", env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "")))
+    return int(found) if found.isdigit() else None
+
+
+def has_agent(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether an elastic agent, as that of torchrun, is the parent of this process."""
+    env = os.environ if environment is None else environment
+    return "TORCHELASTIC_RUN_ID" in env
+
+
+def shares_store(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the ranks' store is one that elastic agents keep over all starts."""
+    env = os.environ if environment is None else environment
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _tasks_here(env: Mapping[str, str]) -> str:
     """Tasks on a node: the first count of e.g. ``4(x2),3``; only the division of threads depends on it."""
     return re.split(r"\D", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "1")))[0] or "1"

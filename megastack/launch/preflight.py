@@ -52,7 +52,8 @@ def prepare(config: TrainConfig, overrides: Sequence[str] = ()) -> Prepared:
     resume = _tried(faults, lambda: resolve(config))
     if dataset is not None and resume is not None and resume.checkpoint is not None:
         faults += identity_faults(read_trainer(resume.checkpoint), identity(config, dataset))
-    _tried(faults, lambda: _check_weights(config))
+    if resume is None or resume.checkpoint is None:
+        _tried(faults, lambda: _check_weights(config))
     _tried(faults, lambda: _check_device(config))
     if config.observe.tensorboard and not tensorboard_installed():
         faults.append("observe.tensorboard=true: tensorboard is not installed; use null, false, or install it")
@@ -125,6 +126,8 @@ def _describe(folder: RunFolder, config: TrainConfig, overrides: Sequence[str]) 
         path.write_text(to_yaml(config), encoding="utf-8")
     choices = "".join(f"- {json.dumps(override, ensure_ascii=False)}\n" for override in overrides)
     (folder.hydra / "overrides.yaml").write_text(choices or "[]\n", encoding="utf-8")
+    if config.launch.elastic and folder.starts.exists():
+        return  # each start has its own
     for record in (*folder.failures.glob("rank_*.json"), *folder.watch.glob("rank_*.json")):
         record.unlink()
 

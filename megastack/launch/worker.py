@@ -53,12 +53,16 @@ class Assignment:
         folder: the run folder, which exists.
         resume: the checkpoint to continue from.
         pid: the process to signal when the run is to stop.
+        restart: of an elastic job, 0 for its first start.
+        start: what there is to say about this start of an elastic job.
     """
 
     config: TrainConfig
     folder: Path
     resume: Path | None = None
     pid: int | None = None
+    restart: int = 0
+    start: str | None = None
 
 
 def work(
@@ -80,7 +84,7 @@ def work(
         tell: called with this rank's account of its failure where that cannot be written.
         first: called with this rank before it looks for the others.
     """
-    config, folder = assignment.config, RunFolder(assignment.folder)
+    config, folder = assignment.config, RunFolder(assignment.folder, assignment.restart)
     torch.set_num_threads(threads_per_rank(config))
     shape = mesh_shape(config, int(os.environ.get("WORLD_SIZE", "1")))
     rank, loop = int(os.environ.get("RANK", "0")), None
@@ -92,10 +96,12 @@ def work(
             keep_freed_memory(mesh.device)
             log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
             log.info("started with pid %d on %s, %d threads", os.getpid(), mesh.device, torch.get_num_threads())
+            if assignment.start is not None:
+                log.info(assignment.start)
             trail, report, limit_s = mesh.ledger.trail, folder.report(rank), config.launch.timeout_s
             with Watchdog(trail, report, rank, mesh.coordinates, limit_s=limit_s, doing=lambda: _whereabouts(loop)):
                 ready = _ready(assignment, mesh, dataset)
-                loop = build_loop(ready, folder, stop, hooks, assignment.resume, assignment.pid)
+                loop = build_loop(ready, folder, stop, hooks, assignment.resume, assignment.pid, assignment.start)
                 result = loop.run()
             log.info("%s after step %d", result.status, result.step)
         except BaseException as error:

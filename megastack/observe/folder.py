@@ -14,9 +14,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run."""
+    """The paths of one run.
+
+    Attributes:
+        path: the folder.
+        restart: of an elastic job; each start has its own place for accounts of failures.
+    """
 
     path: Path
+    restart: int = 0
 
     @property
     def config(self) -> Path:
@@ -50,12 +56,20 @@ class RunFolder:
     @property
     def failures(self) -> Path:
         """What ranks wrote about their own failures."""
-        return self.path / "failures"
+        return self._of_this_start("failures")
+
+    @property
+    def starts(self) -> Path:
+        """The starts of an elastic job, a line each."""
+        return self.path / "starts.jsonl"
 
     @property
     def watch(self) -> Path:
         """Where ranks stood when they waited in vain, or failed."""
-        return self.path / "watch"
+        return self._of_this_start("watch")
+
+    def _of_this_start(self, name: str) -> Path:
+        return self.path / name / f"restart_{self.restart}" if self.restart else self.path / name
 
     def log(self, rank: int) -> Path:
         """The log of one rank."""

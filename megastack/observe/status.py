@@ -10,7 +10,7 @@ from typing import Any
 
 from megastack.observe.files import replace_text
 
-FIELDS = ("status", "step", "checkpoint", "reason", "rank", "coordinates", "exit_code", "pid", "time")
+FIELDS = ("status", "step", "checkpoint", "reason", "rank", "coordinates", "exit_code", "pid", "start", "time")
 EXIT_CODES = {"completed": 0, "preempted": 75, "failed": 1, "diverged": 1}
 
 
@@ -25,9 +25,9 @@ def write_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
 
 
 def update_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
-    """Like :func:`write_status`, but step, checkpoint and pid that are not given stay as they are."""
+    """Like :func:`write_status`, but step, checkpoint, pid and start that are not given stay as they are."""
     former = read_status(path) or {}
-    kept = {name: former.get(name) for name in ("step", "checkpoint", "pid")}
+    kept = {name: former.get(name) for name in ("step", "checkpoint", "pid", "start")}
     return write_status(path, status, **kept | fields)
 
 

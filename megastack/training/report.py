@@ -36,6 +36,7 @@ class Recorder:
         status: the path of ``status.json``, ``None`` likewise.
         pid: the process to signal when the run is to stop.
         last_checkpoint: the newest one that the run can be resumed from.
+        elastic: what there is to say about this start of an elastic job, for the status.
         baseline: nats per token of a bigram model on the validation split, computed when it is asked for.
         stages: by the 0-based step at which it begins, what a later stage of the data is.
     """
@@ -50,6 +51,7 @@ class Recorder:
     status: Path | None = None
     pid: int | None = None
     last_checkpoint: Path | None = None
+    elastic: str | None = None
     baseline: Callable[[], float | None] | None = None
     stages: Mapping[int, str] = field(default_factory=dict)
     _trained_s: float = 0.0
@@ -162,7 +164,7 @@ class Recorder:
         if self.status is not None:
             last = self.last_checkpoint
             path = None if last is None else str(last)
-            write_status(self.status, status, checkpoint=path, pid=self.pid, **fields)
+            write_status(self.status, status, checkpoint=path, pid=self.pid, start=self.elastic, **fields)
 
     def _closing_lines(self, result: RunResult) -> list[str]:
         lines = []

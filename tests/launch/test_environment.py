@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megastack.launch.environment import adopt_slurm, first_node, is_first_rank, is_worker, world_size
+from megastack.launch.environment import adopt_slurm, first_node, has_agent, is_first_rank, is_worker, nodes, world_size
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
@@ -63,3 +63,18 @@ def test_two_steps_of_a_job_use_two_ports_and_what_is_set_stays():
 )
 def test_the_first_node_of_a_list(nodes, first):
     assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "agent"),
+    [
+        ({}, None, False),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "none"}, 3, True),
+        (STEP | {"SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4"}, 2, False),
+        (STEP | {"SLURM_NNODES": "4"}, 4, False),
+        (STEP, None, False),
+    ],
+)
+def test_how_many_machines_there_are_and_who_started_this_process(environment, count, agent):
+    assert nodes(environment) == count
+    assert has_agent(environment) is agent

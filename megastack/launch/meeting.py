@@ -1,0 +1,87 @@
+"""Where the ranks of one start of a job find each other.
+
+The elastic agents of torchrun keep one store over all restarts, and the addresses that the ranks of an earlier start
+left in it look like those of this one: ranks would call processes that are gone. The number of restarts does not tell
+starts apart either, since every agent counts its own. So the ranks agree on a name that is new, and use the store
+beneath it. Each rank shows a number that nobody has had before; the first rank answers every such number with the name,
+until every rank has been seen under it.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megastack.launch.environment import shares_store
+from megastack.launch.start import NotStarted
+
+LOOKS_EVERY_S = 0.02
+
+
+def meet(rank: int, ranks: int, timeout_s: float) -> dist.Store:
+    """A store that the ranks of this start share, and nobody before or after them.
+
+    Args:
+        rank: this one.
+        ranks: how many were started; all of them call.
+        timeout_s: how long one waits for another.
+
+    Raises:
+        NotStarted: on the first rank, about those that did not come in time.
+    """
+    store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=timeout_s)))
+    if not shares_store():
+        return store  # the first rank has opened it just now
+    return dist.PrefixStore(agree(store, rank, ranks, timeout_s), store)
+
+
+def agree(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> str:
+    """A name that these ranks have in common and that was never used in this store.
+
+    Raises:
+        NotStarted: on the first rank, about those that did not come in time.
+    """
+    return _lead(store, ranks, timeout_s) if rank == 0 else _follow(store, rank, ranks)
+
+
+def _follow(store: dist.Store, rank: int, ranks: int) -> str:
+    number = uuid.uuid4().hex
+    store.set(_shown(rank, ranks), number)
+    name: str = store.get(_answer(number)).decode()
+    store.set(_seen(name, rank), "")
+    return name
+
+
+def _lead(store: dist.Store, ranks: int, timeout_s: float) -> str:
+    name, deadline = f"start_{uuid.uuid4().hex}", time.monotonic() + timeout_s
+    answered, missing = dict[int, bytes](), list(range(1, ranks))
+    while missing:
+        for rank in missing:
+            if store.check([_shown(rank, ranks)]):
+                number = store.get(_shown(rank, ranks))
+                if answered.get(rank) != number:  # the first one may be that of a process that is gone
+                    answered[rank] = number
+                    store.set(_answer(number.decode()), name)
+        missing = [rank for rank in missing if not store.check([_seen(name, rank)])]
+        if missing and time.monotonic() > deadline:
+            raise NotStarted(
+                f"ranks {', '.join(map(str, missing))} did not come within launch.timeout_s={timeout_s:g}"
+            ).about(missing)
+        if missing:
+            time.sleep(LOOKS_EVERY_S)
+    return name
+
+
+def _shown(rank: int, ranks: int) -> str:
+    return f"megastack/shown/{ranks}/{rank}"
+
+
+def _answer(number: str) -> str:
+    return f"megastack/answer/{number}"
+
+
+def _seen(name: str, rank: int) -> str:
+    return f"megastack/{name}/seen/{rank}"
