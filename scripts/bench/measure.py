@@ -1,26 +1,28 @@
 """What is measured on the ranks: paired steps, and the peak of live tensors.
 
-In a pair both sides train on the same batch, one after the other in the same processes; which one goes first
-alternates. Wall time is from a barrier before the step to one after it, so it includes waiting for the slowest rank.
-CPU time is of the whole process, gloo's threads included. Each measurement has ranks of its own, which a ``partial``
-gets: not every peer can be set up twice in a process.
+Each side lives in processes of its own, as it would without the other, with its own memory and threads. In a pair both
+train on the same batch, one side after the other while the other's processes wait; which one goes first alternates.
+Wall time is from a barrier before the step to one after it, so it includes waiting for the slowest rank. CPU time is of
+the whole process, gloo's threads included.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bench.live import LiveBytes
-from bench.sides import Megastack, Side, peer
+from bench.sides import Megastack, loader_of, peer
 from bench.task import LAYOUTS
-from megastack.data.loader import Loader
 from megastack.testing.ranks import run_ranks
 
 WARM_UP = 2
@@ -37,9 +39,32 @@ class RankRecord:
     bytes_by_axis: dict[str, int]
 
 
+@dataclass(frozen=True)
+class _SideRecord:
+    wall_s: list[float]
+    cpu_s: list[float]
+    losses: list[float | None]
+    bytes_by_axis: dict[str, int]
+
+
 def measure_pairs(name: str, pairs: int) -> list[RankRecord]:
-    """Train both sides in step on forked ranks; the records by rank."""
-    return run_ranks(partial(_pairs_on_rank, name, pairs), LAYOUTS[name].world_size, timeout=3600)
+    """Train both sides in turn on forked ranks; the records by rank."""
+    ranks = LAYOUTS[name].world_size
+    turns = multiprocessing.get_context("fork").Barrier(len(SIDES) * ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        work = partial(_side_on_rank, name, pairs, turns, Path(folder))
+        found = run_ranks(work, len(SIDES) * ranks, timeout=3600)
+    both = zip(found[:ranks], found[ranks:], strict=True)
+    return [_together({"megastack": ours, "peer": theirs}) for ours, theirs in both]
+
+
+def _together(sides: dict[str, _SideRecord]) -> RankRecord:
+    return RankRecord(
+        {side: record.wall_s for side, record in sides.items()},
+        {side: record.cpu_s for side, record in sides.items()},
+        {side: record.losses for side, record in sides.items()},
+        sides["megastack"].bytes_by_axis,
+    )
 
 
 def measure_peaks(name: str) -> dict[str, list[int]]:
@@ -48,22 +73,40 @@ def measure_peaks(name: str) -> dict[str, list[int]]:
     return {side: run_ranks(partial(_peak_on_rank, name, side), ranks, timeout=600) for side in SIDES}
 
 
-def _pairs_on_rank(name: str, pairs: int) -> RankRecord:
-    layout = LAYOUTS[name]
-    ours = Megastack(layout)
-    sides: dict[str, Side] = {"megastack": ours, "peer": peer(layout, ours.loader.step)}
-    record = RankRecord({s: [] for s in SIDES}, {s: [] for s in SIDES}, {s: [] for s in SIDES}, {})
+def _side_on_rank(name: str, pairs: int, turns: Any, folder: Path) -> _SideRecord:
+    """Train one side, whose ranks are a world of their own, whenever it is its turn."""
+    which, rank = divmod(dist.get_rank(), LAYOUTS[name].world_size)
+    side = SIDES[which]
+    _open_world(folder / side, rank, LAYOUTS[name].world_size)
+    ours = Megastack(LAYOUTS[name]) if side == "megastack" else None
+    step = peer(LAYOUTS[name], loader_of(LAYOUTS[name]).step).step if ours is None else ours.step
+    record = _SideRecord([], [], [], {})
     for number in range(WARM_UP + pairs):
-        for side in SIDES if number % 2 else reversed(SIDES):
-            ours.ledger.reset()
-            wall, cpu, loss = _timed(sides[side].step, number)
-            if side == "megastack":
-                record.bytes_by_axis.update(_by_axis(ours))
-            record.losses[side].append(None if loss is None else float(loss))
-            if number >= WARM_UP:
-                record.wall_s[side].append(wall)
-                record.cpu_s[side].append(cpu)
+        for turn in SIDES if number % 2 else reversed(SIDES):
+            turns.wait()
+            if turn == side:
+                _train_once(step, number, ours, record)
+    turns.wait()
     return record
+
+
+def _open_world(store: Path, rank: int, ranks: int) -> None:
+    """Leave the world of both sides for one of this side's ranks; one rank alone has none."""
+    dist.destroy_process_group()
+    if ranks > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+
+
+def _train_once(step: Callable[[int], Any], number: int, ours: Megastack | None, record: _SideRecord) -> None:
+    if ours is not None:
+        ours.ledger.reset()
+    wall, cpu, loss = _timed(step, number)
+    if ours is not None:
+        record.bytes_by_axis.update(_by_axis(ours))
+    record.losses.append(None if loss is None else float(loss))
+    if number >= WARM_UP:
+        record.wall_s.append(wall)
+        record.cpu_s.append(cpu)
 
 
 def _timed(step: Callable[[int], Any], number: int) -> tuple[float, float, Any]:
@@ -88,7 +131,7 @@ def _by_axis(ours: Megastack) -> dict[str, int]:
 def _peak_on_rank(name: str, side: str) -> int:
     """The peak of one side's second step, with everything it made since it was built."""
     layout = LAYOUTS[name]
-    loader = _loader(name) if side == "peer" else None
+    loader = loader_of(layout) if side == "peer" else None
     with LiveBytes() as tensors:
         step = Megastack(layout).step if loader is None else peer(layout, loader.step).step
         step(0)
@@ -96,11 +139,6 @@ def _peak_on_rank(name: str, side: str) -> int:
         step(1)
     _barrier()
     return tensors.peak
-
-
-def _loader(name: str) -> Loader:
-    """The loader alone: whatever else it takes to make one is gone when this returns."""
-    return Megastack(LAYOUTS[name]).loader
 
 
 def limit_threads() -> None:

@@ -14,9 +14,11 @@ from torch import Tensor
 from bench.task import Layout, configuration
 from bench.torch_side import Torch
 from megastack.batch import Microbatch
-from megastack.build import build_training
+from megastack.build import Training, build_training
 from megastack.comm.ledger import Ledger
 from megastack.config.layout_rules import mesh_shape
+from megastack.data.loader import Loader
+from megastack.launch.memory import keep_freed_memory
 from megastack.mesh.mesh import Mesh
 
 
@@ -31,16 +33,25 @@ class Megastack:
     """The package's own training step."""
 
     def __init__(self, layout: Layout) -> None:
-        config = configuration(layout)
-        mesh = Mesh.from_environment(mesh_shape(config))
-        training = build_training(config, mesh)
-        self.ledger: Ledger = mesh.ledger
+        training = _training(layout)
+        keep_freed_memory(training.mesh.device)  # as its workers do
+        self.ledger: Ledger = training.mesh.ledger
         self.loader = training.step.loader
         self._step = training.step
 
     def step(self, number: int) -> Tensor:
         """Train on the batch of a step; the loss before the update."""
         return self._step(number).loss
+
+
+def loader_of(layout: Layout) -> Loader:
+    """The loader alone: whatever else it takes to make one is gone when this returns."""
+    return _training(layout).step.loader
+
+
+def _training(layout: Layout) -> Training:
+    config = configuration(layout)
+    return build_training(config, Mesh.from_environment(mesh_shape(config)))
 
 
 def peer(layout: Layout, microbatches: Callable[[int], list[Microbatch]]) -> Side:
