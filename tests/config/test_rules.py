@@ -448,7 +448,13 @@ BROKEN: list[tuple[dict[str, Any], int | None, str]] = [
     (
         {"resume": "here", "checkpoint.load_weights": "there"},
         None,
-        "checkpoint.load_weights=there: resume already brings weights; use null or resume=null",
+        "checkpoint.load_weights=there: resume already brings weights; use null, resume=null or resume=auto",
+    ),
+    (
+        {"launch.elastic": True},
+        None,
+        "launch.elastic=true: a restart goes on in its folder from the newest checkpoint, resume=null does not; "
+        "use resume=auto with run.dir=FOLDER or false",
     ),
     (
         {"observe.dump_steps": [2, 9]},
