@@ -7,7 +7,6 @@ mathematics; it hands each part its plain arguments.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from megastack.data.loader import Loader
 from megastack.data.stages import Histories, StagedLoader, fresh_histories, stage_orders
 from megastack.data.tokenizers import load_tokenizer
 from megastack.data.validation import ValidationBatches
-from megastack.errors import CheckpointError, ConfigError, DataError, spell
+from megastack.errors import CheckpointError, ConfigError, DataError
 from megastack.gradients.interface import Gradients
 from megastack.gradients.make import build_gradients
 from megastack.gradients.sharding import ZeroOptions
@@ -48,14 +47,14 @@ from megastack.observe.console import Console
 from megastack.observe.devices import peak_flops
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, tensorboard_installed
-from megastack.optim.groups import GroupRule, assign_groups, check_patterns, freeze
+from megastack.optim.groups import GroupRule, assign_groups, freeze
 from megastack.optim.loss_scale import INITIAL, LossScale
 from megastack.optim.lr import LearningRate
 from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
 from megastack.optim.precision import set_dtypes_
 from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
-from megastack.placement.module import initialise_, placements_of
+from megastack.placement.module import initialise_
 from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop, LoopOptions
 from megastack.training.report import Recorder
@@ -84,27 +83,6 @@ def _stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
         set_dtypes_(stage, DTYPES[config.precision.compute], config.precision.keep_fp32)
     initialise_(stage, mesh, config.seed, device=mesh.device)
     return stage
-
-
-def check_model(config: TrainConfig) -> None:
-    """Build the whole model once, as one rank and without values, for what only its modules and their names can tell.
-
-    Raises:
-        MegastackError: a layer that cannot be named, called or placed, or patterns that match none of the names.
-    """
-    with torch.device("meta"):
-        model = Decoder(config, Mesh.single())
-    placements_of(model)
-    names, optim, faults = set(_names([model])), config.optim, list[str]()
-    for key, patterns in (("optim.freeze", optim.freeze), ("optim.groups", [group.pattern for group in optim.groups])):
-        try:
-            check_patterns(key, patterns, names)
-        except ConfigError as error:
-            faults.append(str(error))
-    if not faults and all(any(re.search(pattern, name) for pattern in optim.freeze) for name in names):
-        faults.append(f"optim.freeze={spell(optim.freeze)}: freezes every parameter; leave some to train")
-    if faults:
-        raise ConfigError("\n".join(faults))
 
 
 def load_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule, checkpoint: Path) -> list[Decoder]:

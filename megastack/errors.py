@@ -67,22 +67,30 @@ def one_of(values: Iterable[Any]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
+Fault = Violation | str
+"""Something that is to be mended: as a value where it is about one key, else in words."""
+
+
 class ConfigError(MegastackError, ValueError):
-    """A configuration that megastack refuses; carries every violation found, not only the first.
+    """A configuration that megastack refuses; carries every fault found, not only the first.
 
     Args:
-        message: the report, one violation a line.
-        violations: the violations as values, empty for a plain message.
+        message: the report, one fault a line.
+        faults: the faults as values; the message where there are none.
+
+    Attributes:
+        violations: the faults that are about one key each.
     """
 
-    def __init__(self, message: str, violations: Sequence[Violation] = ()) -> None:
+    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
         super().__init__(message)
-        self.violations = tuple(violations)
+        self.faults: tuple[Fault, ...] = tuple(faults) or (message,)
+        self.violations = tuple(fault for fault in self.faults if isinstance(fault, Violation))
 
     @classmethod
-    def of(cls, violations: Sequence[Violation]) -> ConfigError:
-        """The report of several violations, a line each."""
-        return cls("\n".join(str(violation) for violation in violations), violations)
+    def of(cls, faults: Sequence[Fault]) -> ConfigError:
+        """The report of several faults, a line each."""
+        return cls("\n".join(str(fault) for fault in faults), faults)
 
 
 class MeshError(MegastackError, ValueError):

@@ -19,8 +19,9 @@ class FaultyMLP(ParallelMLP):
 
     ``slow`` makes every forward of every rank take that many seconds longer.
 
-    ``what`` is ``raise``, ``kill`` (SIGKILL to itself), ``term`` (SIGTERM to itself), ``launcher`` (SIGTERM to its
-    parent), ``hang`` (for ever) or ``poison`` (its output with NaN); ``in_validation`` does it there, not in training.
+    ``what`` is ``raise``, ``kill`` (SIGKILL to itself), ``term`` (SIGTERM to itself), ``launcher`` (SIGINT to its
+    parent), ``hang`` (for ever), ``stop`` (SIGSTOP to itself) or ``poison`` (its output with NaN); ``in_validation``
+    does it there, not in training.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class FaultyMLP(ParallelMLP):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "term":
                 os.kill(os.getpid(), signal.SIGTERM)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "launcher":
-                os.kill(os.getppid(), signal.SIGTERM)
+                os.kill(os.getppid(), signal.SIGINT)
             case "hang":
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
                 while True:

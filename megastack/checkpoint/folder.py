@@ -146,7 +146,8 @@ def _last(root: Path, on_corrupt: str) -> Resume:
     path, skipped = _pick(folder, on_corrupt)
     if path is None:
         raise CheckpointError(
-            f"resume=last: no checkpoint of the newest run {folder.parent} is usable\n" + "\n".join(skipped)
+            f"resume=last: no checkpoint of the newest run {folder.parent} is usable ({_in_a_line(*skipped)}); "
+            "use the path of another one, or null"
         )
     return Resume(path, folder.parent, skipped)
 
@@ -154,9 +155,8 @@ def _last(root: Path, on_corrupt: str) -> Resume:
 def _named(path: Path) -> Resume:
     if fault := checkpoint_fault(path):
         inside = [e.path for folder in (path, path / CHECKPOINTS) for e in list_checkpoints(folder) if e.complete]
-        raise CheckpointError(
-            f"resume={path}: is no usable checkpoint\n{fault}" + (f"\nuse {inside[-1]}" if inside else "")
-        )
+        advice = inside[-1] if inside else "the folder of one, or null"
+        raise CheckpointError(f"resume={path}: is no usable checkpoint ({_in_a_line(fault)}); use {advice}")
     return Resume(path)
 
 
@@ -169,11 +169,15 @@ def _pick(folder: Path, on_corrupt: str, content: bool = True) -> tuple[Path | N
             return path, tuple(skipped)
         if on_corrupt == "refuse":
             raise CheckpointError(
-                f"{path}: is damaged, and checkpoint.on_corrupt=refuse\n{fault}\n"
-                "use checkpoint.on_corrupt=previous to resume from the one before it"
+                f"checkpoint.on_corrupt=refuse: {path} is damaged ({_in_a_line(fault)}); "
+                "use previous to resume from the one before it"
             )
         skipped.append(fault)
     return None, tuple(skipped)
+
+
+def _in_a_line(*faults: str) -> str:
+    return "; ".join(line for fault in faults for line in fault.splitlines())
 
 
 def _step_folders(folder: Path) -> list[Path]:

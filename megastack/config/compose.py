@@ -4,27 +4,29 @@
 value before anything starts. Whatever keeps a value from being read (an unknown key or option, a missing value, a wrong
 type, an interpolation without an answer) is collected; so is every rule that the values that could be read break. A
 configuration that could be read is returned even when rules forbid it: ask ``rules.violations``, which also knows the
-world size.
+world size. A :class:`Draft` is for those who have more to say: it also gives what could be read of one that could not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from megastack.config.hydra_session import COMMAND_LINE, HydraException, Layer, Session, session
+from megastack.config.names import known_keys
 from megastack.config.overrides import Overrides, read_overrides
 from megastack.config.reading import from_yaml as from_yaml
 from megastack.config.reading import read
 from megastack.config.reading import to_yaml as to_yaml
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, Violation
+from megastack.errors import ConfigError, Fault, Violation
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,50 @@ class Composition:
         return layer.where if layer else None
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A configuration as far as its values could be read.
+
+    Args:
+        config: what could be read; the other values stand for something unusable, which rules pass over.
+        faults: what could not be read.
+        overrides: the overrides as given.
+        place: ``config_dir`` and ``config_name``.
+    """
+
+    config: TrainConfig
+    faults: tuple[Violation, ...]
+    overrides: tuple[str, ...]
+    place: Mapping[str, Any]
+
+    def origins(self) -> AbstractContextManager[None]:
+        """A context in which faults also say the file that their value came from."""
+        return origins(self.overrides, **self.place)
+
+    def whole(self) -> TrainConfig:
+        """The configuration.
+
+        Raises:
+            ConfigError: values could not be read; with the broken rules among the rest.
+        """
+        if self.faults:
+            with self.origins():
+                raise ConfigError.of([*self.faults, *violations(self.config)])
+        return self.config
+
+
+def draft(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str = "train") -> Draft:
+    """Like :func:`compose`, but with values that cannot be read it gives the others, and the faults.
+
+    Raises:
+        ConfigError: files that cannot be found or merged, so that there is nothing to be read.
+    """
+    with session(config_dir) as hydra:
+        config, faults = _read(hydra, config_name.removesuffix(".yaml"), read_overrides(overrides, hydra))
+    place = {"config_dir": config_dir, "config_name": config_name}
+    return Draft(config, tuple(faults), tuple(overrides), place)
+
+
 def compose(
     overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str = "train"
 ) -> TrainConfig:
@@ -62,8 +108,7 @@ def compose(
     Raises:
         ConfigError: values that cannot be read, all in one report, with the broken rules among the rest.
     """
-    with session(config_dir) as hydra:
-        return _compose(hydra, config_name.removesuffix(".yaml"), read_overrides(overrides, hydra))
+    return draft(overrides, config_dir=config_dir, config_name=config_name).whole()
 
 
 def trace(
@@ -73,7 +118,9 @@ def trace(
     name = config_name.removesuffix(".yaml")
     with session(config_dir) as hydra:
         given = read_overrides(overrides, hydra)
-        config = _compose(hydra, name, given)
+        config, faults = _read(hydra, name, given)
+        if faults:
+            raise ConfigError.of(faults)
         options = {group: tuple(hydra.options(group)) for group in hydra.groups()}
         return Composition(config, tuple(overrides), tuple(hydra.layers(name, given.legal)), options)
 
@@ -82,26 +129,26 @@ def trace(
 def origins(
     overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str = "train"
 ) -> Iterator[None]:
-    """A context in which violations also say the file that their value came from; arguments as for :func:`compose`."""
+    """A context in which faults also say the file that their value came from; arguments as for :func:`compose`."""
     try:
         yield
     except ConfigError as error:
-        if not error.violations:
+        if not any(_key_of(fault) for fault in error.faults):
             raise
-        layers = trace(overrides, config_dir=config_dir, config_name=config_name).layers
-        raise ConfigError.of([_located(violation, layers) for violation in error.violations]) from None
+        with session(config_dir) as hydra:
+            name, given = config_name.removesuffix(".yaml"), read_overrides(overrides, hydra)
+            layers = tuple(hydra.layers(name, given.legal))
+        raise ConfigError.of([_located(fault, layers) for fault in error.faults]) from None
 
 
-def _compose(hydra: Session, config_name: str, given: Overrides) -> TrainConfig:
-    """The typed configuration; raises what the overrides, the files, the values and the rules have against it."""
+def _read(hydra: Session, config_name: str, given: Overrides) -> tuple[TrainConfig, list[Violation]]:
+    """The typed configuration as far as it can be read, and what overrides, files and values have against the rest."""
     config, faults = read(_merge(hydra, config_name, given))
     if not (faults or given.faults or hydra.has_own_files):
-        return config
+        return config, []
     layers = tuple(hydra.layers(config_name, given.legal))
-    found = [*given.faults, *_hydra_keys(layers), *(_located(_packaged(fault, layers), layers) for fault in faults)]
-    if found:
-        raise ConfigError.of([*found, *(_located(broken, layers) for broken in violations(config))])
-    return config
+    read_so_far = [_located(_packaged(fault, layers), layers) for fault in faults]
+    return config, [*given.faults, *_hydra_keys(layers), *read_so_far]
 
 
 def _merge(hydra: Session, config_name: str, given: Overrides) -> DictConfig:
@@ -128,18 +175,37 @@ def _unmergeable(config_name: str, reason: str, given: Overrides) -> ConfigError
 
 def _origin(layers: Sequence[Layer], key: str) -> Layer | None:
     """The last layer that sets a key, or something that it is part of; None where none does."""
-    return next((layer for layer in reversed(layers) if layer.sets(key.partition("[")[0])), None)
+    return next((layer for layer in reversed(layers) if key and layer.sets(key.partition("[")[0])), None)
 
 
-def _located(fault: Violation, layers: Sequence[Layer]) -> Violation:
-    """The fault with the interpolation that its value came from, and the file that it stands in."""
-    layer = _origin(layers, fault.key)
+AnyFault = TypeVar("AnyFault", Violation, str, Fault)
+
+
+def _located(fault: AnyFault, layers: Sequence[Layer]) -> AnyFault:
+    """The fault with the interpolation that its value came from, and the file that it stands in, said once."""
+    key = _key_of(fault)
+    layer = _origin(layers, key)
     if layer is None:
         return fault
-    raw = layer.values.get(fault.key.partition("[")[0])
-    notes = [f"from {raw}"] if isinstance(raw, str) and "${" in raw and raw != fault.value else []
+    raw = layer.values.get(key.partition("[")[0])
+    spelt = isinstance(raw, str) and "${" in raw and not (isinstance(fault, Violation) and raw == fault.value)
+    notes = [f"from {raw}"] if spelt else []
     notes += [f"in {layer.where}"] if layer.where != COMMAND_LINE else []
-    return replace(fault, rule=f"{fault.rule} ({', '.join(notes)})") if notes else fault
+    note = f" ({', '.join(notes)})"
+    if not notes or note in str(fault):
+        return fault
+    if isinstance(fault, Violation):
+        return replace(fault, rule=fault.rule + note)
+    rule, semicolon, advice = fault.partition("; use ")
+    return rule + note + semicolon + advice
+
+
+def _key_of(fault: Fault) -> str:
+    """The key that a fault is about; empty for one in words that begins with no key and value."""
+    if isinstance(fault, Violation):
+        return fault.key
+    key, equals, _ = fault.partition("=")
+    return key if equals and key.partition("[")[0] in known_keys() else ""
 
 
 def _packaged(fault: Violation, layers: Sequence[Layer]) -> Violation:

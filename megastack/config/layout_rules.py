@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megastack.config.convert import UNUSABLE
 from megastack.config.schema import ModelOptions, TrainConfig
 from megastack.errors import Violation
 from megastack.layers.rules import SplitSizes, divisors, head_violations, split_violations
@@ -75,16 +76,21 @@ def tensor_parallel_fits(config: TrainConfig, world_size: int | None) -> Iterato
 
 
 def split_sizes(config: TrainConfig) -> SplitSizes:
-    """The sizes of this model that tensor parallelism cuts."""
+    """The sizes of this model that tensor parallelism cuts; one that is not known is 0, which every degree divides."""
     model, cut_sequence = config.model, config.parallel.sequence_parallel and config.parallel.tp > 1
+    known_rows = not any(size is UNUSABLE for size in (model.vocab, model.vocab_multiple))
     return SplitSizes(
         heads=model.heads,
-        kv_groups=model.heads if model.kv_groups is None else model.kv_groups,
-        ffn=model.ffn,
-        vocab=model.vocab,
-        vocab_multiple=model.vocab_multiple,
-        sequence=config.batch.sequence_length if cut_sequence else None,
+        kv_groups=model.heads if model.kv_groups is None else _known(model.kv_groups),
+        ffn=_known(model.ffn),
+        vocab=model.vocab if known_rows else 0,
+        vocab_multiple=model.vocab_multiple if known_rows else 1,
+        sequence=_known(config.batch.sequence_length) if cut_sequence else None,
     )
+
+
+def _known(size: int) -> int:
+    return 0 if size is UNUSABLE else size
 
 
 KEY_OF = {

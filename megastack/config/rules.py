@@ -102,7 +102,8 @@ def _ask(rule: Rule, config: TrainConfig, world_size: int | None) -> list[Violat
     found = []
     try:
         for violation in rule(config, world_size):
-            found.append(violation)
+            if violation.value is not UNUSABLE:
+                found.append(violation)
     except UnusableError:
         pass  # what the rule found so far stands; of the rest nothing can be said
     return found

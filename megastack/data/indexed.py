@@ -201,10 +201,10 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     except FileNotFoundError as error:
         raise DataError(
-            f"data.paths: {path} does not exist (looked in {Path.cwd()}); use both .bin and .idx"
+            f"data.paths={path}: does not exist (looked in {Path.cwd()}); use both .bin and .idx"
         ) from error
     except OSError as error:
-        raise DataError(f"data.paths: {path} cannot be read: {error.strerror}; use a readable file") from error
+        raise DataError(f"data.paths={path}: cannot be read: {error.strerror}; use a readable file") from error
 
 
 def _header(raw: npt.NDArray[np.uint8], path: Path) -> tuple[np.dtype[np.integer], int, int]:

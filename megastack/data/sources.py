@@ -88,21 +88,21 @@ def _files(reader: Callable[[Path], Iterable[bytes]], paths: Sequence[Path]) -> 
             found = True
             yield document
         if not found:
-            raise DataError(f"data.paths: {path} is empty; use a file with text")
+            raise DataError(f"data.paths={path}: is empty; use a file with text")
 
 
 def matching_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """The files that a path of the user's names: itself, those of a folder with these suffixes, or of a pattern."""
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-        what = f"{path} is a folder without {' or '.join(suffixes)} files"
+        what = f"is a folder without {' or '.join(suffixes)} files"
     elif not path.exists() and any(mark in str(path) for mark in "*?["):
         found = sorted(Path(file) for file in glob(str(path), recursive=True) if Path(file).is_file())
-        what = f"no file matches {path} (looked from {Path.cwd()})"
+        what = f"no file matches it (looked from {Path.cwd()})"
     else:
         return [path]
     if not found:
-        raise DataError(f"data.paths: {what}; use files, or a folder or pattern that holds some")
+        raise DataError(f"data.paths={path}: {what}; use files, or a folder or pattern that holds some")
     return found
 
 
@@ -114,7 +114,7 @@ def _text(path: Path) -> Iterator[bytes]:
 
 def _jsonl(path: Path) -> Iterator[bytes]:
     for number, line in enumerate(_read(path).removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if line.strip() and (document := json_text(line, f"data.paths: {path}:{number}")):
+        if line.strip() and (document := json_text(line, f"data.paths={path}:{number}")):
             yield document
 
 
@@ -126,9 +126,9 @@ def json_text(line: bytes, where: str, field: str = "text") -> bytes:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: {_utf8_fault(error)}") from error
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON ({error}); {example}") from error
+        raise DataError(f"{where}: is not JSON ({error}); {example}") from error
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        raise DataError(f'{where} has no string field "{field}"; {example}')
+        raise DataError(f'{where}: has no string field "{field}"; {example}')
     try:
         return record[field].encode()
     except UnicodeEncodeError as error:
@@ -139,9 +139,9 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"data.paths: {path} does not exist (looked in {Path.cwd()}); use an existing file") from error
+        raise DataError(f"data.paths={path}: does not exist (looked in {Path.cwd()}); use an existing file") from error
     except OSError as error:
-        raise DataError(f"data.paths: {path} cannot be read: {error.strerror}; use a readable file") from error
+        raise DataError(f"data.paths={path}: cannot be read: {error.strerror}; use a readable file") from error
 
 
 def _check_utf8(raw: bytes, path: Path) -> None:
@@ -149,7 +149,7 @@ def _check_utf8(raw: bytes, path: Path) -> None:
         raw.decode()
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError(f"data.paths: {path}:{line}: {_utf8_fault(error)}") from error
+        raise DataError(f"data.paths={path}:{line}: {_utf8_fault(error)}") from error
 
 
 def _utf8_fault(error: UnicodeDecodeError) -> str:

@@ -63,7 +63,7 @@ class ArrayFile:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise DataError(f"data.paths: {path} cannot be read as an array ({error}); use a .npy file") from error
+            raise DataError(f"data.paths={path}: cannot be read as an array ({error}); use a .npy file") from error
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
             raise DataError(f"{path}: {array.dtype}{list(array.shape)}; use whole numbers of one or two dims")
         self._ids: Ids = array.reshape(-1)
@@ -99,10 +99,10 @@ def open_token_files(paths: Sequence[str | Path]) -> list[TokenFile]:
     names = [name for path in paths for name in _found(Path(path))]
     twice = {str(name) for name in names if names.count(name) > 1} if len(names) < 10_000 else set()
     if twice:
-        raise DataError(f"data.paths: {', '.join(sorted(twice))} is named twice; name each file once")
+        raise DataError(f"data.paths={','.join(sorted(twice))}: is named twice; name each file once")
     files: list[TokenFile] = [ArrayFile(name) if name.suffix == ".npy" else IndexedFile(name) for name in names]
     if empty := [file.name for file in files if not file.tokens]:
-        raise DataError(f"data.paths: {empty[0]} holds no token; use a file with tokens")
+        raise DataError(f"data.paths={empty[0]}: holds no token; use a file with tokens")
     return files
 
 
@@ -140,12 +140,12 @@ def written_about(name: str) -> dict[str, object]:
 def _found(path: Path) -> list[Path]:
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
-        what = f"{path} is a folder without .idx or .npy files"
+        what = "is a folder without .idx or .npy files"
     elif any(mark in str(path) for mark in "*?["):
         found = sorted(Path(file) for file in glob(str(path), recursive=True) if Path(file).suffix in _SUFFIXES)
-        what = f"no .idx or .npy file matches {path} (looked from {Path.cwd()})"
+        what = f"no .idx or .npy file matches it (looked from {Path.cwd()})"
     else:
         return [path.with_suffix("") if path.suffix in (".bin", ".idx") else path]
     if not found:
-        raise DataError(f"data.paths: {what}; use prefixes of .bin and .idx files")
+        raise DataError(f"data.paths={path}: {what}; use prefixes of .bin and .idx files")
     return [file if file.suffix == ".npy" else file.with_suffix("") for file in found]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megastack.checkpoint.folder import CHECKPOINTS, newest_complete
 from megastack.checkpoint.manifest import MANIFEST
-from megastack.config.compose import compose, from_yaml
-from megastack.config.schema import TrainConfig
+from megastack.config.compose import Draft, draft, from_yaml
+from megastack.config.convert import replace_values, value_of
 from megastack.errors import ConfigError
 from megastack.interop.transfer import HUB, MODEL, WEIGHTS
 
@@ -57,22 +57,23 @@ class Saved:
     config_name: str = "train"
     choices: tuple[str, ...] = ()
 
-    def configured(self, overrides: Sequence[str]) -> TrainConfig:
+    def draft(self, overrides: Sequence[str]) -> Draft:
         """The configuration for one use of the weights, on one replica of the run's grid or as ``overrides`` say.
 
         Raises:
-            ConfigError: values that cannot be read.
+            ConfigError: there is nothing that could be read.
         """
         keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
         base = [choice for choice in self.choices if choice.partition("=")[0] not in keys]
         base += [f"{key}={value}" for key, value in ALONE.items() if key not in keys]
         if "parallel.layers_per_stage" not in keys and not self._keeps_split(keys):
             base.append("parallel.layers_per_stage=null")
-        config = compose([*base, *overrides], config_dir=self.config_dir, config_name=self.config_name)
-        longest = config.model.max_positions
-        if self.choices and longest is not None and "batch.sequence_length" not in keys:
-            return replace(config, batch=replace(config.batch, sequence_length=longest))  # an import names no length
-        return config
+        given = draft([*base, *overrides], config_dir=self.config_dir, config_name=self.config_name)
+        longest = value_of(given.config, "model.max_positions")
+        if self.choices and isinstance(longest, int) and "batch.sequence_length" not in keys:
+            of_length = replace_values(given.config, {"batch.sequence_length": longest})  # an import names no length
+            return replace(given, config=of_length)
+        return given
 
     def _keeps_split(self, keys: set[str]) -> bool:
         """Whether the run's list of layers is for as many stages as there will be."""

@@ -63,7 +63,8 @@ def account_of(
 def _culprit(silent: Sequence[int], late: Missing | None, seen: Seen, timeout_s: float) -> tuple[int, str]:
     """The rank to name, and what is known of it."""
     if late is not None:
-        return late.rank, f"did not arrive at {late.operation} within launch.timeout_s={timeout_s:g}"
+        what = "join" if late.operation is None else f"arrive at {late.operation}"
+        return late.rank, f"did not {what} within launch.timeout_s={timeout_s:g}"
     rank = seen.first if seen.first in silent else silent[0]
     if seen.killed is not None:
         return rank, seen.killed

@@ -7,11 +7,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megastack.config.compose import compose, origins
+from megastack.config.compose import draft
+from megastack.config.convert import value_of
 from megastack.config.elastic import fit_world
 from megastack.config.layout_rules import mesh_shape
-from megastack.config.rules import require_legal
+from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
+from megastack.errors import ConfigError, Fault
 from megastack.launch.environment import is_worker, world_size
 from megastack.plan.describe import short
 from megastack.training.hooks import Hooks
@@ -38,30 +40,33 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
     return _train(config, (), hooks, cold=False)
 
 
-def _settled(config: TrainConfig) -> tuple[TrainConfig, int | None]:
-    """The configuration with its degrees, and the number of ranks that train where a launcher has started them.
-
-    Raises:
-        ConfigError: it is not legal, or no degree fits the ranks of an elastic job.
-    """
+def _settled(config: TrainConfig, unread: Sequence[Fault]) -> tuple[TrainConfig, int | None, list[Fault]]:
+    """The configuration with its degrees, the number of ranks that train where a launcher has started them, and what is
+    wrong with it: values that could not be read, broken rules, an elastic job whose ranks no degree fits."""
     ranks = world_size()
-    if ranks is not None and config.launch.elastic:
-        config = fit_world(config, ranks)
+    if ranks is not None and value_of(config, "launch.elastic") is True:
+        if unread:
+            return config, ranks, [*unread, *violations(config)]
+        try:
+            config = fit_world(config, ranks)
+        except ConfigError as error:
+            return config, ranks, list(error.faults)
         ranks = mesh_shape(config).world_size
-    require_legal(config, ranks)
-    return config, ranks
+    return config, ranks, [*unread, *violations(config, ranks)]
 
 
-def _train(config: TrainConfig, overrides: Sequence[str], hooks: Hooks | None, *, cold: bool) -> RunResult:
-    config, ranks = _settled(config)
-    opening = short(config, ranks)
+def _train(
+    config: TrainConfig, overrides: Sequence[str], hooks: Hooks | None, *, cold: bool, unread: Sequence[Fault] = ()
+) -> RunResult:
+    config, ranks, broken = _settled(config, unread)
+    opening = "" if broken else short(config, ranks)
     if is_worker():
         from megastack.launch.external import join
 
-        return join(config, overrides, opening=opening, hooks=hooks)
+        return join(config, overrides, broken=broken, opening=opening, hooks=hooks)
     from megastack.launch.local import launch
 
-    return launch(config, overrides, opening=opening, hooks=hooks, cold=cold)
+    return launch(config, overrides, broken=broken, opening=opening, hooks=hooks, cold=cold)
 
 
 def train_command(options: argparse.Namespace) -> int:
@@ -70,11 +75,9 @@ def train_command(options: argparse.Namespace) -> int:
         from megastack.launch.sweep import sweep_command
 
         return sweep_command(options)
-    place = {"config_dir": options.config_dir, "config_name": options.config_name}
-    config = compose(options.overrides, **place)
-    with origins(options.overrides, **place):
-        _settled(config)
-    result = _train(config, options.overrides, None, cold=True)
+    given = draft(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
+    with given.origins():
+        result = _train(given.config, options.overrides, None, cold=True, unread=given.faults)
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n", encoding="utf-8")
     return result.exit_code

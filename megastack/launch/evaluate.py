@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megastack.build import load_stages, read_dataset
+from megastack.build import load_stages
 from megastack.config.data_stages import stage_configs
 from megastack.config.schema import TrainConfig
+from megastack.data.dataset import Dataset
 from megastack.data.indexed import idx_path
 from megastack.data.packing import Samples, SingleSamples
 from megastack.data.sources import read_documents
@@ -17,7 +18,8 @@ from megastack.data.stream import TokenStream, stream_of
 from megastack.data.token_files import check_ids, open_token_files
 from megastack.data.tokenizers import check_vocab, load_tokenizer
 from megastack.data.validation import ValidationBatches
-from megastack.errors import ConfigError, DataError
+from megastack.errors import ConfigError, DataError, Violation
+from megastack.faults import ask_data
 from megastack.inference.evaluate import Score, evaluate
 from megastack.launch.ranks import on_ranks
 from megastack.launch.weights import run_command, use_of
@@ -50,7 +52,15 @@ def evaluate_command(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     use = use_of(options)
-    texts = _file(use.config, Path(options.file)) if options.file else _own_split(use.config)
+    if options.file:
+        needs = ("data.tokenizer", "model.vocab", "batch.sequence_length")
+        texts = use.faults.ask(lambda: _file(use.config, Path(options.file)), *needs)
+    else:
+        first = use.faults.ask(lambda: stage_configs(use.config)[0].config, "data.stages") or use.config
+        dataset = ask_data(first, use.faults)
+        texts = use.faults.ask(lambda: _own_split(use.config, dataset)) if dataset is not None else None
+    use.require_legal()
+    assert texts is not None
     console.line(f"evaluate  {use}, {texts.name}")
     score = on_ranks(use.config, _score, use.checkpoint, texts)
     console.line(
@@ -76,14 +86,13 @@ def _score(config: TrainConfig, mesh: Mesh, checkpoint: Path, texts: _Texts) -> 
     return evaluate([stage.eval() for stage in stages], schedule, mesh, batches, batches.valid_tokens)
 
 
-def _own_split(config: TrainConfig) -> _Texts:
+def _own_split(config: TrainConfig, dataset: Dataset) -> _Texts:
     """What the run itself validates on."""
-    (first, *_) = stage_configs(config)
-    validation = read_dataset(first.config).validation
+    validation = dataset.validation
     if not len(validation.samples):
-        raise ConfigError(
-            f"data.validation_fraction={config.data.validation_fraction}: the run has no validation split; use --file"
-        )
+        fraction = config.data.validation_fraction
+        rule = "the run has no validation split"
+        raise ConfigError.of([Violation("data.validation_fraction", fraction, rule, ("--file",))])
     return _Texts("the validation split of its run", validation.samples, config.run.validate_samples)
 
 

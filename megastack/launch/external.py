@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,46 +20,71 @@ import torch.distributed as dist
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, MegastackError
+from megastack.errors import ConfigError, Fault
+from megastack.launch.account import Seen, account_of
 from megastack.launch.environment import adopt_slurm, has_agent, nodes, shares_store
 from megastack.launch.meeting import meet
-from megastack.launch.preflight import prepare
+from megastack.launch.preflight import inspect, prepare
+from megastack.launch.refusal import any_broken, refuse
 from megastack.launch.restarts import Guard, how_it_ended, is_taken_over, note_start
 from megastack.launch.spare import dismiss, wait_out
-from megastack.launch.start import die_with_parent
+from megastack.launch.start import NotStarted, die_with_parent
 from megastack.launch.worker import Assignment, work
 from megastack.mesh.mesh import backend_of, pick_device
+from megastack.mesh.shape import describe_coordinates
 from megastack.observe.console import Console
 from megastack.observe.failure import read_failures
 from megastack.observe.folder import RunFolder
 from megastack.observe.status import update_status
+from megastack.observe.watchdog import read_reports
 from megastack.training.hooks import Hooks
+from megastack.training.signals import StopRequest
 from megastack.training.state import RunResult
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+REFUSING_S = 60.0
+"""How long ranks wait for each other to refuse a configuration whose own time-out may be what is refused."""
+NAMED = 8
+"""Ranks that did not come are named, up to so many."""
+LEAST_PATIENCE_S, MOST_PATIENCE_S = 2.0, 10.0
+"""For how long a rank that misses others waits for the accounts of the rest."""
 
 
 def join(
-    config: TrainConfig, overrides: Sequence[str] = (), *, opening: str = "", hooks: Hooks | None = None
+    config: TrainConfig,
+    overrides: Sequence[str] = (),
+    *,
+    broken: Sequence[Fault] = (),
+    opening: str = "",
+    hooks: Hooks | None = None,
 ) -> RunResult:
     """Take part in a run as the rank that the environment names; to be called on every rank.
 
     Args:
-        config: a legal configuration, of an elastic job with the degrees of this start.
+        config: a configuration as far as it could be read, of an elastic job with the degrees of this start.
         overrides: the command line it came from, for the run folder.
+        broken: what is known to be wrong with it; the report has what else there is.
         opening: what to print before the run starts.
         hooks: what ranks call on the way.
 
     Raises:
-        ConfigError: on every rank, when the first one finds data, resume path or run folder unusable, or when all find
-            that the checkpoint does not fit.
+        ConfigError: on every rank, when any finds its configuration broken, when the first one finds data, resume path
+            or run folder unusable, or when all find that the checkpoint does not fit.
     """
     if has_agent():
         die_with_parent()
     adopt_slurm()
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store = meet(rank, started, REFUSING_S if broken else config.launch.timeout_s)
+    except NotStarted as error:
+        if broken:
+            raise ConfigError.of(broken) from None
+        return _alone(config, rank, started, error)
+    if any_broken(store, rank, started, broken):
+        refuse(store, rank, started, partial(_all_faults, config))
     grace_s = config.launch.grace_s
-    world = _World(meet(rank, started, config.launch.timeout_s), rank, mesh_shape(config, started).world_size)
+    world = _World(store, rank, mesh_shape(config, started).world_size)
     if rank >= world.ranks:
         return wait_out(world.store, rank, _place(config), grace_s, SIGNALS)
     spare = range(world.ranks, started) if rank == 0 else ()
@@ -69,6 +96,15 @@ def join(
         raise
     dismiss(world.store, spare, result, grace_s)
     return result
+
+
+def _all_faults(config: TrainConfig, broken: Sequence[Fault]) -> Sequence[Fault]:
+    """What is known to be wrong, and what else there is."""
+    try:
+        inspect(config, broken)
+    except ConfigError as error:
+        return error.faults
+    return broken
 
 
 @dataclass(frozen=True)
@@ -87,29 +123,32 @@ def _train(
     rank, limit = world.rank, timedelta(seconds=config.launch.timeout_s)
     backend = backend_of(pick_device(config.device.value))
     dist.init_process_group(backend, store=world.store, rank=rank, world_size=world.ranks, timeout=limit)
-    found: list[Assignment | str | None] = [None]
+    found: list[Assignment | Sequence[Fault] | None] = [None]
     if rank == 0:
         found = [_decide(config, overrides, opening)]
     dist.broadcast_object_list(found, src=0)
     if not isinstance(found[0], Assignment):
         dist.destroy_process_group()
-        raise ConfigError(str(found[0]))
+        raise ConfigError.of(found[0] or ())
     folder = RunFolder(found[0].folder, found[0].restart)
     if config.launch.elastic and rank == 0:
         given = hooks or Hooks()
         hooks = replace(given, on_step=[Guard(folder), *given.on_step])
-    try:
-        return work(found[0], hooks=hooks, signals=SIGNALS)
-    except Exception:
-        return _failed(folder, rank, told=not (config.launch.elastic and is_taken_over(folder)))
+    with StopRequest(signals=SIGNALS):  # a launcher that ends the others lets this rank finish what it has to say
+        try:
+            return work(found[0], hooks=hooks, signals=SIGNALS)
+        except Exception:
+            if not folder.failure(rank).exists():
+                raise  # not even that could be written
+            return _failed(folder, config, rank, kept=not (config.launch.elastic and is_taken_over(folder)))
 
 
-def _decide(config: TrainConfig, overrides: Sequence[str], opening: str) -> Assignment | str:
+def _decide(config: TrainConfig, overrides: Sequence[str], opening: str) -> Assignment | Sequence[Fault]:
     after = how_it_ended(RunFolder(_place(config)))
     try:
         prepared = prepare(config, overrides)
-    except MegastackError as error:
-        return str(error)
+    except ConfigError as error:
+        return error.faults
     assignment, notes = prepared.assignment, prepared.notes
     if config.launch.elastic:
         assignment = _elastic(assignment, after)
@@ -147,23 +186,64 @@ def _warnings(config: TrainConfig) -> list[str]:
     return found
 
 
-def _failed(folder: RunFolder, rank: int, *, told: bool) -> RunResult:
-    """Show this rank's failure, in a line where it is another's; ``told``: keep the first of all in ``status.json``."""
-    records = read_failures(folder.failures)
-    first, own = records[0], next(record for record in records if record.rank == rank)
-    reason = first.message if first.refused else first.error
-    if told:
-        update_status(
-            folder.status,
-            "failed",
-            step=first.step,
-            reason=reason,
-            rank=first.rank,
-            coordinates=first.coordinates,
-            exit_code=78 if first.refused else 1,
-        )
+def _alone(config: TrainConfig, rank: int, started: int, error: NotStarted) -> RunResult:
+    """A run that never began; the first rank that is there says who is not."""
+    shape, missing = mesh_shape(config, started), error.ranks
+    if rank == next(other for other in range(started) if other not in missing):
+        _, verb, why = str(error).partition(" did not join")
+        trains = [other for other in missing if other < shape.world_size]
+        places = {other: describe_coordinates(shape.coordinates(other)) for other in trains}
+        who = [f"[rank {other} | {places.get(other, 'spare')}]" for other in missing[:NAMED]]
+        more = [f"{len(missing) - NAMED} more{verb}"] if len(missing) > NAMED else []
+        Console(stderr=True).line("\n".join([*more, *(each + verb + why for each in who)]), style="red")
+    return RunResult("failed", 0, None, _place(config), str(error))
+
+
+def _failed(folder: RunFolder, config: TrainConfig, rank: int, *, kept: bool) -> RunResult:
+    """Keep the failure that began it in ``status.json`` and show it, last of all and on one rank.
+
+    A rank that failed by itself shows its own. Where ranks only miss others, the first of them that has waited for the
+    accounts of the rest puts these together, and the others are silent. ``kept``: the folder is still this start's.
+    """
+    shape = mesh_shape(config, dist.get_world_size())
+    own = next(record for record in read_failures(folder.failures) if record.rank == rank)
     if own.refused:
+        if kept:
+            _keep(folder, own.step, own.message, own.rank, own.coordinates, 78)
         raise ConfigError(own.message)
-    text = own.summary().splitlines()[0] if own.echo else own.describe()
-    Console(stderr=True).line(text, style="red")
-    return RunResult("failed", own.step, None, folder.path, reason)
+    if own.echo:
+        _await_accounts(folder, shape.world_size, config.launch.timeout_s)
+    records = read_failures(folder.failures)
+    account = account_of(records, read_reports(folder.watch), Seen(rank, {}), shape, config.launch.timeout_s)
+    if kept:
+        _keep(folder, account.step, account.reason, account.rank, account.coordinates, 1)
+    if not own.echo:
+        Console(stderr=True).line(own.describe(), style="red")
+    elif records[0].echo and _first_to_tell(folder):
+        where = f"failed after step {account.step}; everything is in {folder.path}"
+        Console(stderr=True).line(f"{where}\n{account.text}", style="red")
+    return RunResult("failed", own.step, None, folder.path, account.reason)
+
+
+def _keep(folder: RunFolder, step: int, reason: str, rank: int, coordinates: str, exit_code: int) -> None:
+    with contextlib.suppress(OSError):  # a full disk may be the very reason
+        fields = {"step": step, "reason": reason, "rank": rank, "coordinates": coordinates, "exit_code": exit_code}
+        update_status(folder.status, "failed", **fields)
+
+
+def _await_accounts(folder: RunFolder, ranks: int, timeout_s: float) -> None:
+    """Wait until all ranks have left their account, or for as long as one can still be expected."""
+    deadline = time.monotonic() + min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, timeout_s / 10))
+    while len(list(folder.failures.glob("rank_*.json"))) < ranks and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _first_to_tell(folder: RunFolder) -> bool:
+    """Whether no other rank has begun to tell."""
+    try:
+        folder.told.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # a full disk; twice is better than never
+    return True

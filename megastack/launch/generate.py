@@ -15,7 +15,8 @@ from megastack.build import build_generator, load_stages, longest_text
 from megastack.config.schema import TrainConfig
 from megastack.data.sources import read_documents
 from megastack.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
-from megastack.errors import ConfigError, DataError
+from megastack.errors import ConfigError, DataError, Violation
+from megastack.faults import Faults
 from megastack.inference.generate import Completion, check_prompts
 from megastack.inference.sample import Sampling
 from megastack.launch.ranks import on_ranks
@@ -52,17 +53,15 @@ def generate_command(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     use = use_of(options)
-    config = use.config
-    if config.parallel.dp not in (None, 1):
-        raise ConfigError(f"parallel.dp={config.parallel.dp}: copies of the model would all write the same; use 1")
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    check_vocab(config.model.vocab, tokenizer)
-    texts = [*options.prompt, *(_read_prompts(Path(options.prompts)) if options.prompts else ())]
-    encoded = tokenizer.encode([text.encode() for text in texts])
-    prompts = tuple(tuple(int(i) for i in ids) for ids in encoded)
+    config, faults = use.config, use.faults
+    faults.ask(lambda: _check_alone(config), "parallel.dp")
+    sampling = faults.ask(lambda: Sampling(options.temperature, options.top_k, options.top_p, options.seed))
+    tokenizer = faults.ask(lambda: load_tokenizer(config.data.tokenizer), "data.tokenizer")
+    texts = faults.ask(lambda: [*options.prompt, *(_read_prompts(Path(options.prompts)) if options.prompts else ())])
+    prompts = _ids(config, faults, tokenizer, texts, options.max_new_tokens)
+    use.require_legal()
+    assert sampling is not None and tokenizer is not None and texts is not None
     new, cache = options.max_new_tokens, not options.no_cache
-    check_prompts(prompts, new, vocab=config.model.vocab, longest=longest_text(config))
     console.line(f"generate  {use}, {sampling}")
     request = _Request(use.checkpoint, prompts, new, sampling, tokenizer.end, cache, streams=len(prompts) == 1)
     done, cached = on_ranks(config, _continue, request)
@@ -72,6 +71,25 @@ def _generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         for text, completion in zip(texts, done, strict=True):
             console.line(f"\n{text}{continuation(tokenizer, completion)}")
     return {"checkpoint": str(use.checkpoint), "sampling": str(sampling), "texts": _records(texts, done, tokenizer)}
+
+
+def _check_alone(config: TrainConfig) -> None:
+    if config.parallel.dp not in (None, 1):
+        rule = "copies of the model would all write the same"
+        raise ConfigError.of([Violation("parallel.dp", config.parallel.dp, rule, (1,))])
+
+
+def _ids(
+    config: TrainConfig, faults: Faults, tokenizer: Tokenizer | None, texts: Sequence[str] | None, new: int
+) -> tuple[tuple[int, ...], ...]:
+    """The prompts as ids, as far as they can be used."""
+    if tokenizer is None or texts is None:
+        return ()
+    faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
+    prompts = tuple(tuple(int(i) for i in ids) for ids in tokenizer.encode([text.encode() for text in texts]))
+    needs = ("model.vocab", "model.positions", "model.max_positions", "batch.sequence_length")
+    faults.ask(lambda: check_prompts(prompts, new, vocab=config.model.vocab, longest=longest_text(config)), *needs)
+    return prompts
 
 
 def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[Completion], bool]:

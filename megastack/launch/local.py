@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
-from megastack.errors import ConfigError
+from megastack.errors import ConfigError, Fault
 from megastack.launch.account import Seen, account_of
-from megastack.launch.preflight import Prepared, prepare
+from megastack.launch.preflight import Prepared, inspect, take
 from megastack.launch.start import StartLine, agent, die_with_parent
 from megastack.launch.stopping import SIGNALS, StopForwarder, StoppedEarly
 from megastack.launch.survivors import SurvivorKiller
@@ -44,6 +44,8 @@ def launch(
     config: TrainConfig,
     overrides: Sequence[str] = (),
     *,
+    broken: Sequence[Fault] = (),
+    place: Callable[[], str] | None = None,
     opening: str = "",
     hooks: Hooks | None = None,
     cold: bool = False,
@@ -51,17 +53,21 @@ def launch(
     """Train on as many local ranks as the degrees multiply to.
 
     Args:
-        config: a legal configuration.
+        config: a configuration, as far as it could be read.
         overrides: the command line it came from, for the run folder.
+        broken: what is known to be wrong with it; the report has what else there is.
+        place: gives the run folder instead of ``run.dir``, asked when nothing is wrong.
         opening: what to print before the run starts.
         hooks: what ranks call on the way.
         cold: this process ran no torch operation, so that ranks with several threads may be forked from it too.
 
     Raises:
-        ConfigError: data, resume path, run folder or checkpoint cannot be used; nothing was trained.
+        ConfigError: configuration, data, resume path, run folder or checkpoint cannot be used; nothing was trained.
     """
-    _require_room(config)
-    prepared = prepare(config, overrides)
+    found = inspect(config, broken, also=_require_room)
+    if place is not None:
+        config = replace(config, run=replace(config.run, dir=place()))
+    prepared = take(config, overrides, found)
     console, folder = Console(), RunFolder(prepared.assignment.folder)
     for line in (opening, *prepared.notes, f"run folder {folder.path}"):
         if line:
@@ -107,19 +113,7 @@ def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: 
         Console(stderr=True).line(reason, style="red")
         return RunResult("preempted", status["step"] or 0, None, folder.path, reason)
     result: RunResult = returned[0]
-    return told_why(result, stop)
-
-
-def told_why(result: RunResult, stop: StopForwarder) -> RunResult:
-    """The result of ranks that stopped with the signal that came here; they were all asked by SIGTERM."""
-    if result.status != "preempted" or stop.received in (None, signal.SIGTERM):
-        return result
-    asked = f"received {signal.SIGTERM.name}"
-    if result.reason != asked:
-        return result
-    reason = f"received {stop.received.name}"
-    update_status(RunFolder(result.folder).status, result.status, reason=reason)
-    return replace(result, reason=reason)
+    return result
 
 
 def _drained(told: Any) -> list[FailureRecord]:
@@ -130,19 +124,18 @@ def _drained(told: Any) -> list[FailureRecord]:
 
 
 def _rank(line: StartLine, assignment: Assignment, dataset: Dataset, hooks: Hooks | None, told: Any) -> RunResult:
-    """A rank of this launcher: it ends with it, and is asked to stop by SIGTERM only, never by a terminal's SIGINT.
+    """A rank of this launcher: it ends with it. A terminal's SIGINT reaches it as well as the launcher; it only asks.
 
     One that fails has left its account; the agent learns no more than that.
     """
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     try:
         result = work(
             assignment,
             dataset,
             hooks,
-            signals=signals,
+            signals=SIGNALS,
             tell=lambda record: told.put(record.shortened()),
             first=line.wait,
         )

@@ -4,11 +4,12 @@ The elastic agents of torchrun keep one store over all restarts, and the address
 left in it look like those of this one: ranks would call processes that are gone. The number of restarts does not tell
 starts apart either, since every agent counts its own. So the ranks agree on a name that is new, and use the store
 beneath it. Each rank shows a number that nobody has had before; the first rank answers every such number with the name,
-until every rank has been seen under it.
+until every rank has been seen under it. Whoever waits for others in vain can tell who was not seen.
 """
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from datetime import timedelta
@@ -19,6 +20,8 @@ from megastack.launch.environment import shares_store
 from megastack.launch.start import NotStarted
 
 LOOKS_EVERY_S = 0.02
+OTHERS_ASK_S = 1.0
+"""How long a rank that holds the store stays, so that the others can ask it who is missing."""
 
 
 def meet(rank: int, ranks: int, timeout_s: float) -> dist.Store:
@@ -30,12 +33,47 @@ def meet(rank: int, ranks: int, timeout_s: float) -> dist.Store:
         timeout_s: how long one waits for another.
 
     Raises:
-        NotStarted: on the first rank, about those that did not come in time.
+        NotStarted: about those that did not come in time.
     """
-    store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=timeout_s)))
-    if not shares_store():
-        return store  # the first rank has opened it just now
-    return dist.PrefixStore(agree(store, rank, ranks, timeout_s), store)
+    shared, limit = shares_store(), timedelta(seconds=timeout_s)
+    try:
+        if shared:
+            store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=limit))
+            name = agree(store, rank, ranks, timeout_s)
+        else:
+            store, name = _open(limit, holds=rank == 0), "start"
+            store.set(_seen(name, rank), "")
+    except dist.DistError as error:
+        raise _not_joined([0], timeout_s) from error
+    if missing := _missing(store, name, ranks, limit):
+        time.sleep(0 if shared or rank else OTHERS_ASK_S)
+        raise _not_joined(missing, timeout_s)
+    return dist.PrefixStore(name, store)
+
+
+def _open(limit: timedelta, *, holds: bool) -> dist.Store:
+    """The store of a job that has none; it does not wait for anybody."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, None, holds, limit, wait_for_workers=False, multi_tenant=True)
+
+
+def _missing(store: dist.Store, name: str, ranks: int, limit: timedelta) -> list[int]:
+    """The ranks that were not seen in time; the first one, which may hold the store, where that does not answer."""
+    marks = [_seen(name, rank) for rank in range(ranks)]
+    try:
+        store.wait(marks, limit)
+        return []
+    except dist.DistError:
+        pass
+    try:
+        return [rank for rank, mark in enumerate(marks) if not store.check([mark])]
+    except dist.DistError:
+        return [0]
+
+
+def _not_joined(missing: list[int], timeout_s: float) -> NotStarted:
+    who = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+    return NotStarted(f"{who} did not join within launch.timeout_s={timeout_s:g}").about(missing)
 
 
 def agree(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> str:
@@ -57,6 +95,7 @@ def _follow(store: dist.Store, rank: int, ranks: int) -> str:
 
 def _lead(store: dist.Store, ranks: int, timeout_s: float) -> str:
     name, deadline = f"start_{uuid.uuid4().hex}", time.monotonic() + timeout_s
+    store.set(_seen(name, 0), "")
     answered, missing = dict[int, bytes](), list(range(1, ranks))
     while missing:
         for rank in missing:
@@ -67,9 +106,7 @@ def _lead(store: dist.Store, ranks: int, timeout_s: float) -> str:
                     store.set(_answer(number.decode()), name)
         missing = [rank for rank in missing if not store.check([_seen(name, rank)])]
         if missing and time.monotonic() > deadline:
-            raise NotStarted(
-                f"ranks {', '.join(map(str, missing))} did not come within launch.timeout_s={timeout_s:g}"
-            ).about(missing)
+            raise _not_joined(missing, timeout_s)
         if missing:
             time.sleep(LOOKS_EVERY_S)
     return name

@@ -1,5 +1,7 @@
 """Signals that ask a run to stop, on the side of the launcher: passed on to the ranks, which save and return.
 
+A rank gets the signal that came, so that its records say what was asked for.
+
 The elastic agent would pass a signal on as well, but then it no longer listens: ranks that saved and returned would
 wait for it until they are killed. Here it goes on listening, and the run ends as fast as the ranks do. Ranks that
 outlast the grace are killed.
@@ -80,16 +82,16 @@ class StopForwarder:
             raise StoppedEarly(f"received {name.name} before the ranks started")
         hint = " (a second SIGINT kills them)" if name is signal.SIGINT else ""
         _say(f"{name.name}: the ranks finish their step, save and stop{hint}\n")
-        self._thread = threading.Thread(target=self._press, args=(ranks,), daemon=True)
+        self._thread = threading.Thread(target=self._press, args=(ranks, name), daemon=True)
         self._thread.start()
 
-    def _press(self, ranks: Sequence[int]) -> None:
+    def _press(self, ranks: Sequence[int], number: signal.Signals) -> None:
         """Ask until the run is over, for a rank may not have been listening; after the grace, kill."""
         deadline = time.monotonic() + self._grace_s
         while not (self._over or self.killed):
             self.killed = self._impatient or time.monotonic() >= deadline
             for pid in ranks:
-                _send(pid, signal.SIGKILL if self.killed else signal.SIGTERM)
+                _send(pid, signal.SIGKILL if self.killed else number)
             self._wake.wait(REPEAT_S)
 
 

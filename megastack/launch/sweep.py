@@ -10,12 +10,14 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from megastack.config.compose import compose, origins
+from megastack.config.compose import draft
+from megastack.config.convert import replace_values
 from megastack.config.overrides import sweep_jobs
-from megastack.config.rules import require_legal
+from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
 from megastack.launch.environment import is_worker
@@ -71,8 +73,13 @@ class _Folders:
     def __init__(self) -> None:
         self._root: Path | None = None
 
+    def intended(self, config: TrainConfig, position: int) -> TrainConfig:
+        """The configuration of the job at ``position``, in a folder that nobody has made yet."""
+        root = self._root or Path(config.run.dir or Path(config.run.root) / "multirun") / "sweep"
+        return replace_values(config, {"run.dir": str(root / str(position))})
+
     def job(self, config: TrainConfig, position: int) -> str:
-        """Where the job at ``position`` goes."""
+        """Where the job at ``position`` goes, now that it is legal."""
         if self._root is None:
             try:
                 self._root = claim(config.run.dir, Path(config.run.root) / "multirun").path
@@ -83,12 +90,17 @@ class _Folders:
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], position: int, folders: _Folders) -> Job:
     try:
-        place = {"config_dir": options.config_dir, "config_name": options.config_name}
-        config = compose(overrides, **place)
-        with origins(overrides, **place):
-            require_legal(config)
-        config = replace(config, run=replace(config.run, dir=folders.job(config, position)))
-        result = launch(config, overrides, opening=short(config), cold=True)
+        given = draft(overrides, config_dir=options.config_dir, config_name=options.config_name)
+        config, broken = given.config, [*given.faults, *violations(given.config)]
+        with given.origins():
+            result = launch(
+                config if broken else folders.intended(config, position),
+                overrides,
+                broken=broken,
+                place=partial(folders.job, config, position),
+                opening="" if broken else short(config),
+                cold=True,
+            )
     except ConfigError as error:
         Console(stderr=True).line(str(error), style="red")
         return Job(tuple(overrides), "refused", REFUSED, reason=str(error))

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megastack.config.compose import Draft
 from megastack.config.layout_rules import mesh_shape
-from megastack.config.rules import require_legal
+from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, MegastackError
+from megastack.faults import Faults, ask_model, check_fit
 from megastack.interop.saved import find_saved
 from megastack.launch.environment import is_first_rank, world_size
 from megastack.launch.worker import is_refusal
@@ -23,10 +25,25 @@ FAILED = 1
 
 @dataclass(frozen=True)
 class Use:
-    """A checkpoint, and the legal configuration that it is used with."""
+    """A checkpoint, the configuration that it is used with, and what stands against both so far."""
 
     checkpoint: Path
-    config: TrainConfig
+    draft: Draft
+    faults: Faults
+
+    @property
+    def config(self) -> TrainConfig:
+        """The configuration, as far as it could be read."""
+        return self.draft.config
+
+    def require_legal(self) -> None:
+        """To be called when everything was asked, before anything is computed.
+
+        Raises:
+            ConfigError: every fault.
+        """
+        with self.draft.origins():
+            self.faults.require_none()
 
     def __str__(self) -> str:
         shape = mesh_shape(self.config, world_size())
@@ -36,15 +53,17 @@ class Use:
 
 
 def use_of(options: argparse.Namespace) -> Use:
-    """What a command is to work with.
+    """What a command is to work with; it adds its own faults and asks for legality.
 
     Raises:
-        ConfigError: there is no checkpoint, or the configuration is refused.
+        ConfigError: there is no checkpoint, or no configuration that could be read.
     """
     saved = find_saved(options.source, config_dir=options.config_dir, config_name=options.config_name)
-    config = saved.configured(options.overrides)
-    require_legal(config, world_size())
-    return Use(saved.checkpoint, config)
+    draft = saved.draft(options.overrides)
+    faults = Faults([*draft.faults, *violations(draft.config, world_size())])
+    shapes = ask_model(draft.config, faults)
+    faults.ask(lambda: check_fit("checkpoint", saved.checkpoint, shapes, strict=True))
+    return Use(saved.checkpoint, draft, faults)
 
 
 def run_command(options: argparse.Namespace, run: Callable[[argparse.Namespace, Console], dict[str, Any]]) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megastack.build import Training, build_loop, build_training
+from megastack.comm.ledger import Ledger
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
@@ -31,10 +32,11 @@ from megastack.errors import (
 )
 from megastack.launch.memory import keep_freed_memory
 from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import MeshShape
 from megastack.observe.failure import FailureRecord
 from megastack.observe.folder import RunFolder
 from megastack.observe.logging import set_up_logging
-from megastack.observe.watchdog import Watchdog
+from megastack.observe.watchdog import JOINING, Watchdog
 from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop
 from megastack.training.signals import StopRequest
@@ -92,14 +94,15 @@ def work(
         try:
             if first is not None:
                 first(rank)
-            mesh = Mesh.from_environment(shape, device=config.device.value, timeout_s=config.launch.timeout_s)
-            keep_freed_memory(mesh.device)
-            log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
-            log.info("started with pid %d on %s, %d threads", os.getpid(), mesh.device, torch.get_num_threads())
-            if assignment.start is not None:
-                log.info(assignment.start)
-            trail, report, limit_s = mesh.ledger.trail, folder.report(rank), config.launch.timeout_s
-            with Watchdog(trail, report, rank, mesh.coordinates, limit_s=limit_s, doing=lambda: _whereabouts(loop)):
+            ledger, place, limit_s = Ledger(), shape.coordinates(rank), config.launch.timeout_s
+            report = folder.report(rank)
+            with Watchdog(ledger.trail, report, rank, place, limit_s=limit_s, doing=lambda: _whereabouts(loop)):
+                mesh = _join(shape, config, ledger)
+                keep_freed_memory(mesh.device)
+                log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
+                log.info("started with pid %d on %s, %d threads", os.getpid(), mesh.device, torch.get_num_threads())
+                if assignment.start is not None:
+                    log.info(assignment.start)
                 ready = _ready(assignment, mesh, dataset)
                 loop = build_loop(ready, folder, stop, hooks, assignment.resume, assignment.pid, assignment.start)
                 result = loop.run()
@@ -119,6 +122,13 @@ def work(
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
+
+
+def _join(shape: MeshShape, config: TrainConfig, ledger: Ledger) -> Mesh:
+    """The mesh; who waits here for others in vain says so."""
+    with ledger.trail.waits(ledger.trail.start(*JOINING, (), tuple(range(shape.world_size)))):
+        limit_s = config.launch.timeout_s
+        return Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, ledger=ledger)
 
 
 def _ready(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Training:

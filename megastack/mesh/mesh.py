@@ -56,12 +56,13 @@ class Mesh:
         device_mesh: DeviceMesh | None,
         *,
         timeout: timedelta | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.shape = shape
         self.rank = rank
         self.device = device
         self.device_mesh = device_mesh
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
         self.coordinates = shape.coordinates(rank)
         self._timeout = timeout
         self._groups: dict[tuple[object, ...], AxisGroup] = {}
@@ -78,12 +79,14 @@ class Mesh:
         return cls(MeshShape(), 0, torch.device(device), None)
 
     @classmethod
-    def from_environment(cls, shape: MeshShape, *, device: str = "auto", timeout_s: float | None = None) -> Mesh:
+    def from_environment(
+        cls, shape: MeshShape, *, device: str = "auto", timeout_s: float | None = None, ledger: Ledger | None = None
+    ) -> Mesh:
         """The mesh of a worker that a launcher started.
 
         Uses the default process group if there is one, else opens it from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
         ``MASTER_PORT``; without these variables a shape of one rank stands alone. A rank gives up waiting for another
-        after ``timeout_s`` seconds (torch's default if not given).
+        after ``timeout_s`` seconds (torch's default if not given), here already. A ``ledger`` may be there before.
 
         Raises:
             MeshError: the shape's world size is not the number of ranks, there is no launcher, or no such device.
@@ -92,12 +95,13 @@ class Mesh:
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
         if not dist.is_initialized():
             if "RANK" not in os.environ and shape.world_size == 1:
-                return cls.single(target)
+                return cls(shape, 0, target, None, ledger=ledger)
             _require_launcher(shape)
             _require_size(shape, int(os.environ["WORLD_SIZE"]))
             dist.init_process_group(backend_of(target), timeout=limit)
         _require_size(shape, dist.get_world_size())
-        return cls(shape, dist.get_rank(), target, _device_mesh(shape, target, limit), timeout=limit)
+        grid = _device_mesh(shape, target, limit)
+        return cls(shape, dist.get_rank(), target, grid, timeout=limit, ledger=ledger)
 
     @property
     def world(self) -> AxisGroup:
@@ -162,9 +166,7 @@ class Mesh:
         return AxisGroup(members.index(self.rank), len(members), members, group, label, self.ledger)
 
     def _new_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
-        """This rank's group along ``axes``; all ranks of the world call, and take part in making every group."""
-        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in self.shape.groups(*axes)]
-        return next(group for ranks, group in made if self.rank in ranks)
+        return _new_group(self.shape, axes, self.rank, self._timeout)
 
     def __repr__(self) -> str:
         return f"Mesh({self.shape}, rank {self.rank} | {describe_coordinates(self.coordinates)}, {self.device})"
@@ -234,17 +236,25 @@ def _require_size(shape: MeshShape, ranks: int) -> None:
         )
 
 
+def _new_group(shape: MeshShape, axes: tuple[Axis, ...], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:
+    """The group of ``rank`` along ``axes``; all ranks of the world call, and take part in making every group."""
+    made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in shape.groups(*axes)]
+    return next(group for ranks, group in made if rank in ranks)
+
+
 def _device_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | None) -> DeviceMesh | None:
-    """Torch's grid; its groups get the time-out afterwards, for they do not take it from the default group."""
+    """Torch's grid, of groups that are made here: with its own it would wait for absent ranks as long as it likes."""
     axes = [axis for axis in DENSE_AXES if shape.size(axis) > 1]
     if not axes:
         return None
+    names = tuple(axis.value for axis in axes)
+    if len(axes) == 1 and (world := dist.group.WORLD) is not None:
+        if timeout is not None:
+            _set_pg_timeout(timeout, world)
+        return DeviceMesh.from_group(world, device.type, mesh_dim_names=names)
+    groups = [_new_group(shape, (axis,), dist.get_rank(), timeout) for axis in axes]
     ranks = torch.arange(shape.world_size).view([shape.size(axis) for axis in axes])
-    made = DeviceMesh(device.type, ranks, mesh_dim_names=tuple(axis.value for axis in axes))
-    if timeout is not None:
-        for axis in axes:
-            _set_pg_timeout(timeout, made.get_group(axis.value))
-    return made
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
 
 def _label(wanted: tuple[Axis, ...], real: tuple[Axis, ...]) -> str:

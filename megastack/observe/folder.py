@@ -64,6 +64,11 @@ class RunFolder:
         return self.path / "starts.jsonl"
 
     @property
+    def told(self) -> Path:
+        """Made by the rank that puts the accounts of all together, where no launcher does."""
+        return self.failures / "told"
+
+    @property
     def watch(self) -> Path:
         """Where ranks stood when they waited in vain, or failed."""
         return self._of_this_start("watch")

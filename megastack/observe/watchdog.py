@@ -27,6 +27,8 @@ LOOKS = 10
 RECOVERED_S = 10.0
 """A rank that has gone on for this long takes back what it wrote."""
 FRAMES = 12
+JOINING = ("world", "join")
+"""Axis and kind of what comes before every operation: the ranks find each other and open their groups."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Report:
 
     def describe(self) -> str:
         """The report in one line."""
+        if self.waiting is not None and self.waiting[:2] == JOINING:
+            return f"{self.who} waits for all ranks to join"
         if self.waiting is not None:
             return f"{self.who} waits for {self.waiting} in {self.doing}"
         where = f", at {self.stack[-1]}" if self.stack else ""
@@ -177,13 +181,13 @@ class Missing:
 
     Attributes:
         rank: one that others wait for and that waits for nobody; the first of them.
-        operation: the first that it did not arrive at.
+        operation: the first that it did not arrive at; None for a rank that did not even join.
         waited_s: how long the longest wait was.
         lines: every rank that waits, and what missing ranks were doing where they could say so.
     """
 
     rank: int
-    operation: str
+    operation: str | None
     waited_s: float
     lines: tuple[str, ...]
 
@@ -208,7 +212,8 @@ def diagnose(reports: Sequence[Report], world_size: int) -> Missing | None:
     wanted = next(report.waiting for report in waiting if report.waiting and first in absent[report.rank])
     told = [by_rank[rank].describe() for rank in roots if rank in by_rank]
     lines = (*(report.describe() for report in waiting), *told)
-    return Missing(first, str(wanted.other), max(report.seconds for report in waiting), lines)
+    operation = None if wanted[:2] == JOINING else str(wanted.other)
+    return Missing(first, operation, max(report.seconds for report in waiting), lines)
 
 
 def _absent(report: Report, by_rank: Mapping[int, Report]) -> set[int]:

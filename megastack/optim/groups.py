@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megastack.errors import ConfigError
+from megastack.errors import ConfigError, Violation
 
 _NEAR_NAMES = 5
 
@@ -108,12 +108,12 @@ def check_patterns(key: str, patterns: Sequence[str], names: Collection[str]) ->
         ConfigError: one line for each such pattern, with the names nearest to it.
     """
     faults = [
-        f"{key}={pattern}: matches no parameter; near names are {', '.join(_near(pattern, names)) or 'none'}"
+        Violation(key, pattern, "matches no parameter", tuple(_near(pattern, names)))
         for pattern in patterns
         if not any(map(_compile(key, pattern).search, names))
     ]
     if faults:
-        raise ConfigError("\n".join(faults))
+        raise ConfigError.of(faults)
 
 
 def _compile(key: str, pattern: str) -> re.Pattern[str]:

@@ -70,6 +70,7 @@ class Verifier:
     Args:
         config: the configuration; its precision and device are replaced by fp64 and the CPU.
         steps: optimizer steps to compare.
+        dataset: the data of the configuration, where they were read already.
 
     Raises:
         ConfigError: the configuration is not legal, on one rank already.
@@ -77,10 +78,11 @@ class Verifier:
 
     tolerance = TOLERANCES[torch.float64]
 
-    def __init__(self, config: TrainConfig, *, steps: int = 3) -> None:
+    def __init__(self, config: TrainConfig, *, steps: int = 3, dataset: Dataset | None = None) -> None:
         self.config = in_double(config)
         self.alone = reference_of(self.config)
         self.steps = steps
+        self._given = dataset
         if found := violations(self.alone):
             raise ConfigError.of(found)
         self._modules: dict[int, ModuleTrace] = {}
@@ -93,7 +95,7 @@ class Verifier:
     @cached_property
     def dataset(self) -> Dataset:
         """The data of the configuration, read once; ranks inherit them."""
-        return read_dataset(self.alone)
+        return self._given or read_dataset(self.alone)
 
     @cached_property
     def references(self) -> dict[str, Trace]:

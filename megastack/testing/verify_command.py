@@ -6,21 +6,26 @@ import argparse
 import json
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megastack.config.compose import compose
+from megastack.config.compose import Draft, draft
+from megastack.config.convert import UnusableError
 from megastack.config.layout_rules import mesh_shape
+from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
+from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, MegastackError
+from megastack.faults import Faults, ask_data, ask_model
 from megastack.observe.console import Console
 from megastack.testing.diagnose import Finding
 from megastack.testing.on_ranks import KINDS
 from megastack.testing.ranks import RankFailure
-from megastack.testing.variants import layout_overrides, layout_text
+from megastack.testing.variants import in_double, layout_overrides, layout_text, reference_of
 from megastack.testing.verify import REFUSALS, Verdict, Verifier, account
 
 EQUAL, DIFFERS, REFUSED = 0, 1, 78
@@ -47,9 +52,11 @@ def verify_command(options: argparse.Namespace, *, is_worker: bool = False) -> i
 def _verify(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     console = Console()
-    config = compose(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
-    verifier = Verifier(config, steps=options.steps)
-    many = options.all
+    many, given = options.all, draft(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
+    with given.origins():
+        dataset = _inspected(given, many)
+    config = given.config
+    verifier = Verifier(config, steps=options.steps, dataset=dataset)
     layouts = verifier.layouts(options.ranks or mesh_shape(config).world_size) if many else [verifier.own_layout()]
     console.line(_opening(config, verifier, layouts, many))
     broken = _broken_reference(verifier)
@@ -59,6 +66,24 @@ def _verify(options: argparse.Namespace) -> int:
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(verifier, verdicts, broken), indent=1) + "\n")
     return DIFFERS if broken else exit_code(verdicts)
+
+
+def _inspected(given: Draft, many: bool) -> Dataset:
+    """The data, where nothing stands against comparing anything; of many layouts none is looked at yet.
+
+    Raises:
+        ConfigError: every fault.
+    """
+    config = given.config
+    with suppress(UnusableError):  # a section that could not be read; it is in the report
+        config = in_double(config)
+    config = reference_of(config) if many else config
+    faults = Faults([*given.faults, *violations(config)])
+    ask_model(config, faults)
+    dataset = ask_data(config, faults)
+    faults.require_none()
+    assert dataset is not None
+    return dataset
 
 
 def _broken_reference(verifier: Verifier) -> str | None:

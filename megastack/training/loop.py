@@ -74,6 +74,7 @@ class Loop:
     _saved: int = -1
     _validated: int = -1
     _asked: float = 0.0
+    _origin: Origin = field(default_factory=lambda: Origin(""))
 
     def __post_init__(self) -> None:
         validation = self.validation
@@ -139,22 +140,26 @@ class Loop:
 
     def _report(self, outcome: StepOutcome, spent: Spent) -> bool:
         """Count the step and write its row; False, and nothing counted, where the run is to end here."""
-        loss, norm = float(outcome.loss), float(outcome.grad_norm)
+        number, loss, norm = self.progress.step, float(outcome.loss), float(outcome.grad_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
+        overflow = not finite and math.isfinite(loss) and self.step.loss_scale.may_overflow(outcome.loss_scale)
+        counted = finite or overflow or self.options.skip_nonfinite
+        if counted:
+            self._count(outcome, (loss, norm), spent, skipped=not finite)
         if not finite:
-            self.recorder.event(self.progress.step + 1, "nonfinite", loss=repr(loss), grad_norm=repr(norm))
-            overflow = math.isfinite(loss) and self.step.loss_scale.may_overflow(outcome.loss_scale)
-            if not overflow and not self.options.skip_nonfinite:
-                return False
+            self._origin = Origin("") if overflow else locate(self.step, self.stages, number)
+            self.recorder.nonfinite(number + 1, (loss, norm), self._origin)
+        return counted
+
+    def _count(self, outcome: StepOutcome, losses: tuple[float, float], spent: Spent, *, skipped: bool) -> None:
         self.progress.step += 1
-        self.progress.skipped += not finite
+        self.progress.skipped += skipped
         self.progress.consumed_tokens += outcome.tokens
         self.progress.consumed_samples += self.options.samples_per_step
-        self._loss = loss if math.isfinite(loss) else None
-        row = self.recorder.train(self.progress, outcome, (loss, norm), spent, self.mesh.ledger)
+        self._loss = losses[0] if math.isfinite(losses[0]) else None
+        row = self.recorder.train(self.progress, outcome, losses, spent, self.mesh.ledger)
         for hook in self.hooks.on_step:
             hook(row)
-        return True
 
     def _every(self, period: int, action: Callable[[], None]) -> None:
         if period and self.progress.step % period == 0 and self.progress.step < self.options.steps:
@@ -206,10 +211,8 @@ class Loop:
                 hook(saved.step, saved.path)
 
     def _diverged(self) -> RunResult:
-        origin = locate(self.step, self.stages, self.progress.step)
-        return self._end(
-            "diverged", f"non-finite loss or gradient in step {self.progress.step + 1}{origin.text}", origin
-        )
+        reason = f"non-finite loss or gradient in step {self.progress.step + 1}{self._origin.text}"
+        return self._end("diverged", reason, self._origin)
 
     def _end(self, status: str, reason: str | None, origin: Origin | None = None) -> RunResult:
         self.doing = "ending"

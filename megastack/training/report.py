@@ -16,6 +16,7 @@ from megastack.comm.ledger import Ledger
 from megastack.observe.console import Console
 from megastack.observe.metrics import MetricsWriter, Row, row
 from megastack.observe.status import write_status
+from megastack.training.nonfinite import Origin
 from megastack.training.state import Progress, RunResult
 from megastack.training.step import StepOutcome
 
@@ -132,6 +133,11 @@ class Recorder:
         beside = f", written in {write_seconds:.2f} s beside training" if write_seconds > seconds else ""
         self.console.line(f"  saved {path}  ({seconds:.2f} s{beside})")
         self._running(step)
+
+    def nonfinite(self, step: int, losses: tuple[float, float], origin: Origin) -> None:
+        """A loss or gradient norm that is not finite, and where it began; no origin is told of a scale too large."""
+        fields = {"origin": origin.text.lstrip(",; ") or None, "rank": origin.rank, "coordinates": origin.coordinates}
+        self.event(step, "nonfinite", loss=repr(losses[0]), grad_norm=repr(losses[1]), **fields)
 
     def event(self, step: int, name: str, **fields: Any) -> None:
         """Something that happened."""

@@ -107,5 +107,5 @@ def test_damage_is_named(tmp_path: Path, suffix: str, change: object, message: s
 def test_a_missing_half_is_named(tmp_path: Path) -> None:
     prefix = written(tmp_path / "c", DOCUMENTS, np.uint16)
     prefix.with_suffix(".bin").unlink()
-    with pytest.raises(DataError, match=r"c\.bin does not exist"):
+    with pytest.raises(DataError, match=r"c\.bin: does not exist"):
         IndexedFile(prefix)

@@ -83,10 +83,10 @@ def test_sources_and_paths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path, source: str) -> None:
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     empty.touch()
-    assert f"{missing} does not exist" in refused(source, [missing])
-    assert f"{empty} is empty" in refused(source, [empty])
-    assert f"{tmp_path} is a folder without" in refused(source, [tmp_path])
-    assert f"no file matches {tmp_path}/*.x" in refused(source, [tmp_path / "*.x"])
+    assert f"{missing}: does not exist" in refused(source, [missing])
+    assert f"{empty}: is empty" in refused(source, [empty])
+    assert f"{tmp_path}: is a folder without" in refused(source, [tmp_path])
+    assert f"{tmp_path}/*.x: no file matches it" in refused(source, [tmp_path / "*.x"])
 
 
 def test_an_error_of_the_operating_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

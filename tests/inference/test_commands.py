@@ -112,9 +112,9 @@ def test_a_token_file_with_other_ids_is_refused(
         ("generate", ["--prompt", "a", "parallel.dp=2"], "parallel.dp=2"),
         ("generate", ["--prompt", "a", "--top-k", "2"], "top_k=2: temperature=0"),
         ("generate", ["--prompts", "nowhere.txt"], "nowhere.txt"),
-        ("generate", ["--prompt", "a", "model.hidden=32", "parallel.pp=1"], "does not fit the state"),
+        ("generate", ["--prompt", "a", "model.hidden=32", "parallel.pp=1"], "does not fit the model"),
         ("generate", ["--prompt", "a", "parallel.tp=3"], "parallel.tp=3: must divide"),
-        ("evaluate", ["--file", "nowhere.txt"], "nowhere.txt does not exist"),
+        ("evaluate", ["--file", "nowhere.txt"], "nowhere.txt: does not exist"),
         ("evaluate", ["data.validation_fraction=0"], "no validation split"),
     ],
 )
@@ -123,6 +123,20 @@ def test_what_cannot_be_done_is_refused(
 ) -> None:
     assert main([verb, str(run), *arguments, "launch.threads_per_rank=1"]) == 78
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate"])
+def test_all_faults_make_one_report(run: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be read, broken rules, layers, data and prompts."""
+    faulty = ["parallel.tq=2", "parallel.tp=3", "model.mlp={_target_: nope.A}", "data.tokenizer=none.json"]
+    more = ["--prompts", "nowhere.txt", "--temperature", "-1"] if verb == "generate" else ["data.paths=[gone.jsonl]"]
+    assert main([verb, str(run), *faulty, *more, "model.layers=0", "run.steps=2"]) == 78
+    report = capsys.readouterr().err.splitlines()
+    starts = ("parallel.tq=2: no such key", "parallel.tp=3: must divide", "model.mlp._target_=nope.A: importing")
+    starts += ("model.layers=0: must be", "data.tokenizer=none.json: no such file")
+    own = ("temperature=-1", "--prompts nowhere.txt") if verb == "generate" else ("data.paths=gone.jsonl",)
+    assert all(any(line.startswith(start) for line in report) for start in (*starts, *own)), report
+    assert all(line.startswith((*starts, *own)) for line in report), report
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from megastack.cli import main
+from megastack.launch import external
 from tests.faulty_mlp import fault
 from tests.tiny_runs import losses, overrides, status, train
 
@@ -43,16 +46,17 @@ def _rank(environment: dict[str, str], arguments: list[str]) -> None:
     sys.exit(main(["train", *arguments]))
 
 
-def join(folder: Path, launcher: Any, size: int, *more: str) -> list[int | None]:
-    """Run ranks that a launcher of that kind would have started; their exit codes."""
+def join(folder: Path, launcher: Any, size: int, *more: str, stopped: int | None = None) -> list[int | None]:
+    """Run ranks that a launcher of that kind would have started; their exit codes. One that stops is killed."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port()}
     arguments = [*overrides(folder), *more]
     ranks = [fork.Process(target=_rank, args=(launcher(rank, size) | address, arguments)) for rank in range(size)]
     for rank in ranks:
         rank.start()
-    for rank in ranks:
-        rank.join(120)
-        rank.kill()
+    for rank in sorted(range(size), key=lambda rank: rank == stopped):
+        ranks[rank].join(0 if rank == stopped else 120)
+        ranks[rank].kill()
+        ranks[rank].join()
     return [rank.exitcode for rank in ranks]
 
 
@@ -73,10 +77,24 @@ def test_ranks_of_others_train_as_the_launchers_own(tmp_path, capfd):
 
 def test_every_rank_refuses_and_one_says_why(tmp_path, capfd):
     """A product that is not the world, and data that the first rank alone has looked at."""
-    assert join(tmp_path, torchrun, 3, "parallel.tp=2") == [78, 78, 78]
-    assert capfd.readouterr().err.count("parallel.dp=null") == 1
+    more = ("parallel.tp=2", "seed=x", "optim.freeze=[nothing]", "data.paths=[none.jsonl]", "launch.timeout_s=x")
+    assert join(tmp_path, torchrun, 3, *more) == [78, 78, 78]
+    report = capfd.readouterr().err.splitlines()
+    starts = ["seed=x", "launch.timeout_s=x", "parallel.dp=null", "optim.freeze=nothing", "data.paths=none.jsonl"]
+    assert all(line.startswith(start) for line, start in zip(report, starts, strict=True)), report
     assert join(tmp_path, slurm, 2, "data.paths=[none.jsonl]") == [78, 78]
-    assert capfd.readouterr().err.count("none.jsonl") == 1 and not (tmp_path / "run").exists()
+    assert capfd.readouterr().err.count("none.jsonl: does not exist") == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_rank_with_a_configuration_of_its_own_stops_all(tmp_path, capfd):
+    """As where a variable of the environment is not the same on two machines: no rank waits for one that has left."""
+
+    def odd(rank: int, size: int) -> dict[str, str]:
+        return torchrun(rank, size) | {"WIDTH": "two" if rank else "32"}
+
+    assert join(tmp_path, odd, 2, "model.ffn=${oc.env:WIDTH}") == [78, 78]
+    assert capfd.readouterr().err == "model.ffn=two: must be a whole number (from ${oc.env:WIDTH})\n"
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_failure_and_a_signal_under_srun(tmp_path, capfd):
@@ -88,6 +106,53 @@ def test_a_failure_and_a_signal_under_srun(tmp_path, capfd):
     assert join(tmp_path, slurm, 2, fault("term"), f"run.dir={tmp_path}/stopped") == [75, 75]
     ended = status(tmp_path / "stopped")
     assert (ended["status"], ended["step"], ended["reason"]) == ("preempted", 3, "received SIGTERM")
+
+
+CHAIN = ("parallel.pp=3", "model.layers=3", "batch.micro_size=1", "launch.timeout_s=3")
+LOST = (
+    r"\[rank 0 \| pp0 dp0 tp0\] waits for pp receive \d+ of \[1, 16, 16\] from rank 1 in training step 3, action 0B0\n"
+    r"\[rank 1 \| pp1 dp0 tp0\] waits for pp receive \d+ of \[1, 16, 16\] from rank 2 in training step 3, action 1B0\n"
+    r"\[rank 2 \| pp2 dp0 tp0\] did not arrive at pp send \d+ of \[1, 16, 16\] to rank 1 within launch.timeout_s=3\n"
+)
+
+
+def test_a_rank_that_stops_calling_is_named_by_one_of_those_that_wait(tmp_path, capfd):
+    """The accounts of all are put together as by a launcher of our own; nobody tells it twice."""
+    assert join(tmp_path, torchrun, 3, *CHAIN, fault("stop"), stopped=2) == [1, 1, -9]
+    screen, ended = capfd.readouterr().err, status(tmp_path / "run")
+    assert re.search(LOST + r"\Z", screen) and screen.count("did not arrive") == 1, screen
+    assert (ended["status"], ended["rank"], ended["coordinates"], ended["step"]) == ("failed", 2, "pp2 dp0 tp0", 2)
+    assert ended["reason"].startswith("did not arrive at pp send")
+
+
+@pytest.mark.parametrize("absent", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_rank_that_never_comes_is_named_before_there_is_a_run(tmp_path, monkeypatch, capfd, absent):
+    """Also the one whose store the others would ask."""
+    real = external.join
+
+    def joins(*arguments: Any, **options: Any) -> Any:
+        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))) == absent:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(external, "join", joins)
+    assert join(tmp_path, slurm, 3, "launch.timeout_s=2", "batch.global_size=6", stopped=absent).count(1) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    said = f"[rank {absent} | pp0 dp{absent} tp0] did not join within launch.timeout_s=2"
+    assert sum(line.startswith(said) for line in lines) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+def test_torchrun_gives_the_ranks_the_time_to_name_the_one_that_stopped(tmp_path):
+    """It ends every rank when the first has ended; what it has to say itself comes after."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += ["--rdzv-backend", "c10d", str(ROOT / "scripts" / "train.py"), *overrides(tmp_path), *CHAIN]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command.append(fault("stop"))
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and len(re.findall(LOST, done.stderr)) == 1, done.stderr
+    assert status(tmp_path / "run")["rank"] == 2
 
 
 @pytest.mark.full

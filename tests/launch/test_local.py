@@ -111,12 +111,14 @@ def test_a_failing_rank_ends_the_run_and_is_named(tmp_path, capfd, what):
 
 @pytest.mark.parametrize("case", ["term", "launcher", "validation"])
 def test_a_signal_to_any_process_stops_all_ranks_after_the_same_step(tmp_path, case, capfd):
-    """SIGTERM to one rank in a step or in a validation, or to the launcher: saved, 75, and resumable."""
+    """SIGTERM to one rank in a step or in a validation, or Ctrl-C to the launcher: saved, 75, and resumable."""
     what = fault("launcher" if case == "launcher" else "term", in_validation=case == "validation")
     more = ("parallel.pp=2", "parallel.dp=2", "run.steps=200", "run.validate_every=2", "lr.total_steps=200")
     assert train(tmp_path, *more, what) == 75
     ended, run = status(tmp_path / "run"), tmp_path / "run"
-    assert (ended["status"], ended["exit_code"], ended["reason"]) == ("preempted", 75, "received SIGTERM")
+    reason = "received SIGINT" if case == "launcher" else "received SIGTERM"
+    assert (ended["status"], ended["exit_code"], ended["reason"]) == ("preempted", 75, reason)
+    assert [event["reason"] for event in events(run)[-2:]] == [reason, reason]
     assert ended["step"] == rows(run)[-1]["step"] and 2 <= ended["step"] < 200
     if case == "validation":  # of step 2: it ends between two batches, and leaves no row
         assert ended["step"] == 2 and not rows(run, "validation")

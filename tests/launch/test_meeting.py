@@ -44,6 +44,6 @@ def test_a_rank_that_is_gone_is_not_taken_for_the_one_in_its_place(server: dist.
 
 
 def test_ranks_that_do_not_come_are_named(server: dist.TCPStore) -> None:
-    with pytest.raises(NotStarted, match=r"^ranks 1, 2 did not come within launch.timeout_s=0.3$") as caught:
+    with pytest.raises(NotStarted, match=r"^ranks 1, 2 did not join within launch.timeout_s=0.3$") as caught:
         meet(server, 3, 0.3, absent=(1, 2))
     assert caught.value.ranks == (1, 2)

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tiny_runs import status, text, train
+from megastack.cli import main
+from megastack.config.compose import compose
+from megastack.config.convert import UNUSABLE, replace_values
+from megastack.config.fields import keys
+from megastack.config.rules import violations
+from megastack.config.schema import TrainConfig
+from megastack.errors import ConfigError, Violation
+from megastack.launch.preflight import inspect
+from tests.tiny_runs import overrides, status, text, train
 
 
 class Plain(nn.Module):
@@ -107,10 +115,10 @@ def test_unusable_resume_is_reported_together_with_the_data(tmp_path, refused):
             ("model.mlp={_target_: tests.launch.test_preflight.Picky}",),
             "model.mlp._target_=tests.launch.test_preflight.",
         ),
-        (("optim.freeze=[embeding]",), "optim.freeze=embeding: matches no parameter; near names are embedding.weight"),
+        (("optim.freeze=[embeding]",), "optim.freeze=embeding: matches no parameter; use embedding.weight"),
         (
             ("optim.groups=[{pattern: 'mlp.upp'}]",),
-            "optim.groups=mlp.upp: matches no parameter; near names are blocks.0",
+            "optim.groups=mlp.upp: matches no parameter; use blocks.0",
         ),
         (
             ("recompute.mode=pattern", "recompute.pattern=blocks.mlp"),
@@ -128,6 +136,71 @@ def test_the_model_and_the_data_are_reported_together(refused):
     report = refused("optim.freeze=[nothing]", "optim.groups=[{pattern: nix}]", "data.paths=[none.jsonl]")
     for line, key in zip(report, ("optim.freeze=nothing", "optim.groups=nix", "data.paths"), strict=True):
         assert line.startswith(key)
+
+
+def test_all_faults_of_every_kind_make_one_report(tmp_path, refused):
+    """Values that cannot be read, broken rules, layers, patterns, data, paths and device, a line each and each once."""
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "bad.jsonl").write_text("no json")
+    faulty = {
+        "batch.micro_sice=2": "batch.micro_sice=2: no such key; use batch.micro_size",
+        "seed=two": "seed=two: must be a whole number",
+        "parallel.tp=3": "parallel.tp=3: must divide model.heads=2; use 1 or 2",
+        "model.vocab=128": "model.vocab=128: must hold the 256 ids of data.tokenizer=byte; use 256 or more",
+        "batch.sequence_length=0": "batch.sequence_length=0: must be at least 1 and at most",
+        "optim.freeze=[embeding]": "optim.freeze=embeding: matches no parameter; use embedding.weight",
+        "optim.groups=[{pattern: mlp.upp}]": "optim.groups=mlp.upp: matches no parameter; use ",
+        f"data.paths=[none.jsonl,{tmp_path}/bad.jsonl]": "data.paths=none.jsonl: does not exist",
+        f"resume={tmp_path}/nope": f"resume={tmp_path}/nope: is no usable checkpoint (",
+        f"run.dir={tmp_path}/file/run": f"run.dir={tmp_path}/file/run: cannot be created ({tmp_path}/file is a file",
+        "checkpoint.load_weights=none": "checkpoint.load_weights=none: resume already brings weights",
+    }
+    report = refused(*faulty, keeps=True)
+    expected = [*faulty.values(), f"data.paths={tmp_path}/bad.jsonl:1: is not JSON"]
+    assert [sum(line.startswith(start) for line in report) for start in expected] == [1] * len(expected), report
+    assert all(line.startswith((*expected, "parallel.tp=3: must divide")) for line in report), report
+    report = refused("model.mlp={_target_: nope.A}", "model.attention={_target_: nope.B}", "data.tokenizer=none.json")
+    assert [line.partition("=")[0] for line in report] == [
+        *("model.attention._target_", "model.mlp._target_", "data.tokenizer")
+    ]
+
+
+def test_any_broken_value_leaves_the_other_faults_in_the_report(tmp_path):
+    """No question stumbles over a value that could not be read, and none repeats it; for every key there is."""
+    more = ("model.attention={_target_: nope.B}", "resume=nope", "data.tokenizer=none.json", "device=cuda")
+    config = compose([*overrides(tmp_path), *more])
+    with pytest.raises(ConfigError) as whole:
+        inspect(config)
+    assert len(whole.value.faults) == 4 - (torch.cuda.device_count() > 0)
+    for key in keys(TrainConfig):
+        unread = Violation(key.name, "odd", "must be something else")
+        faulty = replace_values(config, {key.name: UNUSABLE})
+        with pytest.raises(ConfigError) as refused:
+            inspect(faulty, [unread, *violations(faulty)])
+        own = [line for line in refused.value.faults if str(line).partition("=")[0].startswith(key.name)]
+        assert own[0] is unread and len(own) <= 1 + (key.name == "model"), own
+        lost = {line for line in map(str, whole.value.faults) if line not in map(str, refused.value.faults)}
+        assert all(_may_go(line, key.name) for line in lost), (key.name, lost)
+
+
+def _may_go(line: str, key: str) -> bool:
+    """Whether a fault cannot be told any more where a key is broken."""
+    about = line.partition("=")[0]
+    needs = {"resume": ("run", "run.dir", "run.root", "checkpoint", "checkpoint.on_corrupt", "resume")}
+    needs |= {"data.tokenizer": ("data", "data.source", "data.blend")}
+    return about.startswith(key) or key in needs.get(about, ())
+
+
+def test_where_a_faulty_value_stands_is_told_of_every_kind(tmp_path, capfd):
+    mine = tmp_path / "experiment" / "mine.yaml"
+    mine.parent.mkdir()
+    lines = ("data: {tokenizer: none.json}", "optim: {freeze: [embeding], betas: [0.9]}", "seed: two")
+    mine.write_text("\n".join(["# @package _global_", "defaults: [parity]", *lines]) + "\n")
+    assert main(["train", "experiment=mine", f"run.root={tmp_path}/out", "--config-dir", str(tmp_path)]) == 78
+    report = capfd.readouterr().err.splitlines()
+    starts = ("seed=two", "optim.betas=[0.9]", "optim.freeze=embeding", "data.tokenizer=none.json")
+    for line, start in zip(report, starts, strict=True):
+        assert line.startswith(start) and line.count(f"(in {mine})") == 1, report
 
 
 def test_a_layer_that_breaks_is_left_to_the_ranks_and_their_traceback(tmp_path, capfd):
@@ -158,10 +231,14 @@ def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, refused, capfd):
     }.items():
         assert any(line.startswith(words) for line in refused(*again, *more, keeps=True))
         assert not (tmp_path / "again").exists()
-    capfd.readouterr()
-    assert train(tmp_path, *again, "model.ffn=64", "parallel.dp=2") == 78
+    [line] = refused(*again, "model.ffn=64", "parallel.dp=2", keeps=True)
+    assert line.startswith(f"resume={path}: does not fit the model: blocks.0.mlp.up.weight is [2, 64, 16] here and [2,")
+    [line] = refused(f"checkpoint.load_weights={path}", f"run.dir={tmp_path}/again", "model.tied=true", keeps=True)
+    assert line.endswith("does not fit the model: head.weight is only there; use the model.* of its run")
+    assert not (tmp_path / "again").exists()
+    assert train(tmp_path, *again, "precision=fp32", "parallel.dp=2") == 78
     report = capfd.readouterr().err
-    assert "blocks.0.mlp" in report and "Traceback" not in report
+    assert "dtype float32 here, float64 in the checkpoint" in report and "Traceback" not in report
     assert status(tmp_path / "again")["exit_code"] == 78
     (path / "rank_00000.safetensors").write_bytes(b"damaged")
     assert any("rank_00000.safetensors" in line for line in refused(*again, keeps=True))
@@ -199,4 +276,5 @@ def test_a_folder_in_place_of_the_tokenizer_is_called_a_folder(tmp_path, refused
 
 
 def test_freezing_every_parameter_is_refused(refused):
-    assert refused("optim.freeze=[.]") == ["optim.freeze=[.]: freezes every parameter; leave some to train"]
+    [line] = refused("optim.freeze=[.]")
+    assert line == "optim.freeze=[.]: freezes every parameter; use patterns that leave some to train"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 from megastack.config.compose import compose
 from megastack.launch import local, ranks
 from megastack.launch.start import NotStarted, StartLine
+from megastack.mesh import mesh as mesh_module
 from megastack.mesh.mesh import Mesh
-from tests.tiny_runs import overrides
+from tests.tiny_runs import overrides, status
 
 fork = multiprocessing.get_context("fork")
 
@@ -82,3 +85,28 @@ def test_nor_does_one_of_a_generation(tmp_path: Path, last_fork: list[float]) ->
     config = compose([*overrides(tmp_path), "parallel.pp=2"])
     assert ranks.on_ranks(config, _entered) > last_fork[-1]
     assert len(last_fork) == 2
+
+
+@pytest.mark.parametrize("where", ["from_environment", pytest.param("_new_group", marks=pytest.mark.full)])
+def test_a_rank_that_never_joins_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], where: str
+) -> None:
+    """It stops before it looks for the others, or while they open their groups."""
+    owner = Mesh if where == "from_environment" else mesh_module
+    real = getattr(owner, where)
+
+    def stops(*arguments: Any, **options: Any) -> Any:
+        if os.environ["RANK"] == "2":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, where, stops)
+    more = ["parallel.dp=2", "parallel.pp=2", "batch.micro_size=1", "launch.timeout_s=2", "launch.grace_s=0.5"]
+    began = time.monotonic()
+    assert local.launch(compose([*overrides(tmp_path), *more])).status == "failed"
+    assert time.monotonic() - began < 10
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert lines[-1] == "[rank 2 | pp1 dp0 tp0] did not join within launch.timeout_s=2"
+    assert "[rank 0 | pp0 dp0 tp0] waits for all ranks to join" in lines
+    ended = status(tmp_path / "run")
+    assert (ended["rank"], ended["coordinates"]) == (2, "pp1 dp0 tp0") and ended["reason"].startswith("did not join")

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from megastack.launch.local import told_why
-from megastack.launch.stopping import StopForwarder, StoppedEarly
-from megastack.observe.status import read_status, write_status
-from megastack.training.state import RunResult
+from megastack.launch.stopping import SIGNALS, StopForwarder, StoppedEarly
 
 fork = multiprocessing.get_context("fork")
 
 
 def _wait(ready: Any, *, obey: bool) -> None:
-    signal.signal(signal.SIGTERM, (lambda *_: os._exit(7)) if obey else signal.SIG_IGN)
+    for name in SIGNALS:
+        signal.signal(name, (lambda number, _: os._exit(number)) if obey else signal.SIG_IGN)
     ready.set()
     time.sleep(60)
 
@@ -32,14 +30,15 @@ def _started(*, obey: bool) -> Any:
     return child
 
 
-def test_any_signal_asks_the_children_of_the_context_by_sigterm():
+@pytest.mark.parametrize("number", SIGNALS)
+def test_any_signal_is_passed_on_to_the_children_of_the_context(number):
     other = _started(obey=True)
     before = signal.getsignal(signal.SIGHUP)
     with StopForwarder(grace_s=30) as stop:
         child = _started(obey=True)
-        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), number)
         child.join()
-    assert (child.exitcode, stop.received, stop.killed) == (7, signal.SIGHUP, False)
+    assert (child.exitcode, stop.received, stop.killed) == (number, number, False)
     assert other.is_alive() and signal.getsignal(signal.SIGHUP) is before
     other.kill()
     other.join()
@@ -82,14 +81,3 @@ def test_the_hint_about_a_second_interrupt_stands_behind_a_first(number, capfd):
         child.join()
     said = capfd.readouterr().err
     assert said.startswith(f"{number.name}: ") and ("second SIGINT" in said) is (number is signal.SIGINT)
-
-
-def test_the_reason_is_the_signal_that_came_and_not_the_one_that_was_passed_on(tmp_path):
-    write_status(tmp_path / "status.json", "preempted", step=3, reason="received SIGTERM")
-    result = RunResult("preempted", 3, None, tmp_path, "received SIGTERM")
-    stop = StopForwarder(grace_s=1)
-    for received, reason in ((None, "received SIGTERM"), (signal.SIGINT, "received SIGINT")):
-        stop.received = received
-        assert told_why(result, stop).reason == reason
-        status = read_status(tmp_path / "status.json")
-        assert (status["reason"], status["step"], status["exit_code"]) == (reason, 3, 75)

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+import megastack.launch.local as local
 import megastack.launch.sweep as sweep
 from megastack.training.state import RunResult
-from tests.tiny_runs import losses, train
+from tests.tiny_runs import losses, text, train
 
 
 def test_illegal_jobs_are_listed_and_the_rest_runs(tmp_path, capfd):
@@ -33,6 +34,29 @@ def test_illegal_jobs_are_listed_and_the_rest_runs(tmp_path, capfd):
     assert [line.split()[:2] for line in lines[1:]] == [
         *(["1", "completed"], ["2", "completed"], ["3", "refused"], ["1", "completed"])
     ]
+
+
+@pytest.mark.parametrize(
+    ("faulty", "reasons"),
+    [
+        (["parallel.tp=3,5"], ["parallel.tp=3: must divide", "parallel.tp=5: must divide"]),
+        (["seed=1,2", "data.paths=[gone.jsonl]"], ["data.paths=gone.jsonl: does not exist"] * 2),
+        (["seed=1,x", "optim.freeze=[nothing]"], ["optim.freeze=nothing", "seed=x"]),
+    ],
+)
+def test_where_every_job_is_illegal_nothing_starts(tmp_path, monkeypatch, capfd, faulty, reasons):
+    """Broken rules, values that cannot be read, and what only data or model can tell: no folder, no ranks, 78."""
+    monkeypatch.setattr(local, "elastic_launch", lambda *_: pytest.fail("ranks were started"))
+    table = tmp_path / "table.json"
+    text(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert train(tmp_path, "-m", *faulty, "run.dir=null", "--json", str(table)) == 78
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, table])
+    jobs = json.loads(table.read_text())
+    assert all(job["reason"].startswith(reason) for job, reason in zip(jobs, reasons, strict=True)), jobs
+    assert {(job["status"], job["exit_code"], job["folder"]) for job in jobs} == {("refused", 78, None)}
+    assert "optim.freeze=nothing" not in faulty or jobs[1]["reason"].count("optim.freeze=nothing: matches no") == 1
+    assert capfd.readouterr().out.count("refused") == 2
 
 
 @pytest.mark.parametrize(

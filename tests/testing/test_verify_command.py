@@ -87,6 +87,24 @@ def test_what_is_refused_is_78_and_says_why(
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("flags", [[], ["--all", "--ranks", "2"]])
+def test_all_faults_make_one_report(
+    small: list[str], tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "parallel").mkdir()
+    (tmp_path / "parallel" / "mine.yaml").write_text("tp: 3\n")
+    faulty = ["parallel=mine", "model.layers=x", OWN % "Nowhere", "data.paths=[nothing.txt]", "optim.betas=[0.9]"]
+    assert main([*small, *faulty, "--config-dir", str(tmp_path), *flags]) == 78
+    captured = capsys.readouterr()
+    report = captured.err.splitlines()
+    starts = ["model.layers=x: must be a whole number", "optim.betas=[0.9]: must be two numbers", "model.mlp._target_="]
+    tp = f"parallel.tp=3: must divide model.heads=4 (in {tmp_path}/parallel/mine.yaml); use"
+    for start in (*starts, "data.paths=nothing.txt: does not exist"):
+        assert sum(line.startswith(start) for line in report) == 1, report
+    assert sum(line.startswith(tp) for line in report) == (not flags)  # of all layouts, its own is not one
+    assert captured.out == ""
+
+
 @pytest.mark.parametrize("flags", [["--ranks", "2"], ["--all", "--ranks", "0"], ["--steps", "none"], ["--nonsense"]])
 def test_a_wrong_flag_is_2(small: list[str], flags: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -17,7 +17,7 @@ from megastack.training.hooks import Hooks
 from megastack.training.signals import StopRequest
 from megastack.training.state import RunResult
 from tests.faulty_mlp import fault
-from tests.tiny_runs import events, losses, overrides, rows, status
+from tests.tiny_runs import events, losses, overrides, rows, status, train
 
 
 def run(
@@ -88,9 +88,14 @@ def test_a_non_finite_step_ends_the_run_before_it_updates(tmp_path):
 
 
 def test_a_non_finite_step_can_be_skipped_and_is_counted(tmp_path):
-    result = run(tmp_path, fault("poison"), "run.steps=5", "run.on_nonfinite=skip", "observe.dump_steps=[2,3,5]")
+    """Its event says where it began, and looking for that leaves no bytes in the row of the step."""
+    more = ("run.on_nonfinite=skip", "observe.dump_steps=[2,3,5]", "parallel.dp=2")
+    assert train(tmp_path, fault("poison"), "run.steps=5", *more) == 0
     found, dump = rows(tmp_path / "run"), tmp_path / "run" / "dump"
-    assert (result.status, result.step) == ("completed", 5)
+    [event] = [event for event in events(tmp_path / "run") if event["name"] == "nonfinite"]
+    where = "on rank 1 (pp0 dp1 tp0): first in the output of blocks.0.mlp, microbatch 0; first gradient "
+    assert event["origin"].startswith(where) and (event["rank"], event["coordinates"]) == (1, "pp0 dp1 tp0")
+    assert (event["step"], event["loss"], found[2]["wire_bytes"]) == (3, "nan", found[3]["wire_bytes"])
     assert [row["skipped"] for row in found] == [0, 0, 1, 1, 1]
     assert found[2]["loss"] is None and found[2]["grad_norm"] is None and found[3]["loss"] > 0
     before, after, end = (load_file(dump / f"step_{step}.safetensors") for step in (2, 3, 5))

@@ -1,0 +1,222 @@
+"""Everything that stands against a training before it starts, found together and said once.
+
+A configuration that breaks a rule may have other faults that only its model or its data can tell. :class:`Faults`
+collects them: each question names the keys that it is about and is left out where one of them is broken already, for
+its answer would only follow from that. Nothing here starts or writes anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from megastack.build import read_dataset
+from megastack.checkpoint.manifest import read_manifest
+from megastack.config.convert import UnusableError, replace_values, value_of
+from megastack.config.data_stages import stage_configs
+from megastack.config.fields import keys
+from megastack.config.schema import RecomputeOptions, TrainConfig
+from megastack.data.dataset import Dataset, Wanted
+from megastack.data.sources import read_documents
+from megastack.data.token_files import open_token_files
+from megastack.data.tokenizers import check_vocab, load_tokenizer
+from megastack.errors import ConfigError, Fault, MegastackError, Violation
+from megastack.mesh.mesh import Mesh
+from megastack.models.decoder import Decoder
+from megastack.models.recompute import recompute_blocks_
+from megastack.models.targets import import_target
+from megastack.optim.groups import check_patterns
+from megastack.placement.module import placements_of
+
+T = TypeVar("T")
+
+NAMED = 3
+"""Parameters that do not fit are named, up to so many."""
+LAYERS = ("model.attention", "model.mlp", "model.block")
+STAND_INS = {"model.vocab": 256, "batch.sequence_length": 1, "model.max_positions": None}
+"""Values that the names and placements of a model do not depend on, taken where its own are broken."""
+BUILT_FROM = tuple(key.name for key in keys(TrainConfig) if key.name.startswith("model.") and key.name not in STAND_INS)
+"""Keys without which there is no model to look at."""
+
+
+class Faults:
+    """Faults as they are found.
+
+    Args:
+        broken: those that are known from the start.
+
+    Attributes:
+        found: all so far.
+    """
+
+    def __init__(self, broken: Iterable[Fault] = ()) -> None:
+        self.found = list(broken)
+        self._broken = {fault.key.partition("[")[0] for fault in self.found if isinstance(fault, Violation)}
+
+    def broken(self, *names: str) -> bool:
+        """Whether one of these keys, a part of it or what it is part of was broken from the start."""
+        return any(
+            name == key or name.startswith(key + ".") or key.startswith(name + ".")
+            for name in names
+            for key in self._broken
+        )
+
+    def ask(self, question: Callable[[], T], *names: str) -> T | None:
+        """The answer; None, and a fault more, where it is a refusal; None where one of the keys is broken."""
+        if self.broken(*names):
+            return None
+        try:
+            return question()
+        except UnusableError:
+            return None
+        except ConfigError as error:
+            self.found += error.faults
+        except (MegastackError, OSError) as error:
+            self.found.append(str(error))
+        return None
+
+    def separately(self) -> Faults:
+        """A collection of its own that knows the same keys to be broken."""
+        other = Faults()
+        other._broken = self._broken
+        return other
+
+    def require_none(self) -> None:
+        """Nothing where there are none.
+
+        Raises:
+            ConfigError: all of them.
+        """
+        if self.found:
+            raise ConfigError.of(self.found)
+
+
+def ask_data(config: TrainConfig, faults: Faults) -> Dataset | None:
+    """The data of a configuration; where they cannot be used, what each part has against it."""
+    whole, parts = faults.separately(), faults.separately()
+    dataset = whole.ask(lambda: read_dataset(config), "data", "batch.sequence_length", "model.vocab")
+    if dataset is None:
+        _ask_parts_of_data(config, parts)
+        faults.found += parts.found or whole.found
+    return dataset
+
+
+def _ask_parts_of_data(config: TrainConfig, faults: Faults) -> None:
+    """The tokenizer and every path by itself."""
+    without: dict[str, object] = {"data.stages": []} if faults.broken("data.stages") else {}
+    wanted = faults.ask(lambda: _sources(replace_values(config, without)), "data.source", "data.blend")
+    if wanted and any(each.source != "bin" for each in wanted):
+        tokenizer = faults.ask(lambda: load_tokenizer(config.data.tokenizer), "data.tokenizer")
+        if tokenizer is not None:
+            faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
+    for each in wanted or ():
+        if not faults.broken("data.paths"):
+            for path in each.paths:
+                faults.ask(partial(_read_through, each.source, path))
+
+
+def _sources(config: TrainConfig) -> list[Wanted]:
+    """What all stages read, each once."""
+    found: list[Wanted] = []
+    for data in (stage.config.data for stage in stage_configs(config)):
+        found += [Wanted(each.source, each.paths) for each in data.blend] or [Wanted(data.source, data.paths)]
+    return [each for at, each in enumerate(found) if each not in found[:at]]
+
+
+def _read_through(source: str, path: str | Path) -> None:
+    for _ in open_token_files([path]) if source == "bin" else read_documents(source, [path]):
+        pass
+
+
+def ask_model(config: TrainConfig, faults: Faults) -> dict[str, tuple[int, ...]] | None:
+    """Build the whole model once, as one rank and without values, for what only its modules and their names can tell.
+
+    Returns:
+        The shapes of its parameters by name; None where there is no such model, or a size in it is not known.
+    """
+    before = len(faults.found)
+    for key in LAYERS:
+        faults.ask(partial(_find_layer, config, key), key)
+    if len(faults.found) > before:
+        return None
+    model = faults.ask(lambda: _model(config, faults), *BUILT_FROM)
+    if model is None:
+        return None
+    placements = faults.ask(lambda: placements_of(model))
+    names = {name for name, _ in model.named_parameters()}
+    faults.ask(lambda: _check_freeze(config.optim.freeze, names), "optim.freeze")
+    faults.ask(lambda: check_patterns("optim.groups", [g.pattern for g in config.optim.groups], names), "optim.groups")
+    faults.ask(lambda: _check_recompute(config.recompute, model), "recompute")
+    known = placements is not None and not faults.broken(*STAND_INS)
+    return {name: placement.shape for name, placement in placements.items()} if placements and known else None
+
+
+def _find_layer(config: TrainConfig, key: str) -> None:
+    if (spec := value_of(config, key)) is not None:
+        import_target(key, spec)
+
+
+def _model(config: TrainConfig, faults: Faults) -> Decoder | None:
+    """None where it breaks without refusing anything: that is left to the ranks, which report it with its traceback."""
+    values = {key: value for key, value in STAND_INS.items() if faults.broken(key)}
+    config = replace_values(config, values | {"recompute": RecomputeOptions()})
+    try:
+        with torch.device("meta"):
+            return Decoder(config, Mesh.single())
+    except (MegastackError, UnusableError):
+        raise
+    except Exception as error:
+        logging.getLogger(__name__).debug("left to the ranks: %s", error)
+        return None
+
+
+def _check_freeze(patterns: Sequence[str], names: set[str]) -> None:
+    check_patterns("optim.freeze", patterns, names)
+    if all(any(re.search(pattern, name) for pattern in patterns) for name in names):
+        advice = ("patterns that leave some to train",)
+        raise ConfigError.of([Violation("optim.freeze", patterns, "freezes every parameter", advice)])
+
+
+def _check_recompute(options: RecomputeOptions, model: Decoder) -> None:
+    blocks = dict(model.blocks.items())
+    recompute_blocks_(blocks, options.mode, options.pattern, layers=len(blocks))
+
+
+def check_fit(key: str, path: Path, shapes: Mapping[str, tuple[int, ...]] | None, strict: bool) -> None:
+    """Nothing where the parameters of a checkpoint are those of the model; dtypes are left to the ranks.
+
+    Args:
+        key: what named the checkpoint.
+        path: its folder.
+        shapes: from :func:`ask_model`; None is not compared.
+        strict: whether both must have the same names.
+
+    Raises:
+        ConfigError: they are not.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    if shapes is None:
+        return
+    stored = {
+        name.removeprefix("model/"): tensor.shape
+        for name, tensor in read_manifest(path).tensors.items()
+        if name.startswith("model/")
+    }
+    unlike = [
+        f"{name} is {list(shape)} here and {list(stored[name])} there"
+        for name, shape in shapes.items()
+        if name in stored and tuple(shape) != tuple(stored[name])
+    ]
+    if strict:
+        unlike += [f"{name} is not there" for name in shapes if name not in stored]
+        unlike += [f"{name} is only there" for name in stored if name not in shapes]
+    if unlike:
+        more = f", and {len(unlike) - NAMED} more" if len(unlike) > NAMED else ""
+        rule = f"does not fit the model: {', '.join(unlike[:NAMED])}{more}"
+        raise ConfigError.of([Violation(key, path, rule, ("the model.* of its run",))])
