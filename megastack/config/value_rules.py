@@ -167,7 +167,9 @@ def continuation_is_clear(config: TrainConfig, world_size: int | None) -> Iterat
         yield Violation("resume", "last", rule, ("auto", "run.dir=null"))
     if config.resume not in (None, "auto") and config.checkpoint.load_weights is not None:
         rule = "resume already brings weights"
-        yield Violation("checkpoint.load_weights", config.checkpoint.load_weights, rule, (None, "resume=null", "resume=auto"))
+        yield Violation(
+            "checkpoint.load_weights", config.checkpoint.load_weights, rule, (None, "resume=null", "resume=auto")
+        )
 
 
 def elastic_is_clear(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
