@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from megastack.build import read_dataset
+from megastack.assemble.data import read_dataset
 from megastack.checkpoint.manifest import read_manifest
 from megastack.config.convert import UnusableError, replace_values, value_of
 from megastack.config.data_stages import stage_configs

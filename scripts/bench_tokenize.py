@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megastack.build import build_training
+from megastack.assemble.training import build_training
 from megastack.config.compose import compose
 from megastack.corpus.make import make_token_file
 from megastack.corpus.work import start_worker

@@ -34,13 +34,13 @@ ALLOWED: dict[str, set[str]] = {
     "training": {"batch", "pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
     "inference": {"models.decoder", "pipeline", "layers.cache", "mesh", "comm", "batch", "random"},
     "plan": {"config", "models.activations", "models.profile", "models.stages", "pipeline", "mesh.shape"},
-    "build": {
+    "assemble": {
         *("training", "inference", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe"),
         "config",
         *("mesh", "comm", "placement"),
     },
     "faults": {
-        "build",
+        "assemble",
         "checkpoint.manifest",
         "config",
         "data",
@@ -51,11 +51,11 @@ ALLOWED: dict[str, set[str]] = {
     },
     "launch": {
         *("faults", "inference", "interop.saved", "models.stages"),
-        *("build", "training", "config", "observe", "mesh", "data", "plan.describe"),
+        *("assemble", "training", "config", "observe", "mesh", "data", "plan.describe"),
         *("checkpoint.folder", "checkpoint.manifest", "comm.objects", "comm.ledger"),
     },
     "testing": {
-        *("faults", "build", "config", "checkpoint", "comm", "data", "gradients", "mesh", "optim", "placement"),
+        *("faults", "assemble", "config", "checkpoint", "comm", "data", "gradients", "mesh", "optim", "placement"),
         *("random", "training", "batch", "layers.rules", "pipeline.schedules", "observe.console"),
     },
     "interop": {"config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console"},

@@ -85,7 +85,8 @@ class Generator:
     """Continues prompts with the stages of this rank; all ranks of the mesh make one and call it alike.
 
     Args:
-        stages: this rank's, for whole sequences on every tp rank, as :func:`megastack.build.inference_stages` gives.
+        stages: this rank's, for whole sequences on every tp rank, as
+            :func:`megastack.assemble.inference.inference_stages` gives.
         schedule: which rank has which stage.
         mesh: the ranks; data-parallel ones all do the same.
         vocab: the real vocabulary.

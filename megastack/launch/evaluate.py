@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megastack.build import load_stages
+from megastack.assemble.stages import load_stages
 from megastack.config.data_stages import stage_configs
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megastack.build import build_generator, load_stages, longest_text
+from megastack.assemble.inference import build_generator, longest_text
+from megastack.assemble.stages import load_stages
 from megastack.config.schema import TrainConfig
 from megastack.data.sources import read_documents
 from megastack.data.tokenizers import Tokenizer, check_vocab, load_tokenizer

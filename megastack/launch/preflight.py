@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-from megastack.build import identity, identity_faults
+from megastack.assemble.data import identity
 from megastack.checkpoint.folder import Resume, checkpoint_fault, resolve_resume
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.compose import to_yaml
 from megastack.config.schema import TrainConfig
+from megastack.data.continuity import identity_faults
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, Fault, Violation
 from megastack.faults import Faults, ask_data, ask_model, check_fit

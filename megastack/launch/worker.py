@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megastack.build import Training, build_loop, build_training
+from megastack.assemble.loop import build_loop
+from megastack.assemble.training import Training, build_training
 from megastack.comm.ledger import Ledger
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megastack.build import Training, build_training
+from megastack.assemble.training import Training, build_training
 from megastack.checkpoint.collect import stage_placements
 from megastack.checkpoint.items import StateItem
 from megastack.config.layout_rules import mesh_shape

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megastack.build import Training, build_training
+from megastack.assemble.training import Training, build_training
 from megastack.config.compose import compose
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig

@@ -18,7 +18,7 @@ from math import isfinite
 
 import torch
 
-from megastack.build import read_dataset
+from megastack.assemble.data import read_dataset
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig

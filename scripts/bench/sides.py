@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bench.task import Layout, configuration
 from bench.torch_side import Torch
+from megastack.assemble.training import Training, build_training
 from megastack.batch import Microbatch
-from megastack.build import Training, build_training
 from megastack.comm.ledger import Ledger
 from megastack.config.layout_rules import mesh_shape
 from megastack.data.loader import Loader

@@ -33,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.task import BETAS, DECAY, RATE, Layout, configuration
 from bench.torch_model import Model, cross_entropy, load
+from megastack.assemble.stages import build_stages
 from megastack.batch import Microbatch
-from megastack.build import build_stages
 from megastack.config.layout_rules import mesh_shape
 from megastack.mesh.mesh import Mesh
 from megastack.models.stages import configured_schedule, stage_slices

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megastack.build import build_generator, build_stages
+from megastack.assemble.inference import build_generator
+from megastack.assemble.stages import build_stages
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import ParallelOptions, PrecisionOptions, ScheduleOptions, TrainConfig
 from megastack.errors import ConfigError, MegastackError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megastack.build import build_training
+from megastack.assemble.training import build_training
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.mesh.mesh import Mesh

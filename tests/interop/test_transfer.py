@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from megastack.build import build_stages
+from megastack.assemble.stages import build_stages
 from megastack.checkpoint.collect import model_items
 from megastack.checkpoint.items import State
 from megastack.checkpoint.load import load

@@ -16,7 +16,8 @@ from itertools import islice, product
 from math import prod
 from typing import Any
 
-from megastack.build import Training, build_stages, build_training
+from megastack.assemble.stages import build_stages
+from megastack.assemble.training import Training, build_training
 from megastack.comm.objects import all_gather_objects
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations

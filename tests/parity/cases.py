@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megastack.build import read_dataset
+from megastack.assemble.data import read_dataset
 from megastack.config.compose import compose
 from megastack.config.convert import replace_values, value_of
 from megastack.config.rules import violations

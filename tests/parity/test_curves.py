@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from megastack.build import build_training
+from megastack.assemble.training import build_training
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset

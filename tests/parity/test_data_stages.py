@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megastack.build import build_training, read_dataset
+from megastack.assemble.data import read_dataset
+from megastack.assemble.training import build_training
 from megastack.checkpoint.load import load
 from megastack.checkpoint.save import save
 from megastack.config.schema import DataStage

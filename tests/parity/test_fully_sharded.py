@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from megastack.build import build_training
+from megastack.assemble.training import build_training
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megastack.build import build_training
+from megastack.assemble.training import build_training
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset

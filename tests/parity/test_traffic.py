@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megastack.build import build_training
+from megastack.assemble.training import build_training
 from megastack.comm.ledger import Traffic
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import megastack
-from megastack.build import build_loop, build_training
+from megastack.assemble.loop import build_loop
+from megastack.assemble.training import build_training
 from megastack.config.layout_rules import mesh_shape
 from megastack.errors import DataError
 from megastack.mesh.mesh import Mesh

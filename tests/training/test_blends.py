@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megastack.build import Training, build_training
+from megastack.assemble.training import Training, build_training
 from megastack.checkpoint.save import save
 from megastack.data.blend import BlendOrder
 from megastack.errors import CheckpointError

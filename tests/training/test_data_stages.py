@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from megastack.build import Training, build_loop, build_training, read_dataset
+from megastack.assemble.data import read_dataset
+from megastack.assemble.loop import build_loop
+from megastack.assemble.training import Training, build_training
 from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig

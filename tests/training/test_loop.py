@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import megastack
-from megastack.build import build_loop, build_training, read_dataset
+from megastack.assemble.data import read_dataset
+from megastack.assemble.loop import build_loop
+from megastack.assemble.training import build_training
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.mesh.mesh import Mesh
 from megastack.observe.folder import RunFolder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megastack
-from megastack.build import build_training
+from megastack.assemble.training import build_training
 from megastack.config.layout_rules import mesh_shape
 from megastack.mesh.mesh import Mesh
 from megastack.testing.ranks import run_ranks

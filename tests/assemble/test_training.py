@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from megastack.build import Training, build_training
+from megastack.assemble.training import Training, build_training
 from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig

@@ -1,0 +1,154 @@
+"""The loop around a training: what it records, saves, dumps and says on the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megastack.assemble.inference import longest_text
+from megastack.assemble.training import Training
+from megastack.checkpoint.dump import write_dump
+from megastack.checkpoint.items import StateItem
+from megastack.checkpoint.saver import Saver
+from megastack.config.data_stages import stage_at, stage_configs
+from megastack.data.baseline import bigram_loss
+from megastack.data.continuity import identity_faults as identity_faults
+from megastack.data.tokenizers import load_tokenizer
+from megastack.errors import ConfigError
+from megastack.inference.generate import check_prompts
+from megastack.models.profile import flops_per_token
+from megastack.observe.console import Console
+from megastack.observe.devices import peak_flops
+from megastack.observe.folder import RunFolder
+from megastack.observe.metrics import MetricsWriter, tensorboard_installed
+from megastack.training.hooks import Hooks
+from megastack.training.loop import Loop, LoopOptions
+from megastack.training.report import Recorder
+from megastack.training.signals import StopRequest
+
+SAMPLE_TOKENS = 32
+"""Tokens that a sample during training adds to its prompt."""
+
+
+def build_loop(
+    training: Training,
+    folder: RunFolder,
+    stop: StopRequest,
+    hooks: Hooks | None = None,
+    resumed: Path | None = None,
+    pid: int | None = None,
+    start: str | None = None,
+) -> Loop:
+    """The loop of a run; the mesh's first rank records.
+
+    Args:
+        training: in the state that the run starts from.
+        folder: what it writes into.
+        stop: this rank's requests to stop.
+        hooks: what to call on the way.
+        resumed: the checkpoint that the state came from.
+        pid: the process to signal when the run is to stop; this one if not given.
+        start: what there is to say about this start of an elastic job.
+    """
+    config, mesh = training.config, training.mesh
+    return Loop(
+        options=LoopOptions(
+            steps=config.run.steps,
+            samples_per_step=config.batch.global_size,
+            validate_every=config.run.validate_every,
+            save_every=config.checkpoint.every,
+            save_at_end=config.checkpoint.at_end,
+            skip_nonfinite=config.run.on_nonfinite == "skip",
+            dump_steps=tuple(config.observe.dump_steps),
+        ),
+        mesh=mesh,
+        step=training.step,
+        stages=training.stages,
+        progress=training.progress,
+        recorder=_recorder(training, folder, resumed, pid, start),
+        stop=stop,
+        folder=folder.path,
+        saver=_saver(training, folder),
+        state=training.state,
+        dump=_dumper(training, folder),
+        validation=training.validation,
+        hooks=hooks or Hooks(),
+        sample=_sampler(training),
+    )
+
+
+def _recorder(
+    training: Training, folder: RunFolder, resumed: Path | None, pid: int | None, start: str | None
+) -> Recorder:
+    config, mesh = training.config, training.mesh
+    records = mesh.rank == 0
+    wanted = config.observe.tensorboard
+    tensorboard = tensorboard_installed() if wanted is None else wanted
+    split = training.dataset
+    size, chosen = split.vocab, training.validation.chosen
+    stages = stage_configs(config)
+    flops = {stage.from_step: flops_per_token(stage.config) for stage in stages}
+    return Recorder(
+        steps=config.run.steps,
+        devices=mesh.shape.world_size,
+        flops_per_token=lambda step: flops[stage_at(stages, step).from_step],
+        peak_flops=peak_flops(mesh.device, config.precision.compute),
+        console=Console(enabled=records),
+        log_every=config.run.log_every,
+        metrics=MetricsWriter(folder.metrics, tensorboard=tensorboard) if records else None,
+        status=folder.status if records else None,
+        pid=os.getpid() if pid is None else pid,
+        last_checkpoint=resumed,
+        stages={stage.from_step: str(stage) for stage in stages[1:]},
+        elastic=start,
+        baseline=lambda: bigram_loss(split.train.samples, split.validation.samples, size, chosen=chosen),
+    )
+
+
+def _saver(training: Training, folder: RunFolder) -> Saver:
+    options = training.config.checkpoint
+    return Saver(
+        folder.checkpoints,
+        training.mesh,
+        asynchronous=options.asynchronous,
+        keep=options.keep_last,
+        every=options.keep_every,
+    )
+
+
+def _sampler(training: Training) -> Callable[[], tuple[str, str]] | None:
+    """A function that continues the run's prompt, refused here if the model cannot take it."""
+    text = training.config.run.sample_prompt
+    if text is None:
+        return None
+    tokenizer = training.dataset.tokenizer or load_tokenizer(training.config.data.tokenizer)
+    prompt = [int(i) for i in tokenizer.encode([text.encode()])[0]]
+    vocab, longest = training.config.model.vocab, longest_text(training.config)
+    new = SAMPLE_TOKENS if longest is None else max(1, min(SAMPLE_TOKENS, longest - len(prompt)))
+    try:
+        check_prompts([prompt], new, vocab=vocab, longest=longest)
+    except ConfigError as error:
+        raise ConfigError(f"run.sample_prompt={text!r}: {error}") from None
+
+    def sample() -> tuple[str, str]:
+        (done,) = training.generator()([prompt], max_new_tokens=new, end=tokenizer.end)
+        return text, tokenizer.decode([*prompt, *done.ids])[len(tokenizer.decode(prompt)) :]
+
+    return sample
+
+
+def _dumper(training: Training, folder: RunFolder) -> Callable[[int, str], None]:
+    held: list[StateItem] = []
+
+    def dump(step: int, what: str) -> None:
+        if what == "gradients":
+            copies = ((item, item.boxes[0]) for item in training.gradient_items())
+            held[:] = [StateItem(item.name, item.shape, ((box, part.clone()),)) for item, (box, part) in copies]
+            return
+        weights = training.weight_items()
+        named = [StateItem(f"weights/{item.name.removeprefix('model/')}", item.shape, item.boxes) for item in weights]
+        write_dump(folder.dump(step), [*held, *named], training.mesh)
+        held.clear()
+
+    return dump

@@ -1,0 +1,51 @@
+"""This rank's part of the model: its pipeline stages with their initial values, or with those of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megastack.checkpoint.collect import model_items
+from megastack.checkpoint.items import State
+from megastack.checkpoint.load import load
+from megastack.config.schema import TrainConfig
+from megastack.data.continuity import identity_faults as identity_faults
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis
+from megastack.models.decoder import Decoder
+from megastack.models.stages import StageSlice, stage_slices
+from megastack.optim.precision import set_dtypes_
+from megastack.pipeline.schedule import Schedule
+from megastack.placement.module import initialise_
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> list[Decoder]:
+    """This rank's stages with their initial values, tied embeddings shared where one rank holds both ends."""
+    slices = stage_slices(config, schedule.stages)
+    stages = [_stage(config, mesh, slices[index]) for index in schedule.rank_stages(mesh[Axis.PP].rank)]
+    first, last = stages[0], stages[-1]
+    if config.model.tied and first is not last and first.has_embedding and last.has_head:
+        last.share_embedding(first)
+    return stages
+
+
+def _stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
+    with torch.device("meta"):
+        stage = Decoder(config, mesh, layers=part.layers, embedding=part.embedding, head=part.head)
+        set_dtypes_(stage, DTYPES[config.precision.compute], config.precision.keep_fp32)
+    initialise_(stage, mesh, config.seed, device=mesh.device)
+    return stage
+
+
+def load_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule, checkpoint: Path) -> list[Decoder]:
+    """This rank's stages with the weights of a checkpoint, in the dtypes of the configuration.
+
+    Raises:
+        CheckpointError: it is damaged, or not of this model.
+    """
+    stages = build_stages(config, mesh, schedule)
+    load(checkpoint, State(model_items(stages, mesh)), mesh, weights_only=True, cast=True)
+    return stages

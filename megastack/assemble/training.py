@@ -1,0 +1,201 @@
+"""Everything that a step and a validation need, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megastack.assemble.data import build_loader, identity, read_dataset
+from megastack.assemble.inference import build_generator
+from megastack.assemble.stages import DTYPES, build_stages
+from megastack.checkpoint.collect import items_of, optimizer_items, part_items, stage_placements
+from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.load import load
+from megastack.comm.objects import all_gather_objects
+from megastack.config.schema import TrainConfig
+from megastack.data.blend import History
+from megastack.data.continuity import identity_faults as identity_faults
+from megastack.data.continuity import restored_histories
+from megastack.data.dataset import Dataset
+from megastack.data.stages import Histories, StagedLoader, fresh_histories, stage_orders
+from megastack.data.validation import ValidationBatches
+from megastack.errors import CheckpointError
+from megastack.gradients.interface import Gradients
+from megastack.gradients.make import build_gradients
+from megastack.gradients.sharding import ZeroOptions
+from megastack.inference.generate import Generator
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis
+from megastack.models.decoder import Decoder
+from megastack.models.stages import configured_schedule
+from megastack.optim.groups import GroupRule, assign_groups, freeze
+from megastack.optim.loss_scale import INITIAL, LossScale
+from megastack.optim.lr import LearningRate
+from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
+from megastack.pipeline.runtime import Pipeline
+from megastack.pipeline.schedule import Schedule
+from megastack.training.state import Progress
+from megastack.training.step import TrainStep
+
+
+@dataclass
+class Training:
+    """The parts of a training run on one rank, before anything is trained or written."""
+
+    config: TrainConfig
+    mesh: Mesh
+    schedule: Schedule
+    stages: list[Decoder]
+    step: TrainStep
+    progress: Progress
+    dataset: Dataset
+    validation: ValidationBatches
+    histories: Histories
+
+    @property
+    def blend(self) -> History:
+        """The weights of the first stage's blend so far, empty without one."""
+        return self.histories[0]
+
+    def state(self) -> State:
+        """Weights, moments and progress as checkpoint items; the tensors are views of the live ones."""
+        placements = stage_placements(self.stages)
+        optimizer = self.step.optimizer
+        kinds = optimizer.moments() | ({"master": masters} if (masters := optimizer.masters()) else {})
+        scalars = {"optim/step": optimizer.steps}
+        scalars |= {f"loss_scale/{name}": x for name, x in self.step.loss_scale.state().items()}
+        items = [
+            *self.weight_items(),
+            *optimizer_items(kinds, placements, self.mesh),
+            *(StateItem.replicated(name, x) for name, x in scalars.items()),
+        ]
+        trainer = self.progress.as_json() | identity(self.config, self.dataset, self.histories)
+        return State(items, trainer)
+
+    def weight_items(self) -> list[StateItem]:
+        """The weights as checkpoint items; gathers that are under way are waited for."""
+        self.step.buckets.wait_parameters()
+        placements = stage_placements(self.stages)
+        return part_items("model", self.step.buckets.weights(), placements, self.mesh)
+
+    def gradient_items(self) -> list[StateItem]:
+        """The gradients as checkpoint items, complete after their reduction."""
+        placements = stage_placements(self.stages)
+        return items_of("gradients", self.step.buckets.named_gradients(), placements, self.mesh)
+
+    def generator(self) -> Generator:
+        """Continues prompts with the weights as they are now; all ranks call, between steps."""
+        self.step.buckets.wait_parameters()
+        return build_generator(self.config, self.mesh, self.stages, self.schedule)
+
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint: weights, moments and progress.
+
+        Raises:
+            CheckpointError: it does not fit, or its seed, data or batch are not this run's.
+        """
+        state = self.state()
+        load(path, state, self.mesh, strict=self.config.checkpoint.strict)
+        self.step.optimizer.load_steps(int(self.step.optimizer.steps))
+        self.step.optimizer.publish_masters()
+        if faults := identity_faults(state.trainer, identity(self.config, self.dataset)):
+            raise CheckpointError("\n".join([f"resume={path}: would not continue the same run", *faults]))
+        self.progress.__dict__.update(Progress.from_json(state.trainer).__dict__)
+        global_size, loader = self.config.batch.global_size, self.step.loader
+        self.histories = restored_histories(self.dataset, state.trainer, global_size)
+        orders = stage_orders(self.dataset, self.config.seed, self.histories, global_size)
+        for part, order in zip(loader.parts if isinstance(loader, StagedLoader) else [loader], orders, strict=True):
+            part.order = order
+
+    def load_weights(self, path: Path) -> None:
+        """Start from the weights of a checkpoint, in this run's dtypes, everything else fresh."""
+        load(path, self.state(), self.mesh, strict=self.config.checkpoint.strict, weights_only=True, cast=True)
+        self.step.optimizer.refresh_masters()
+
+
+def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = None) -> Training:
+    """Build everything that a step and a validation need; communicates only to open groups and agree on names.
+
+    Args:
+        config: a legal configuration.
+        mesh: the ranks.
+        dataset: the data of the configuration, where it was read already.
+    """
+    schedule = configured_schedule(config, mesh.shape)
+    stages = build_stages(config, mesh, schedule)
+    names = {name for found in all_gather_objects(_names(stages), mesh[Axis.PP]) for name in found}
+    freeze(stages, config.optim.freeze, names=names)
+    zero = config.parallel.zero
+    buckets = build_gradients(
+        stages,
+        mesh,
+        ZeroOptions(zero.stage, zero.shard_size, zero.gather, zero.reduce),
+        units=[unit for stage in stages for unit in stage.units()],
+        separable=[unit for stage in stages for unit in stage.passing_units()],
+        groups=_groups(config, stages, names),
+        reduce_dtype=DTYPES[config.precision.reduce] if config.precision.reduce else None,
+    )
+    dataset = dataset or read_dataset(config)
+    dp = mesh[Axis.DP]
+    where = {"dp_rank": dp.rank, "dp_size": dp.size, "vocab": config.model.vocab}
+    batch = {"micro_size": config.batch.micro_size} | where
+    histories = fresh_histories(dataset, config.batch.global_size)
+    loader = build_loader(config, dataset, histories, batch)
+    validation = ValidationBatches(
+        dataset.validation.samples,
+        microbatches=loader.microbatches,
+        limit=config.run.validate_samples,
+        **batch,
+    )
+    step = TrainStep(
+        mesh=mesh,
+        loader=loader,
+        pipeline=Pipeline(stages, schedule, mesh, on_last_backward=buckets.arm),
+        buckets=buckets,
+        optimizer=_optimizer(config, buckets),
+        learning_rate=_learning_rate(config),
+        clip_norm=config.optim.clip_norm,
+        loss_scale=_loss_scale(config, mesh),
+    )
+    return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation, histories)
+
+
+def _names(stages: Sequence[nn.Module]) -> list[str]:
+    return [name for stage in stages for name, _ in stage.named_parameters()]
+
+
+def _groups(config: TrainConfig, stages: Sequence[nn.Module], names: set[str]) -> dict[str, Any]:
+    decays = {name: placement.decay for name, placement in stage_placements(stages).items()}
+    rules = [GroupRule(group.pattern, group.lr_scale, group.weight_decay) for group in config.optim.groups]
+    optim = config.optim
+    return assign_groups(decays, weight_decay=optim.weight_decay, no_decay=optim.no_decay, rules=rules, names=names)
+
+
+def _optimizer(config: TrainConfig, buckets: Gradients) -> Optimizer:
+    optim = config.optim
+    betas, offload = (optim.betas[0], optim.betas[1]), config.parallel.zero.offload
+    options = OptimizerOptions(optim.name, betas, optim.eps, optim.momentum, offload=offload)
+    return build_optimizer(buckets, options)
+
+
+def _loss_scale(config: TrainConfig, mesh: Mesh) -> LossScale:
+    fixed, dynamic = config.precision.loss_scale, config.precision.compute == "fp16"
+    if fixed is not None:
+        return LossScale(fixed, device=mesh.device)
+    return LossScale(INITIAL if dynamic else None, dynamic=dynamic, device=mesh.device)
+
+
+def _learning_rate(config: TrainConfig) -> LearningRate:
+    lr = config.lr
+    return LearningRate(
+        schedule=lr.schedule,
+        lr=config.optim.lr,
+        warmup_steps=lr.warmup_steps,
+        total_steps=lr.total_steps or config.run.steps,
+        decay_steps=lr.decay_steps,
+        floor=lr.floor,
+    )
