@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, Fault
+from megastack.errors import ConfigError, Fault, MeshError
 from megastack.launch.account import Seen, account_of
 from megastack.launch.environment import adopt_slurm, has_agent, nodes, shares_store
 from megastack.launch.meeting import meet
@@ -30,7 +30,7 @@ from megastack.launch.restarts import Guard, how_it_ended, is_taken_over, note_s
 from megastack.launch.spare import dismiss, wait_out
 from megastack.launch.start import NotStarted, die_with_parent
 from megastack.launch.worker import Assignment, work
-from megastack.mesh.mesh import backend_of, pick_device
+from megastack.mesh.mesh import LAUNCHER_VARIABLES, backend_of, pick_device
 from megastack.mesh.shape import describe_coordinates
 from megastack.observe.console import Console
 from megastack.observe.failure import read_failures
@@ -42,7 +42,7 @@ from megastack.training.signals import StopRequest
 from megastack.training.state import RunResult
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-REFUSING_S = 60.0
+REFUSING_S = 30.0
 """How long ranks wait for each other to refuse a configuration whose own time-out may be what is refused."""
 NAMED = 8
 """Ranks that did not come are named, up to so many."""
@@ -75,11 +75,15 @@ def join(
         die_with_parent()
     adopt_slurm()
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if absent := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
+        if broken:
+            raise ConfigError.of(_all_faults(config, broken) if rank == 0 else broken)
+        raise MeshError(f"{', '.join(absent)}: not set, so ranks cannot find each other; use torchrun or srun")
     try:
         store = meet(rank, started, REFUSING_S if broken else config.launch.timeout_s)
     except NotStarted as error:
         if broken:
-            raise ConfigError.of(broken) from None
+            raise ConfigError.of(_all_faults(config, broken) if rank == 0 else broken) from None
         return _alone(config, rank, started, error)
     if any_broken(store, rank, started, broken):
         refuse(store, rank, started, partial(_all_faults, config))
