@@ -67,6 +67,7 @@ def test_a_job_goes_on_with_fewer_and_with_more_ranks(tmp_path: Path, capfd: pyt
         assert torch.allclose(ends[0].read(name), expected, rtol=0, atol=1e-10 * max(1e-3, float(expected.abs().max())))
 
 
+@pytest.mark.full
 def test_a_start_that_failed_before_any_checkpoint_begins_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,7 @@ def asked(programs: Path) -> str:
     return found.read_text() if found.exists() else ""
 
 
+@pytest.mark.full
 def test_a_job_is_warned_goes_back_into_the_queue_and_ends(programs: Path, tmp_path: Path) -> None:
     """Two ranks stop after the third step, one finishes; as a straight run."""
     program(programs / "srun", f'exec {sys.executable} -m tests.launch.fake_srun "$@"')

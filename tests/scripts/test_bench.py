@@ -75,7 +75,14 @@ def losses(layout: Layout) -> list[tuple[float, float | None]]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name in ("tp2", "pp2") or "zero" in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name == "tp2" else [])
+        for name in LAYOUTS
+        if name in ("tp2", "pp2") or "zero" in name
+    ],
+)
 def test_both_sides_have_one_loss_curve(name: str) -> None:
     layout = replace(LAYOUTS[name], changes=SMALL)
     if not layout.is_available:
