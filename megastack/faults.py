@@ -19,7 +19,6 @@ import torch
 from megastack.assemble.data import read_dataset
 from megastack.checkpoint.manifest import read_manifest
 from megastack.config.convert import UnusableError, replace_values, value_of
-from megastack.config.data_stages import stage_configs
 from megastack.config.fields import keys
 from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.data.dataset import Dataset, Wanted
@@ -108,25 +107,39 @@ def ask_data(config: TrainConfig, faults: Faults) -> Dataset | None:
 
 
 def _ask_parts_of_data(config: TrainConfig, faults: Faults) -> None:
-    """The tokenizer and every path by itself."""
-    without: dict[str, object] = {"data.stages": []} if faults.broken("data.stages") else {}
-    wanted = faults.ask(lambda: _sources(replace_values(config, without)), "data.source", "data.blend")
+    """The tokenizer and every path by itself, those of later stages with the stage."""
+    wanted = faults.ask(lambda: _first_sources(config), "data.source", "data.blend")
     if wanted and any(each.source != "bin" for each in wanted):
         tokenizer = faults.ask(lambda: load_tokenizer(config.data.tokenizer), "data.tokenizer")
         if tokenizer is not None:
             faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
-    for each in wanted or ():
-        if not faults.broken("data.paths"):
-            for path in each.paths:
-                faults.ask(partial(_read_through, each.source, path))
+    if not faults.broken("data.paths"):
+        _ask_paths(wanted or (), faults)
+    for at, sources in enumerate(faults.ask(lambda: _later_sources(config)) or ()):
+        own = faults.separately()
+        _ask_paths(sources, own)
+        faults.found += [f"data.stages[{at}]: {fault}" for fault in own.found]
 
 
-def _sources(config: TrainConfig) -> list[Wanted]:
-    """What all stages read, each once."""
-    found: list[Wanted] = []
-    for data in (stage.config.data for stage in stage_configs(config)):
-        found += [Wanted(each.source, each.paths) for each in data.blend] or [Wanted(data.source, data.paths)]
-    return [each for at, each in enumerate(found) if each not in found[:at]]
+def _ask_paths(sources: Iterable[Wanted], faults: Faults) -> None:
+    for each in sources:
+        for path in each.paths:
+            faults.ask(partial(_read_through, each.source, path))
+
+
+def _first_sources(config: TrainConfig) -> list[Wanted]:
+    data = config.data
+    return [Wanted(each.source, each.paths) for each in data.blend] or [Wanted(data.source, data.paths)]
+
+
+def _later_sources(config: TrainConfig) -> list[list[Wanted]]:
+    """What each later stage names itself, which is there or not whatever else is wrong with the stage."""
+    found, kind = [], config.data.source
+    for stage in config.data.stages:
+        kind = kind if stage.source is None else stage.source
+        blend = [Wanted(each.source, each.paths) for each in stage.blend or ()]
+        found.append(blend or ([Wanted(kind, stage.paths)] if stage.paths else []))
+    return found
 
 
 def _read_through(source: str, path: str | Path) -> None:
@@ -163,7 +176,7 @@ def _find_layer(config: TrainConfig, key: str) -> None:
 
 
 def _model(config: TrainConfig, faults: Faults) -> Decoder | None:
-    """None where it breaks without refusing anything: that is left to the ranks, which report it with its traceback."""
+    """None where megastack's own code breaks without refusing anything: that is for the ranks and their traceback."""
     values = {key: value for key, value in STAND_INS.items() if faults.broken(key)}
     config = replace_values(config, values | {"recompute": RecomputeOptions()})
     try:

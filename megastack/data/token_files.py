@@ -62,7 +62,7 @@ class ArrayFile:
         self.name = str(path)
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise DataError(f"data.paths={path}: cannot be read as an array ({error}); use a .npy file") from error
         if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer):
             raise DataError(f"{path}: {array.dtype}{list(array.shape)}; use whole numbers of one or two dims")

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -27,8 +30,8 @@ def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Cal
     It is called with the documented arguments, and ``extras`` as ``{name: (value, neutral value)}``.
 
     Raises:
-        ConfigError: no ``_target_``, one that cannot be imported or called, a call that does not fit its signature,
-            or a result that is no module.
+        ConfigError: no ``_target_``, one that cannot be imported or called, a call that does not fit its signature or
+            ends with any error, or a result that is no module.
     """
     target = default if spec is None else import_target(key, spec)
     own = {} if spec is None else {name: value for name, value in spec.items() if name != "_target_"}
@@ -46,6 +49,11 @@ def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Cal
             raise
         except ValueError as error:
             raise ConfigError(f"{key}._target_={_name(target)}: refuses its arguments: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"{key}._target_={_name(target)}: cannot be built, {type(error).__name__}: {error} "
+                f"({_place(error, target)})"
+            ) from error
         if not isinstance(module, nn.Module):
             raise ConfigError(f"{key}._target_={_name(target)}: made a {type(module).__name__}; use a torch module")
         return module
@@ -68,7 +76,8 @@ def import_target(key: str, spec: Any) -> Callable[..., Any]:
         ) from error
     target = getattr(module, name, None)
     if not callable(target):
-        near = get_close_matches(name, dir(module), 3) or [n for n in vars(module) if n[:1].isupper()][:3]
+        near = [other for other in get_close_matches(name, dir(module), 4) if other != name][:3]
+        near = near or [other for other in vars(module) if other[:1].isupper() and other != name][:3]
         raise ConfigError(
             f"{key}._target_={path}: {module_name} has no class or function {name}; "
             f"use {' or '.join(near) or 'another name'}"
@@ -96,6 +105,14 @@ def _parameters(target: Callable[..., Any]) -> Sequence[inspect.Parameter]:
         return tuple(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):
         return ()
+
+
+def _place(error: BaseException, target: Callable[..., Any]) -> str:
+    """Where an error arose: the deepest line of the target's own file, else the deepest one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = getattr(sys.modules.get(getattr(target, "__module__", "")), "__file__", None)
+    frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
 def _name(target: Callable[..., Any]) -> str:

@@ -160,3 +160,9 @@ def test_what_an_import_made_brings_its_model_and_its_tokenizer(
     assert said("generate", tmp_path / "in", *given, "parallel.tp=2")["texts"] == own
     assert main(["generate", str(tmp_path / "in"), "--prompt", "abc", "--max-new-tokens", "30"]) == 78
     assert "prompt 0: its 3 tokens and max_new_tokens=30 exceed the 32 positions" in capsys.readouterr().err
+
+
+def test_an_empty_file_of_tokens_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.npy").touch()
+    assert main(["evaluate", str(run), "--file", f"{tmp_path}/empty.npy", "launch.threads_per_rank=1"]) == 78
+    assert f"{tmp_path}/empty.npy: cannot be read as an array" in capsys.readouterr().err

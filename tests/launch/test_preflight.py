@@ -138,6 +138,18 @@ def test_the_model_and_the_data_are_reported_together(refused):
         assert line.startswith(key)
 
 
+def test_a_stage_with_a_fault_hides_no_data_of_the_others(refused):
+    report = refused(
+        "parallel.tp=2",
+        "data.stages=[{from_step: 1, sequence_length: 33},{from_step: 2, source: text, paths: [none.txt]},"
+        "{from_step: 3, blend: [{source: text, paths: [no.txt], weight: 1},{paths: [none], weight: 1}]}]",
+    )
+    assert any(line.startswith("data.stages[0].sequence_length=33: ") for line in report), report
+    starts = ("data.stages[1]: data.paths=none.txt: does not", "data.stages[2]: data.paths=no.txt: does not")
+    for start in (*starts, "data.stages[2]: data.paths=none.idx: "):
+        assert sum(line.startswith(start) for line in report) == 1, report
+
+
 def test_all_faults_of_every_kind_make_one_report(tmp_path, refused):
     """Values that cannot be read, broken rules, layers, patterns, data, paths and device, a line each and each once."""
     (tmp_path / "file").write_text("in the way")
@@ -203,9 +215,11 @@ def test_where_a_faulty_value_stands_is_told_of_every_kind(tmp_path, capfd):
         assert line.startswith(start) and line.count(f"(in {mine})") == 1, report
 
 
-def test_a_layer_that_breaks_is_left_to_the_ranks_and_their_traceback(tmp_path, capfd):
-    assert train(tmp_path, "model.mlp={_target_: tests.launch.test_preflight.Broken}") == 1
-    assert "ZeroDivisionError" in capfd.readouterr().err
+def test_a_layer_whose_constructor_breaks_is_refused_with_its_line(refused):
+    report = refused("model.mlp={_target_: tests.launch.test_preflight.Broken}", "optim.freeze=[nothing]")
+    assert any(
+        "Broken: cannot be built, ZeroDivisionError" in line and "test_preflight.py, line" in line for line in report
+    )
 
 
 def test_illegal_values_and_unwritable_folders(tmp_path, refused):

@@ -49,6 +49,14 @@ def picky(*args, **kwargs):
 NOT_CALLABLE = 3
 
 
+def broken(*args: object, **options: object) -> None:
+    raise RuntimeError("no such weather")
+
+
+def leaving(*args: object, **options: object) -> None:
+    raise SystemExit(3)
+
+
 def own(name: str, **options) -> dict[str, object]:
     return {"_target_": f"{__name__}.{name}", **options}
 
@@ -88,6 +96,9 @@ def test_an_option_that_a_layer_does_not_take_is_refused_and_not_dropped():
         (own("WideMLP", depth=3), r"cannot be called.*unexpected keyword argument 'depth'"),
         ({"_target_": "builtins.dict"}, "cannot be called"),
         (own("picky"), "refuses its arguments: width=0"),
+        (own("broken"), r"cannot be built, RuntimeError: no such weather \(test_targets.py, line \d+\)"),
+        (own("leaving"), r"cannot be built, SystemExit: 3 "),
+        (own("NOT_CALLABLE"), "no class or function NOT_CALLABLE; use (?!NOT_CALLABLE)"),
         (own("not_a_module"), "made a str; use a torch module"),
     ],
     ids=str,
