@@ -161,7 +161,8 @@ FILES = ("text", "jsonl", "bin")
 def continuation_is_clear(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
     """A run knows which folder it continues in, and starts from one thing only."""
     if config.resume == "auto" and config.run.dir is None:
-        yield Violation("resume", "auto", "needs the folder to continue in", ("run.dir=FOLDER", "last", None))
+        advice = ("run.dir=FOLDER",) if config.launch.elastic else ("run.dir=FOLDER", "last", None)
+        yield Violation("resume", "auto", "needs the folder to continue in", advice)
     if config.resume == "last" and config.run.dir is not None:
         rule = f"continues the newest run under run.root, so run.dir={config.run.dir} would be ignored"
         yield Violation("resume", "last", rule, ("auto", "run.dir=null"))

@@ -121,6 +121,7 @@ def test_where_no_degree_is_legal_the_reasons_of_some_are_told(base: TrainConfig
             "launch.elastic=true: a restart goes on in its folder from the newest checkpoint, resume=null does not; "
             "use resume=auto with run.dir=FOLDER or false",
         ),
+        ({"run.dir": None}, "resume=auto: needs the folder to continue in; use run.dir=FOLDER"),
         (
             {"cluster.nodes": 2},
             "cluster.nodes=2: launch.elastic=true has as many machines as there are at each start; "
