@@ -242,6 +242,7 @@ def _process_group(task: _Task) -> Iterator[None]:
             store = dist.FileStore(task.store, task.world_size)
             limit = timedelta(seconds=task.timeout + 2 * _GRACE_S)  # the parent speaks first, and names who is late
             dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit)
+            dist.barrier()  # a rank that is done at once would close what others are still connecting to
         yield
     finally:
         if dist.is_initialized():

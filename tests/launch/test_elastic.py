@@ -27,6 +27,7 @@ def starts(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_a_job_goes_on_with_fewer_and_with_more_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A rank is killed on 4 + 1 ranks, one asks to stop on 3, the job ends on 4; all as one straight run."""
     more = (*ELASTIC, *ADAM, "parallel.tp=2", "run.steps=9", "checkpoint.at_end=true", "launch.grace_s=5")

@@ -21,7 +21,9 @@ def traced(layout: str, mode: str, pattern: str | None) -> Trace:
     return trace_layout(configured(LAYOUTS[layout], DROPS, how), 3, dataset=dataset())
 
 
-@pytest.mark.parametrize("layout", RUNS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.full] if layout == "tp2" else []) for layout in RUNS]
+)
 def test_three_steps_are_the_same_to_the_last_bit(layout: str) -> None:
     expected = traced(layout, "none", None)
     for mode, pattern in RUNS[layout]:
