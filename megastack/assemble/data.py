@@ -9,7 +9,6 @@ from typing import Any
 from megastack.config.data_stages import StageConfig, stage_configs
 from megastack.config.schema import TrainConfig
 from megastack.data.continuity import identity as data_identity
-from megastack.data.continuity import identity_faults as identity_faults
 from megastack.data.dataset import Dataset, Later, Streams, Wanted, build_dataset
 from megastack.data.loader import Loader
 from megastack.data.stages import Histories, StagedLoader, stage_orders

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from megastack.config.schema import RecomputeOptions, TrainConfig
-from megastack.data.continuity import identity_faults as identity_faults
 from megastack.inference.generate import Generator
 from megastack.mesh.mesh import Mesh
 from megastack.models.decoder import Decoder

@@ -13,7 +13,6 @@ from megastack.checkpoint.items import StateItem
 from megastack.checkpoint.saver import Saver
 from megastack.config.data_stages import stage_at, stage_configs
 from megastack.data.baseline import bigram_loss
-from megastack.data.continuity import identity_faults as identity_faults
 from megastack.data.tokenizers import load_tokenizer
 from megastack.errors import ConfigError
 from megastack.inference.generate import check_prompts

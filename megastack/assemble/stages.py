@@ -10,7 +10,6 @@ from megastack.checkpoint.collect import model_items
 from megastack.checkpoint.items import State
 from megastack.checkpoint.load import load
 from megastack.config.schema import TrainConfig
-from megastack.data.continuity import identity_faults as identity_faults
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.decoder import Decoder

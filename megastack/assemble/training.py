@@ -18,8 +18,7 @@ from megastack.checkpoint.load import load
 from megastack.comm.objects import all_gather_objects
 from megastack.config.schema import TrainConfig
 from megastack.data.blend import History
-from megastack.data.continuity import identity_faults as identity_faults
-from megastack.data.continuity import restored_histories
+from megastack.data.continuity import identity_faults, restored_histories
 from megastack.data.dataset import Dataset
 from megastack.data.stages import Histories, StagedLoader, fresh_histories, stage_orders
 from megastack.data.validation import ValidationBatches
