@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from megastack.comm.ledger import Ledger
 from megastack.comm.trail import Operation, Trail
+from megastack.deferral import Deferral
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class AxisGroup:
         group: torch's process group; ``None`` when ``size`` is 1, where nothing is ever communicated.
         axis: the ledger's label (``dp`` stands for fused ``dp·cp`` as well).
         ledger: where operations on this group are counted.
+        deferral: whether products whose outputs are split over the group put their weight gradients off.
     """
 
     rank: int
@@ -30,6 +32,7 @@ class AxisGroup:
     group: dist.ProcessGroup | None
     axis: str
     ledger: Ledger
+    deferral: Deferral = field(default_factory=Deferral, compare=False)
 
     @property
     def trail(self) -> Trail:
@@ -45,6 +48,6 @@ class AxisGroup:
         return self.trail.waits(self.begin(op))
 
     @staticmethod
-    def single(axis: str, ledger: Ledger, rank: int = 0) -> AxisGroup:
+    def single(axis: str, ledger: Ledger, rank: int = 0, deferral: Deferral | None = None) -> AxisGroup:
         """A group of this rank alone."""
-        return AxisGroup(0, 1, (rank,), None, axis, ledger)
+        return AxisGroup(0, 1, (rank,), None, axis, ledger, deferral or Deferral())

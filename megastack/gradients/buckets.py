@@ -7,7 +7,8 @@ Under ZeRO-1 the sum over data ranks is a reduce-scatter, and each rank updates 
 :meth:`~GradientBuckets.gather_parameters` puts the parameters together again (:mod:`megastack.gradients.zero1`).
 
 A step goes ``backward…``, :meth:`~GradientBuckets.arm` right before the last backward of a stage, that backward,
-:meth:`~GradientBuckets.finish`, clip, update, :meth:`~GradientBuckets.zero_`. A bucket is ready when every gradient in
+:meth:`~GradientBuckets.finish`, clip, update, :meth:`~GradientBuckets.zero_`. Where backwards are split, the one that
+counts is the last that makes weight gradients. A bucket is ready when every gradient in
 it was stored after its stage was armed; it starts when it *and all before it* are ready. So all ranks start the same
 collectives in the same order, whatever the order of their backwards, and a parameter that was not used only costs
 overlap: :meth:`~GradientBuckets.finish` starts what is left.
@@ -21,7 +22,7 @@ in another order on each rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -131,9 +132,21 @@ class GradientBuckets:
         self._hook_all()
         self._begin()
 
-    def arm(self, stage: int) -> None:
-        """Say that the next backward of ``modules[stage]`` is its last of this step."""
+    def arm(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
+        """Say that the next backward of ``modules[stage]`` is its last of this step.
+
+        Args:
+            stage: the place of the module.
+            awaited: the parameters whose gradients are still to come, where the others have theirs; ``None`` where
+                that is not known.
+        """
         self._armed.add(stage)
+        if awaited is None:
+            return
+        for index, watched in enumerate(self._watched):
+            if stage in watched.stages <= self._armed and watched.parameter not in awaited:
+                self._waiting[watched.bucket].discard(index)
+        self._start_ready()
 
     def finish(self) -> None:
         """Complete every sum of the step: afterwards the own slices hold gradients of the global batch."""
@@ -209,8 +222,12 @@ class GradientBuckets:
             watched.collect()
         if self._armed and watched.stages <= self._armed:
             self._waiting[watched.bucket].discard(index)
-            while len(self._pending) < len(self.buckets) and not self._waiting[len(self._pending)]:
-                self._start_next()
+            self._start_ready()
+
+    def _start_ready(self) -> None:
+        """Start the buckets that are ready, as far as all before them are."""
+        while len(self._pending) < len(self.buckets) and not self._waiting[len(self._pending)]:
+            self._start_next()
 
     def _start_next(self) -> None:
         self._pending.append(self.buckets[len(self._pending)].start_reduction())

@@ -23,7 +23,7 @@ so the ledger counts each with the bytes that really travel, padding included.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -124,8 +124,13 @@ class FullyShardedGradients:
         self.buckets = tuple(self._shards[name] for name, p in self._parameters.items() if p.requires_grad)
         self._begin()
 
-    def arm(self, stage: int) -> None:
-        """Say that the next backward of ``modules[stage]`` is its last of this step."""
+    def arm(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
+        """Say that the next backward of ``modules[stage]`` is its last of this step.
+
+        FSDP2 reduces a unit when its backward is over, and would not see a weight's gradient that comes later: a
+        schedule that splits backwards (``awaited``) is refused.
+        """
+        assert awaited is None, "weight gradients are put off, which FSDP2 cannot know"
         self._set(self._stages[stage], last=True)
 
     def finish(self) -> None:

@@ -8,7 +8,7 @@ that this rank updates, each with what lies in it, as boxes of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -63,8 +63,13 @@ class Gradients(Protocol):
     def buckets(self) -> Sequence[Slice]:
         """What this rank updates."""
 
-    def arm(self, stage: int) -> None:
-        """Say that the next backward of this stage is its last of the step."""
+    def arm(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
+        """Say that the next backward of this stage is its last of the step.
+
+        Args:
+            stage: the place of the module.
+            awaited: the parameters whose gradients are still to come; ``None`` where they are not known.
+        """
 
     def finish(self) -> None:
         """Complete every sum of the step."""

@@ -4,7 +4,8 @@
 of its weight, so that one after the other needs a single reduction (Megatron-LM, Shoeybi et al. 2019). Under sequence
 parallelism (Korthikanti et al. 2022) what lies between two such pairs is split along the sequence: a column product
 gathers it and a row product scatters it. Weights are matrices here; shapes, placements and parameters are the business
-of :mod:`megastack.layers.linear`.
+of :mod:`megastack.layers.linear`. Where the pipeline splits backwards, weight gradients are put off
+(:mod:`megastack.deferral`), and the gather of their input with them.
 
 Shapes: inputs and outputs are ``(…, S, features)``; B microbatch, S sequence, D hidden, t the size of the group.
 """
@@ -12,16 +13,26 @@ Shapes: inputs and outputs are ``(…, S, features)``; B microbatch, S sequence,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge
 
 from megastack.comm.autograd import reduce_from, scatter_to
-from megastack.comm.collectives import all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
+from megastack.comm.collectives import (
+    Pending,
+    all_gather,
+    done,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megastack.comm.group import AxisGroup
+from megastack.deferral import Deferral
 from megastack.errors import PlacementError
 
 SEQUENCE_DIM = -2
@@ -54,8 +65,10 @@ def column_product(
     weights = [weight.to(x.dtype) for weight in weights]
     biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
     if group.size == 1:
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    return _ColumnProduct.apply(x, group, sequence_parallel, *weights, *biases)
+        pairs = zip(weights, biases, strict=True)
+        return tuple(_local_product(x, weight, bias, group.deferral) for weight, bias in pairs)
+    edges = [group.deferral.edge_of(weight) for weight in weights]
+    return _ColumnProduct.apply(x, group, sequence_parallel, edges, *weights, *biases)
 
 
 def row_product(
@@ -79,8 +92,8 @@ def row_product(
     """
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if group.size == 1:
-        return F.linear(x, weight, bias)
-    partial = F.linear(x, weight)
+        return _local_product(x, weight, bias, group.deferral)
+    partial = _local_product(x, weight, None, group.deferral)
     if sequence_parallel:
         check_sequence(x.shape[SEQUENCE_DIM], group)
         out = scatter_to(partial, group, SEQUENCE_DIM)
@@ -98,6 +111,38 @@ def check_sequence(length: int, group: AxisGroup) -> None:
         )
 
 
+def _local_product(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
+    """The product of one rank."""
+    edge = deferral.edge_of(weight)
+    if edge is None:
+        return F.linear(x, weight, bias)
+    product: Tensor = _LocalProduct.apply(x, weight, bias, edge, deferral)
+    return product
+
+
+class _LocalProduct(torch.autograd.Function):
+    """``F.linear`` whose weight gradient can be put off."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, edge: GradientEdge, deferral: Deferral
+    ) -> Tensor:
+        ctx.edge, ctx.deferral = edge, deferral
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_input, _, needs_bias = ctx.needs_input_grad[:3]
+        rows = grad.flatten(0, -2)
+        grad_x = (rows @ weight).view_as(x) if needs_input else None
+        product = _WeightProduct(ctx.edge, rows, _Input(x))
+        grad_weight = _now_or_later(product, ctx.deferral)
+        return grad_x, grad_weight, rows.sum(0) if needs_bias else None, None, None
+
+
 class _ColumnProduct(torch.autograd.Function):
     """The column product with its collectives under its own matrix products.
 
@@ -107,10 +152,15 @@ class _ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: AxisGroup, sequence_parallel: bool, *tensors: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        group: AxisGroup,
+        sequence_parallel: bool,
+        edges: Sequence[GradientEdge | None],
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = _halves(tensors)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.group, ctx.sequence_parallel, ctx.edges = group, sequence_parallel, edges
         ctx.save_for_backward(x if any(_needs(ctx)[1]) else None, *weights)
         whole = all_gather(x, group, SEQUENCE_DIM) if sequence_parallel else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -121,25 +171,80 @@ class _ColumnProduct(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         group, gathers = ctx.group, ctx.sequence_parallel
         needs_input, needs_weights, needs_biases = _needs(ctx)
-        gather = start_all_gather(x, group, SEQUENCE_DIM) if gathers and x is not None else None
         rows = [grad.flatten(0, -2) for grad in grads]
+        source = _Input(x, group if gathers else None)
+        products = [
+            _WeightProduct(edge, row, source) if needed else None
+            for edge, row, needed in zip(ctx.edges, rows, needs_weights, strict=True)
+        ]
+        if not all(product is None or product.can_wait(group.deferral) for product in products):
+            source.begin()
         reduction = None
         if needs_input:
             grad_x = _input_gradient(rows, weights).view(*grads[0].shape[:-1], weights[0].shape[1])
             reduction = (
                 start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce(grad_x, group)
             )
-        whole = x if gather is None else gather.wait()
-        grad_weights = [
-            row.T @ whole.flatten(0, -2) if needed else None for row, needed in zip(rows, needs_weights, strict=True)
-        ]
+        grad_weights = [None if product is None else _now_or_later(product, group.deferral) for product in products]
         grad_biases = [row.sum(0) if needed else None for row, needed in zip(rows, needs_biases, strict=True)]
-        return (None if reduction is None else reduction.wait(), None, None, *grad_weights, *grad_biases)
+        return (None if reduction is None else reduction.wait(), None, None, None, *grad_weights, *grad_biases)
+
+
+class _Input:
+    """The input of products for their weight gradients, whole; gathered along the sequence first if a group is given.
+
+    Only this rank's piece is held until then.
+    """
+
+    def __init__(self, x: Tensor, group: AxisGroup | None = None) -> None:
+        self._x, self._group = x, group
+        self._whole: Pending | None = None
+
+    def begin(self) -> None:
+        """Start the gather; more calls do nothing."""
+        if self._whole is None:
+            gathers = self._group is not None
+            self._whole = start_all_gather(self._x, self._group, SEQUENCE_DIM) if gathers else done(self._x)
+
+    def rows(self) -> Tensor:
+        """``(tokens, in)``."""
+        self.begin()
+        assert self._whole is not None
+        return self._whole.wait().flatten(0, -2)
+
+
+@dataclass(frozen=True, eq=False)
+class _WeightProduct:
+    """The gradient of a weight: ``rows.T @ input``, with the output's gradient as ``rows`` ``(tokens, out)``."""
+
+    edge: GradientEdge | None
+    rows: Tensor
+    source: _Input
+
+    def can_wait(self, deferral: Deferral) -> bool:
+        """Whether the backward that runs puts it off."""
+        return deferral.collected is not None and self.edge is not None
+
+    def begin(self) -> None:
+        """Start what is needed from other ranks."""
+        self.source.begin()
+
+    def gradient(self) -> Tensor:
+        """The product."""
+        return self.rows.T @ self.source.rows()
+
+
+def _now_or_later(product: _WeightProduct, deferral: Deferral) -> Tensor | None:
+    """The gradient of a weight, or nothing if the backward that runs puts it off."""
+    if deferral.collected is None or product.edge is None:
+        return product.gradient()
+    deferral.collected.add(product)
+    return None
 
 
 def _needs(ctx: Any) -> tuple[bool, Sequence[bool], Sequence[bool]]:
     """Which gradients are wanted: of the input, of each weight, of each bias."""
-    weights, biases = _halves(ctx.needs_input_grad[3:])
+    weights, biases = _halves(ctx.needs_input_grad[4:])
     return ctx.needs_input_grad[0], weights, biases
 
 

@@ -1,8 +1,9 @@
 """The one executor of pipeline schedules.
 
 It walks this rank's action list, once a step. A forward takes its carry from the previous stage (received, or handed
-over when that stage sits on the same rank), a backward its gradients from the next one. One rank is a schedule of one
-stage, not a branch. Nothing here reads a tensor on the host.
+over when that stage sits on the same rank), a backward its gradients from the next one. Where the schedule splits
+backwards, I gives the gradient of the input and W, later, those of the linear layers' weights. One rank is a schedule
+of one stage, not a branch. Nothing here reads a tensor on the host.
 
 What crosses a boundary is a function of the microbatch's shapes. The first time that a stage gives something for a
 shape, it says in a header what follows, and the receiver waits for that at first use; from then on receives are posted
@@ -12,7 +13,8 @@ where the schedule lists them.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,7 +34,7 @@ from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules.forward_only import forward_only
 from megastack.pipeline.stage import Carry, Slot, Stage, leaf
 
-_SUPPORTED = {Op.F, Op.B, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
+_SUPPORTED = {Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
 Signature = tuple[tuple[int, ...], bool, bool]
 Boundary = tuple[int, Signature]
 """The stage before a boundary, and the kind of microbatch that crosses it."""
@@ -56,8 +58,9 @@ class Pipeline:
         schedule: the actions of every rank, as :func:`megastack.pipeline.schedules.registry.build_schedule` gives them;
             sends and receives are added where it names none.
         mesh: messages travel along ``pp``, the loss is summed over ``pp``, ``dp`` and ``cp``.
-        on_last_backward: called with the number of a chunk (its place in ``stages``) right before its last backward of
-            a step, when its gradients are about to be complete.
+        on_last_backward: called with the number of a chunk (its place in ``stages``) right before the last B or W of it
+            in a step, when its gradients are about to be complete; and, before a W, with the parameters whose
+            gradients it will make, where those of all others are complete.
 
     Attributes:
         current: the action being executed, for reports about a failure.
@@ -73,16 +76,16 @@ class Pipeline:
         schedule: Schedule,
         mesh: Mesh,
         *,
-        on_last_backward: Callable[[int], None] | None = None,
+        on_last_backward: Callable[[int, Collection[Tensor] | None], None] | None = None,
     ) -> None:
         self.mesh = mesh
         self.schedule = schedule
         self.current: Action | None = None
         self._axis = mesh[Axis.PP]
         own = _own_stages(schedule, self._axis.rank, self._axis.size, len(stages))
-        self._stages = {index: Stage(module, index) for index, module in zip(own, stages, strict=True)}
+        self._stages = {index: Stage(module, index, mesh.deferral) for index, module in zip(own, stages, strict=True)}
         self._chunk_of = {index: chunk for chunk, index in enumerate(own)}
-        self._on_last_backward = on_last_backward or (lambda chunk: None)
+        self._on_last_backward = on_last_backward or (lambda chunk, awaited: None)
         # Elsewhere than on gloo an early receive could queue in front of a send that the peer needs.
         self._ahead = 1 if mesh.device.type == "cpu" else 0
         self._program = _Program(schedule, self._axis.rank, self._ahead)
@@ -168,9 +171,10 @@ class Pipeline:
         self._microbatches = microbatches
         self._signatures = [_signature(microbatch) for microbatch in microbatches]
         self._scale = scale.to(self.mesh.device)
-        for self.current in program.actions:
-            self.mesh.ledger.trail.act(self.current)
-            self._dispatch(self.current, program)
+        with self.mesh.deferral.on() if program.splits else nullcontext():
+            for self.current in program.actions:
+                self.mesh.ledger.trail.act(self.current)
+                self._dispatch(self.current, program)
         self._lines.finish()
         self.current = None
 
@@ -182,8 +186,14 @@ class Pipeline:
                 self._forward(stage, number)
             case Op.B:
                 if program.is_last_backward(action):
-                    self._on_last_backward(self._chunk_of[stage])
-                self._backward(stage, number)
+                    self._on_last_backward(self._chunk_of[stage], None)
+                self._backward(stage, number, self._stages[stage].backward)
+            case Op.I:
+                self._backward(stage, number, self._stages[stage].backward_input)
+            case Op.W:
+                if program.is_last_backward(action):
+                    self._on_last_backward(self._chunk_of[stage], self._stages[stage].awaited(number))
+                self._stages[stage].backward_weights(number)
             case Op.SEND_F:
                 self._send(stage, number)
             case Op.SEND_B:
@@ -234,9 +244,11 @@ class Pipeline:
 
     # Backward: gradients of the output come in, gradients of the carry go to the previous stage.
 
-    def _backward(self, index: int, number: int) -> None:
+    def _backward(
+        self, index: int, number: int, run: Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
+    ) -> None:
         gradients = self._arrived(self._gradients.pop((index, number), {}))
-        produced = self._stages[index].backward(number, {name: g for name, g in gradients.items() if g is not None})
+        produced = run(number, {name: g for name, g in gradients.items() if g is not None})
         if index > 0:
             self._gradients[index - 1, number] = produced
 
@@ -284,7 +296,8 @@ class _Program:
         unknown = {str(action.op) for action in self.actions if action.op not in _SUPPORTED}
         if unknown:
             raise ScheduleError(f"schedule={schedule.name}: the runtime does not execute {', '.join(sorted(unknown))}")
-        self._last = {action.stage: action for action in self.actions if action.op is Op.B}
+        self.splits = any(action.op is Op.W for action in self.actions)
+        self._last = {action.stage: action for action in self.actions if action.op in (Op.B, Op.W)}
 
     def is_last_backward(self, action: Action) -> bool:
         return self._last[action.stage] == action

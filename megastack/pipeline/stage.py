@@ -2,7 +2,8 @@
 
 A stage's module takes a *carry*, the named tensors that cross the boundary before it (``{}`` on the first stage), and
 the microbatch; it returns the carry for the next stage or, on the last one, a :class:`~megastack.batch.StageLoss`. Of
-the output only its gradient edges are kept, so that its memory is free as soon as it was sent.
+the output only its gradient edges are kept, so that its memory is free as soon as it was sent. A backward can leave the
+gradients of weights for later; then what they take is kept until :meth:`Stage.backward_weights`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megastack.batch import Microbatch, StageLoss
+from megastack.deferral import Deferral, WeightGradients
 
 Carry = Mapping[str, Tensor | None]
 
@@ -65,17 +67,20 @@ class Stage:
     Args:
         module: ``module(carry, microbatch)`` as told in this file's docstring.
         index: the stage's global number.
+        deferral: the one of the mesh that the module's layers are on.
     """
 
-    def __init__(self, module: nn.Module, index: int) -> None:
+    def __init__(self, module: nn.Module, index: int, deferral: Deferral) -> None:
         self.module = module
         self.index = index
+        self._deferral = deferral
         self._held: dict[int, _Held] = {}
+        self._put_off: dict[int, WeightGradients] = {}
 
     @property
     def live(self) -> int:
-        """The number of microbatches whose activations are held."""
-        return len(self._held)
+        """The number of microbatches whose activations are held, or those of them that weight gradients take."""
+        return len(self._held) + len(self._put_off)
 
     def forward(self, carry: Carry, microbatch: Microbatch, number: int) -> dict[str, Tensor | None] | StageLoss:
         """Run the module and keep what the backward of microbatch ``number`` needs (nothing when grad is disabled)."""
@@ -101,9 +106,25 @@ class Stage:
             torch.autograd.backward(edges, [gradients[name] for name in held.edges])
         return {name: x.grad if x.grad is not None else torch.zeros_like(x) for name, x in held.inputs.items()}
 
+    def backward_input(self, number: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As :meth:`backward`, without the weight gradients that can be put off until :meth:`backward_weights`."""
+        with self._deferral.collecting() as put_off:
+            produced = self.backward(number, gradients)
+        self._put_off[number] = put_off
+        return produced
+
+    def awaited(self, number: int) -> frozenset[Tensor]:
+        """The parameters whose gradients a microbatch has put off."""
+        return self._put_off[number].parameters
+
+    def backward_weights(self, number: int) -> None:
+        """Make the weight gradients that :meth:`backward_input` left."""
+        self._put_off.pop(number).run()
+
     def drop(self) -> None:
         """Forget all microbatches in flight, after a step that was given up."""
         self._held.clear()
+        self._put_off.clear()
 
 
 def _edges(output: dict[str, Tensor | None] | StageLoss) -> dict[str, GradientEdge]:

@@ -240,6 +240,37 @@ def test_reductions_start_before_the_last_backward_ends_and_not_before_it() -> N
     assert run_ranks(starts_under_the_backward, 2) == [[0, 2, 3, 3]] * 2
 
 
+def starts_when_only_some_are_awaited() -> list[int]:
+    """Backwards that are split: before the last part, all gradients but those it makes are there."""
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    bag = Bag(mesh, w=vector(), norm=vector(), v=vector())
+    buckets = GradientBuckets([bag], mesh, bucket_bytes=1)
+    assert names(buckets) == [["v"], ["norm"], ["w"]]
+    calls = []
+
+    def count() -> None:
+        calls.append(mesh.ledger.total("dp").calls)
+
+    bag.backward(v=1.0, norm=1.0)
+    bag.backward(norm=1.0)
+    bag.backward(w=1.0)
+    count()
+    buckets.arm(0, {bag.get_parameter("w"), bag.get_parameter("v")})
+    count()
+    bag.backward(v=1.0)
+    count()
+    bag.backward(w=1.0)
+    count()
+    buckets.finish()
+    count()
+    assert gradients(buckets) == {"v": 4.0, "norm": 4.0, "w": 4.0}
+    return calls
+
+
+def test_where_only_some_gradients_are_awaited_the_others_wait_for_nothing() -> None:
+    assert run_ranks(starts_when_only_some_are_awaited, 2) == [[0, 0, 2, 3, 3]] * 2
+
+
 def uses_parameters_in_another_order_on_each_rank() -> dict[str, float]:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     bag = Bag(mesh, a=vector(2), unused=vector(2), b=vector(2), c=vector(2))

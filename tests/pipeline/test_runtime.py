@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from megastack.batch import Microbatch, StageLoss
 from megastack.comm.ledger import Traffic
 from megastack.errors import ScheduleError
+from megastack.layers.linear import RowParallelLinear
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.pipeline.action import Action
@@ -21,7 +27,7 @@ from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules.registry import build_schedule
 from megastack.testing.ranks import run_ranks
-from tests.pipeline.chain import Link, batch, distance, gradients, plain, rows_of
+from tests.pipeline.chain import WIDTH, Link, batch, distance, gradients, plain, rows_of, squared_error
 
 MICROBATCHES = (1, 2, 3, 4, 8)
 KINDS = (("gpipe", 1), ("1f1b", 1), ("gpipe", 2), ("interleaved", 2))
@@ -49,7 +55,9 @@ def every_schedule(pp: int) -> dict[str, tuple[float, float, float]]:
         for count in MICROBATCHES:
             schedule = build_schedule(name, pp, chunks, count)
             stages, calls = links(schedule, mesh), []
-            pipeline = Pipeline(stages, schedule, mesh, on_last_backward=calls.append)
+            pipeline = Pipeline(
+                stages, schedule, mesh, on_last_backward=lambda chunk, _, calls=calls: calls.append(chunk)
+            )
             batches = [batch(2, seed=number) for number in range(count)]
             worst = max(differs(mesh, schedule, batches, pipeline, stages) for _ in range(2))
             assert sorted(calls) == sorted(list(range(chunks)) * 2), "once for each chunk and step"
@@ -71,7 +79,7 @@ def last_backwards() -> list[list[str]]:
     mesh = Mesh.from_environment(MeshShape(pp=2))
     schedule = build_schedule("interleaved", 2, 2, 3)
     seen: list[str] = []
-    pipeline = Pipeline(links(schedule, mesh), schedule, mesh, on_last_backward=lambda _: seen.append(now()))
+    pipeline = Pipeline(links(schedule, mesh), schedule, mesh, on_last_backward=lambda *_: seen.append(now()))
 
     def now() -> str:
         return str(pipeline.current)
@@ -85,6 +93,51 @@ def last_backwards() -> list[list[str]]:
 def test_the_last_backward_of_a_chunk_is_announced_right_before_it() -> None:
     for seen, expected in run_ranks(last_backwards, 2):
         assert seen == expected
+
+
+class Linear(nn.Module):
+    """One stage whose only parameters are those of a linear layer."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.linear = RowParallelLinear(WIDTH, WIDTH, mesh, bias=True)
+        self.linear.double()
+        self.mesh = mesh
+
+    def forward(self, carry: Mapping[str, Any], microbatch: Microbatch) -> StageLoss:
+        one_hot = F.one_hot(microbatch.tokens_BS % WIDTH, WIDTH).double()
+        return squared_error(torch.tanh(self.linear(one_hot)), microbatch)
+
+
+def test_split_backwards_put_weights_off_until_their_turn_and_b_does_not() -> None:
+    """Which gradients change at each action, and what is said to be still to come before the last."""
+    mesh, texts = Mesh.single(), ("0F0", "0F1", "0B0", "0I1", "0F2", "0I2", "0W1", "0W2")
+    schedule = Schedule.from_actions([[Action.parse(text) for text in texts]])
+    stage, changed, told = Linear(mesh), defaultdict(set), []
+    weight, bias = stage.linear.weight, stage.linear.bias
+    pipeline = Pipeline([stage], schedule, mesh, on_last_backward=lambda chunk, awaited: told.append((now(), awaited)))
+
+    def now() -> str:
+        return str(pipeline.current)
+
+    def note(name: str, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            changed[now()].add(name)
+
+    hooks = [p.register_hook(partial(note, name)) for name, p in stage.linear.named_parameters()]
+    batches = [batch(2, seed=number) for number in range(3)]
+    pipeline.run(batches, rows_of(batches))
+    for hook in hooks:
+        hook.remove()
+    both = {"weight", "bias"}
+    assert changed == {"0B0": both, "0I1": {"bias"}, "0I2": {"bias"}, "0W1": {"weight"}, "0W2": {"weight"}}
+    assert told == [("0W2", {weight})]
+    assert pipeline.peak == check(schedule).peaks[0] == 2
+    split = [weight.grad.clone(), bias.grad.clone()]
+    stage.zero_grad()
+    Pipeline([stage], build_schedule("gpipe", 1, 1, 3), mesh).run(batches, rows_of(batches))
+    for found, expected in zip(split, (weight.grad, bias.grad), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def changing_shapes() -> float:
@@ -218,8 +271,8 @@ def test_wrong_sizes_are_refused_with_their_numbers() -> None:
 
 
 def test_actions_that_the_runtime_cannot_do_are_refused_by_name() -> None:
-    split = Schedule.from_actions([[Action.parse(text) for text in ("0F0", "0I0", "0W0")]])
-    with pytest.raises(ScheduleError, match="does not execute I, W"):
+    split = Schedule.from_actions([[Action.parse(text) for text in ("0UNSHARD", "0F0", "0B0", "0RESHARD")]])
+    with pytest.raises(ScheduleError, match="does not execute RESHARD, UNSHARD"):
         Pipeline([Link(0, 1)], split, Mesh.single())
 
 
