@@ -138,8 +138,7 @@ class _LocalProduct(torch.autograd.Function):
         needs_input, _, needs_bias = ctx.needs_input_grad[:3]
         rows = grad.flatten(0, -2)
         grad_x = (rows @ weight).view_as(x) if needs_input else None
-        product = _WeightProduct(ctx.edge, rows, _Input(x))
-        grad_weight = _now_or_later(product, ctx.deferral)
+        grad_weight = _weight_gradient(rows, _Input(x), ctx.edge, ctx.deferral)
         return grad_x, grad_weight, rows.sum(0) if needs_bias else None, None, None
 
 
@@ -173,11 +172,8 @@ class _ColumnProduct(torch.autograd.Function):
         needs_input, needs_weights, needs_biases = _needs(ctx)
         rows = [grad.flatten(0, -2) for grad in grads]
         source = _Input(x, group if gathers else None)
-        products = [
-            _WeightProduct(edge, row, source) if needed else None
-            for edge, row, needed in zip(ctx.edges, rows, needs_weights, strict=True)
-        ]
-        if not all(product is None or product.can_wait(group.deferral) for product in products):
+        now = group.deferral.collected is None
+        if any(needed and (now or edge is None) for needed, edge in zip(needs_weights, ctx.edges, strict=True)):
             source.begin()
         reduction = None
         if needs_input:
@@ -185,7 +181,10 @@ class _ColumnProduct(torch.autograd.Function):
             reduction = (
                 start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce(grad_x, group)
             )
-        grad_weights = [None if product is None else _now_or_later(product, group.deferral) for product in products]
+        grad_weights = [
+            _weight_gradient(row, source, edge, group.deferral) if needed else None
+            for row, edge, needed in zip(rows, ctx.edges, needs_weights, strict=True)
+        ]
         grad_biases = [row.sum(0) if needed else None for row, needed in zip(rows, needs_biases, strict=True)]
         return (None if reduction is None else reduction.wait(), None, None, None, *grad_weights, *grad_biases)
 
@@ -215,15 +214,11 @@ class _Input:
 
 @dataclass(frozen=True, eq=False)
 class _WeightProduct:
-    """The gradient of a weight: ``rows.T @ input``, with the output's gradient as ``rows`` ``(tokens, out)``."""
+    """The gradient of a weight that is put off: ``out.T @ input``, of the output's gradient ``(tokens, out)``."""
 
-    edge: GradientEdge | None
-    rows: Tensor
+    edge: GradientEdge
+    grad_TO: Tensor
     source: _Input
-
-    def can_wait(self, deferral: Deferral) -> bool:
-        """Whether the backward that runs puts it off."""
-        return deferral.collected is not None and self.edge is not None
 
     def begin(self) -> None:
         """Start what is needed from other ranks."""
@@ -231,14 +226,14 @@ class _WeightProduct:
 
     def gradient(self) -> Tensor:
         """The product."""
-        return self.rows.T @ self.source.rows()
+        return self.grad_TO.T @ self.source.rows()
 
 
-def _now_or_later(product: _WeightProduct, deferral: Deferral) -> Tensor | None:
-    """The gradient of a weight, or nothing if the backward that runs puts it off."""
-    if deferral.collected is None or product.edge is None:
-        return product.gradient()
-    deferral.collected.add(product)
+def _weight_gradient(grad_TO: Tensor, source: _Input, edge: GradientEdge | None, deferral: Deferral) -> Tensor | None:
+    """The gradient of a weight, or nothing where the backward that runs puts it off."""
+    if deferral.collected is None or edge is None:
+        return grad_TO.T @ source.rows()
+    deferral.collected.add(_WeightProduct(edge, grad_TO, source))
     return None
 
 
