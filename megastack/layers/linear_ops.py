@@ -202,8 +202,8 @@ class _Input:
     def begin(self) -> None:
         """Start the gather; more calls do nothing."""
         if self._whole is None:
-            gathers = self._group is not None
-            self._whole = start_all_gather(self._x, self._group, SEQUENCE_DIM) if gathers else done(self._x)
+            x, group = self._x, self._group
+            self._whole = done(x) if group is None else start_all_gather(x, group, SEQUENCE_DIM)
 
     def rows(self) -> Tensor:
         """``(tokens, in)``."""
