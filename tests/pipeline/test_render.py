@@ -90,7 +90,7 @@ def test_another_format_is_refused() -> None:
         render(build_schedule("1f1b", 2, 1, 2), "png")
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_h2", 1)])
 def test_pictures_of_the_documentation_are_current(name: str, chunks: int) -> None:
     drawn, path = render(build_schedule(name, 4, chunks, 8), "svg"), IMAGES / f"{name}.svg"
     assert path.read_text(encoding="utf-8") == drawn, (
@@ -111,5 +111,6 @@ def test_the_code_of_the_documentation_runs(
 
 def test_figures_of_the_documentation_are_current() -> None:
     page = (IMAGES.parent / "pipeline.md").read_text(encoding="utf-8")
-    drawn = re.search(r"```text\n(1f1b: .*?)```", page, re.DOTALL)
-    assert drawn is not None and drawn[1] == render(build_schedule("1f1b", 4, 1, 8))
+    for name in ("1f1b", "zb_h1", "zb_h2"):
+        drawn = re.search(rf"```text\n({name}: .*?)```", page, re.DOTALL)
+        assert drawn is not None and drawn[1] == render(build_schedule(name, 4, 1, 8))

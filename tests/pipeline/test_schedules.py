@@ -195,7 +195,10 @@ def test_a_fixed_round_of_p_would_never_finish() -> None:
 @pytest.mark.parametrize("name", PLANNED)
 def test_planned_schedules_are_known_and_refused(name: str) -> None:
     assert name in known_names() and name not in schedule_names()
-    with pytest.raises(ScheduleError, match=f"schedule.name={name}: is not available yet; use gpipe, 1f1b"):
+    with pytest.raises(
+        ScheduleError,
+        match=f"schedule.name={name}: is not available yet; use gpipe, 1f1b, interleaved, zb_h1, zb_h2 or custom",
+    ):
         build_schedule(name, 2, 1, 4)
 
 
@@ -204,6 +207,8 @@ def test_planned_schedules_are_known_and_refused(name: str) -> None:
     [
         ("nope", (2, 1, 4), {}, "schedule.name=nope: is no schedule"),
         ("1f1b", (2, 2, 4), {}, "schedule.chunks=2: .*schedule.name=interleaved"),
+        ("zb_h2", (2, 2, 4), {}, "schedule.chunks=2: .*schedule.name=interleaved"),
+        ("zb_h1", (2, 1, 4), {"round": 2}, "schedule.round=2: .*takes no such option"),
         ("1f1b", (2, 1, 4), {"round": 2}, "schedule.round=2: .*takes no such option"),
         ("gpipe", (2, 1, 4), {"path": "x"}, "schedule.path=x: .*takes no such option"),
         ("interleaved", (0, 1, 4), {}, "parallel.pp=0: must be at least 1"),
@@ -255,7 +260,7 @@ def test_a_users_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_taken_once() -> None:
-    for name in ("1f1b", "zb_h1"):
+    for name in ("1f1b", "zb_h1", "zb_auto"):
         with pytest.raises(ScheduleError, match="is taken"):
             register_schedule(name)(lambda pp, chunks, microbatches: [])
 

@@ -21,3 +21,8 @@ def gpipe(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
 def peaks(pp: int, chunks: int, microbatches: int) -> list[int]:
     """The most activations alive on each rank, in chunks."""
     return [microbatches * chunks] * pp
+
+
+def idle(pp: int, chunks: int, microbatches: int) -> float:
+    """Idle time of the longest span of a rank where F = I = W = 1: ((p-1) + (v-1)·max(0, p-M))·(F+B)/v."""
+    return ((pp - 1) + (chunks - 1) * max(0, pp - microbatches)) * 3 / chunks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from megastack.errors import Violation
 from megastack.pipeline.action import Action, Op
+from megastack.pipeline.schedules import gpipe
 
 
 def interleaved(pp: int, chunks: int, microbatches: int, *, round: int | None = None) -> list[list[Action]]:
@@ -73,3 +74,8 @@ def peaks(pp: int, chunks: int, microbatches: int, *, round: int | None = None) 
     """The most activations alive on each rank, in chunks."""
     sizes = rounds(pp, microbatches, round)
     return [min(warm_up(pp, rank, chunks, sizes) + 1, microbatches * chunks) for rank in range(pp)]
+
+
+def idle(pp: int, chunks: int, microbatches: int, *, round: int | None = None) -> float:
+    """Idle time of the longest span of a rank where F = I = W = 1: that of GPipe with as many chunks, for any round."""
+    return gpipe.idle(pp, chunks, microbatches)

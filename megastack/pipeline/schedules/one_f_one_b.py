@@ -31,6 +31,11 @@ def peaks(pp: int, chunks: int, microbatches: int) -> list[int]:
     return [min(warm_up(pp, rank, microbatches) + 1, microbatches) for rank in range(pp)]
 
 
+def idle(pp: int, chunks: int, microbatches: int) -> float:
+    """Idle time of the longest span of a rank where F = I = W = 1: (p-1)·(F+B)."""
+    return (pp - 1) * 3
+
+
 def violations(pp: int, chunks: int, microbatches: int) -> list[Violation]:
     """What stands against these sizes: more than one chunk a rank."""
     if chunks == 1:

@@ -14,18 +14,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from megastack.errors import ScheduleError, Violation
 from megastack.pipeline.action import Action
 from megastack.pipeline.check import check
 from megastack.pipeline.schedule import Schedule
-from megastack.pipeline.schedules import gpipe, interleaved, one_f_one_b
+from megastack.pipeline.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 
 Rows = Sequence[Sequence[Action]]
 Generator = TypeVar("Generator", bound=Callable[..., Rows])
 
-PLANNED = ("zb_h1", "zb_h2", "zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
+PLANNED = ("zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class ClosedForm:
     """What a schedule's formulas say, where all stages take equally long and messages no time.
 
     Attributes:
-        bubble: idle share of the longest rank span, whatever F and B are.
-        peaks: for each rank, the most activations alive, in microbatches of the whole rank.
+        bubble: idle share of the longest rank span; whatever F and B are, but where a schedule splits the backward, at
+            F = I = W.
+        peaks: for each rank, the most activations alive, in microbatches of the whole rank; each until its B or W.
     """
 
     bubble: float
@@ -43,10 +45,14 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A schedule's generator and what is known of it; `peaks` and `violations` take the generator's arguments."""
+    """A schedule's generator and what is known of it; the other functions take the generator's arguments.
+
+    `idle` is the idle time of the longest rank span where F = I = W = 1, `peaks` are counted in chunks.
+    """
 
     generate: Callable[..., Rows]
-    peaks: Callable[..., list[int]] | None = None
+    idle: Callable[..., float] | None = None
+    peaks: Callable[..., Sequence[float]] | None = None
     violations: Callable[..., list[Violation]] | None = None
     proven: bool = False
 
@@ -72,10 +78,24 @@ def _custom_violations(pp: int, chunks: int, microbatches: int, *, path: str) ->
     return []
 
 
+def _zero_bubble(name: str, generate: Callable[..., Rows], depth: int) -> _Kind:
+    return _Kind(
+        generate,
+        partial(zero_bubble.idle, depth=depth),
+        partial(zero_bubble.peaks, depth=depth),
+        partial(zero_bubble.violations, name=name),
+        proven=True,
+    )
+
+
 _KINDS: dict[str, _Kind] = {
-    "gpipe": _Kind(gpipe.gpipe, gpipe.peaks, proven=True),
-    "1f1b": _Kind(one_f_one_b.one_f_one_b, one_f_one_b.peaks, one_f_one_b.violations, proven=True),
-    "interleaved": _Kind(interleaved.interleaved, interleaved.peaks, interleaved.violations, proven=True),
+    "gpipe": _Kind(gpipe.gpipe, gpipe.idle, gpipe.peaks, proven=True),
+    "1f1b": _Kind(one_f_one_b.one_f_one_b, one_f_one_b.idle, one_f_one_b.peaks, one_f_one_b.violations, proven=True),
+    "interleaved": _Kind(
+        interleaved.interleaved, interleaved.idle, interleaved.peaks, interleaved.violations, proven=True
+    ),
+    "zb_h1": _zero_bubble("zb_h1", zero_bubble.zb_h1, depth=1),
+    "zb_h2": _zero_bubble("zb_h2", zero_bubble.zb_h2, depth=2),
     "custom": _Kind(custom, violations=_custom_violations),
 }
 
@@ -148,18 +168,15 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
 
 
 def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> ClosedForm | None:
-    """What the formulas of a schedule say, without building it; None where it has none.
-
-    The idle time of all three is ((p-1) + (v-1)·max(0, p-M))·(F+B)/v, beside a busy time of M·(F+B).
-    """
+    """What the formulas of a schedule say, without building it; None where it has none."""
     if found := schedule_violations(name, pp, chunks, microbatches, **options):
         raise ScheduleError("\n".join(map(str, found)))
     kind = _KINDS[name]
-    if kind.peaks is None:
+    if kind.idle is None or kind.peaks is None:
         return None
+    idle = kind.idle(pp, chunks, microbatches, **_given(options))
     peaks = kind.peaks(pp, chunks, microbatches, **_given(options))
-    idle = (pp - 1) + (chunks - 1) * max(0, pp - microbatches)
-    return ClosedForm(idle / (idle + microbatches * chunks), tuple(peak / chunks for peak in peaks))
+    return ClosedForm(idle / (idle + 3 * microbatches), tuple(peak / chunks for peak in peaks))
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

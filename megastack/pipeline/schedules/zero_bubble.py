@@ -1,0 +1,88 @@
+"""ZB-H1 and ZB-H2: 1F1B with the backward split, W filling the bubble (Qi et al., arXiv 2401.10241).
+
+Only I, the gradient of the input, keeps the previous rank waiting. W, the gradient of the weights, waits for nobody, so
+a rank puts it off: rank 0 not at all, each later rank by one microbatch more (by two in ZB-H2), and the last rank hands
+out its gradients as early as it can. ZB-H1 keeps the p microbatches that rank 0 of 1F1B keeps, on every rank. ZB-H2
+runs twice as many forwards ahead and keeps up to 2p - 1; its ranks then work without a gap where F = I = W, though
+later ones start and end later. Where W is no longer than F and than I, `idle` is exact for the longest span of a rank,
+and a whole step idles for max(`idle`, (p - 1)·F): for the second, the last rank has to wait whatever the order.
+"""
+
+from __future__ import annotations
+
+from megastack.errors import Violation
+from megastack.pipeline.action import Action, Op
+
+
+def zb_h1(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    """The actions of each rank; stage r is rank r. At most p microbatches alive."""
+    return [_rank(rank, warm_up(pp, rank, microbatches, depth=1), rank, microbatches) for rank in range(pp)]
+
+
+def zb_h2(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    """The actions of each rank; stage r is rank r. At most 2p - 1 microbatches alive."""
+    return [_rank(rank, warm_up(pp, rank, microbatches, depth=2), 2 * rank, microbatches) for rank in range(pp)]
+
+
+def _rank(stage: int, warm: int, most_late: int, microbatches: int) -> list[Action]:
+    """Forwards `warm` microbatches ahead of I, W up to `most_late` behind it.
+
+    No later than the pairs of a forward and an I need, but the last: from then on a rank has nothing but W to do until
+    its next I.
+    """
+    late = min(most_late, max(0, microbatches - warm - 1))
+    actions = [Action(Op.F, stage, m) for m in range(warm)]
+    for m in range(microbatches + late):
+        if warm + m < microbatches:
+            actions.append(Action(Op.F, stage, warm + m))
+        if m < microbatches:
+            actions.append(Action(Op.I, stage, m))
+        if m >= late:
+            actions.append(Action(Op.W, stage, m - late))
+    return actions
+
+
+def warm_up(pp: int, rank: int, microbatches: int, *, depth: int) -> int:
+    """Forwards of `rank` before its first pair of a forward and an I: `depth` for each stage behind it."""
+    return min(depth * (pp - rank - 1), microbatches)
+
+
+def peaks(pp: int, chunks: int, microbatches: int, *, depth: int, weight_share: float = 1.0) -> list[float]:
+    """The most activations alive on each rank, in chunks.
+
+    Args:
+        pp, chunks, microbatches: p, 1 and M.
+        depth: 1 for ZB-H1, 2 for ZB-H2.
+        weight_share: the part of an activation that W still needs after I.
+    """
+    most = min(microbatches, _most(pp, depth))
+    whole = [min(warm_up(pp, rank, microbatches, depth=depth) + 1, microbatches) for rank in range(pp)]
+    return [forwards + weight_share * (most - forwards) for forwards in whole]
+
+
+def idle(
+    pp: int,
+    chunks: int,
+    microbatches: int,
+    *,
+    depth: int,
+    F: float = 1.0,
+    I: float = 1.0,  # noqa: E741
+    W: float = 1.0,
+) -> float:
+    """Idle time of the longest span of a rank, in a step of M·(F + I + W), where W is at most F and at most I.
+
+    With M >= p that is (p-1)(F+I-W) for ZB-H1, with M >= 2p - 1 (p-1)(F+I-2W) for ZB-H2. With M <= p the two are alike.
+    """
+    return (pp - 1) * (F + I) - (min(microbatches, _most(pp, depth)) - 1) * W
+
+
+def _most(pp: int, depth: int) -> int:
+    return depth * (pp - 1) + 1
+
+
+def violations(pp: int, chunks: int, microbatches: int, *, name: str) -> list[Violation]:
+    """What stands against these sizes: more than one chunk a rank."""
+    if chunks == 1:
+        return []
+    return [Violation("schedule.chunks", chunks, f"{name} runs one stage a rank", (1, "schedule.name=interleaved"))]
