@@ -12,7 +12,7 @@ from megastack.config.schema import ModelOptions, TrainConfig
 from megastack.errors import Violation
 from megastack.layers.rules import SplitSizes, divisors, head_violations, split_violations
 from megastack.mesh.shape import MeshShape
-from megastack.pipeline.schedules.registry import schedule_violations
+from megastack.pipeline.schedules.registry import schedule_violations, splits_backward
 
 
 def data_parallel_degree(config: TrainConfig, world_size: int | None = None) -> int:
@@ -148,16 +148,18 @@ def batch_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violatio
 
 def schedule_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
     """The schedule exists and runs with these sizes and options; a file of actions is read."""
-    schedule, batch = config.schedule, config.batch
-    microbatches = batch.global_size // (batch.micro_size * data_parallel_degree(config, world_size))
-    yield from schedule_violations(
-        schedule.name,
-        config.parallel.pp,
-        schedule.chunks,
-        max(1, microbatches),  # a batch that holds no microbatch is reported by its own rule
-        round=schedule.round,
-        path=None if schedule.path is None else str(schedule.path),
-    )
+    schedule, batch, dp = config.schedule, config.batch, data_parallel_degree(config, world_size)
+    microbatches = max(1, batch.global_size // (batch.micro_size * dp))  # none is reported by its own rule
+    sizes = (schedule.name, config.parallel.pp, schedule.chunks, microbatches)
+    options = {"round": schedule.round, "path": None if schedule.path is None else str(schedule.path)}
+    if found := schedule_violations(*sizes, **options):
+        yield from found
+        return
+    zero, ranks = config.parallel.zero, dp * config.parallel.cp
+    if zero.stage >= 2 and (zero.shard_size or ranks) > 1 and splits_backward(*sizes, **options):
+        rule = f"parallel.zero.stage={zero.stage} reduces gradients in I and would miss those of W"
+        whole = "1f1b" if schedule.chunks == 1 else "interleaved"
+        yield Violation("schedule.name", schedule.name, rule, (whole, "parallel.zero.stage=1"))
 
 
 def shards_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:

@@ -50,6 +50,8 @@ LAYOUTS: dict[str, Changes] = {
     "dp2.tp2.pp2": {"parallel.dp": 2, "parallel.tp": 2, "parallel.pp": 2},
     "pp2x2": {"parallel.pp": 2, "schedule.name": "interleaved", "schedule.chunks": 2},
     "pp4x2": {"parallel.pp": 4, "schedule.name": "interleaved", "schedule.chunks": 2},
+    "pp4.zb_h1": {"parallel.pp": 4, "schedule.name": "zb_h1"},
+    "dp2.tp2.pp2.zb_h2": {"parallel.dp": 2, "parallel.tp": 2, "parallel.pp": 2, "schedule.name": "zb_h2"},
 }
 
 FAMILIES: dict[str, Changes] = {
@@ -83,8 +85,9 @@ CHOICES = {
 
 
 def rows() -> list[Row]:
-    """Every cell of the choices; nobody shares parameters where there is one data rank."""
-    shares = {name for name, changes in LAYOUTS.items() if "parallel.dp" in changes}
+    """Every cell of the choices; nobody shares parameters where there is one data rank or W's gradients come late."""
+    splits = {"schedule.name": "zb_h2"}.items()
+    shares = {name for name, it in LAYOUTS.items() if "parallel.dp" in it and not splits <= it.items()}
     return [row for row in all_rows(CHOICES) if row["layout"] in shares or int(row["zero"]) < 2]
 
 

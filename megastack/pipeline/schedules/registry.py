@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megastack.errors import ScheduleError, Violation
-from megastack.pipeline.action import Action
+from megastack.pipeline.action import Action, Op
 from megastack.pipeline.check import check
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
@@ -165,6 +165,15 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
         _require_sizes(schedule, (pp, chunks, microbatches))
         check(schedule)
     return schedule
+
+
+def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> bool:
+    """Whether a legal schedule has W's, gradients of weights apart from those of the inputs."""
+    kind = _KINDS[name]
+    if kind.proven:  # whatever its sizes
+        pp = chunks = microbatches = 1
+    rows = kind.generate(pp, chunks, microbatches, **_given(options))
+    return any(part.op is Op.W for row in rows for action in row for part in action.parts or (action,))
 
 
 def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> ClosedForm | None:
