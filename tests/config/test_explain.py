@@ -31,7 +31,8 @@ def test_a_feature_to_come_says_so() -> None:
 def test_a_section_lists_its_files_and_keys() -> None:
     lines = str(explain("schedule")).splitlines()
     assert lines[:2] == ["schedule", "  The pipeline schedule."]
-    assert lines[2] == "  files    schedule=1f1b, schedule=custom, schedule=gpipe, schedule=interleaved"
+    files = ["1f1b", "custom", "gpipe", "interleaved", "zb_h1", "zb_h2"]
+    assert lines[2] == f"  files    {', '.join(f'schedule={name}' for name in files)}"
     assert "  schedule.chunks=1" in lines
 
 

@@ -142,11 +142,12 @@ def test_idle_time_where_no_forward_or_input_gradient_is_shorter_than_w(name: st
 
 
 def test_h1_is_never_slower_than_1f1b() -> None:
-    """Whatever the stages take and messages cost, W the longest or the shortest."""
+    """Whatever F, I, W and messages take, while stages are alike to 30 % either way."""
     random = Random(3)
     for _ in range(300):
         pp, microbatches = random.randint(1, 6), random.randint(1, 16)
-        F, I, W = ([random.uniform(0.5, 2.0) for _ in range(pp)] for _ in "FIW")  # noqa: E741
+        usual, spread = [random.uniform(0.1, 10.0) for _ in "FIW"], random.choice([0.0, 0.1, 0.3])
+        F, I, W = ([t * random.uniform(1 - spread, 1 + spread) for _ in range(pp)] for t in usual)  # noqa: E741
         costs = Costs(F=F, I=I, W=W, p2p=random.choice([0.0, 0.1, 0.5]))
         plain, split = (simulate(build_schedule(name, pp, 1, microbatches), costs) for name in ("1f1b", "zb_h1"))
         assert split.makespan <= plain.makespan * (1 + 1e-12), (pp, microbatches, costs)
