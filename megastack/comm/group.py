@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megastack.comm.ledger import Ledger
 from megastack.comm.trail import Operation, Trail
-from megastack.deferral import Deferral
+from megastack.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class AxisGroup:
         group: torch's process group; ``None`` when ``size`` is 1, where nothing is ever communicated.
         axis: the ledger's label (``dp`` stands for fused ``dp·cp`` as well).
         ledger: where operations on this group are counted.
-        deferral: whether products whose outputs are split over the group put their weight gradients off.
+        weight_gradients: what layers that are split over the group do with the gradients of their weights.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class AxisGroup:
     group: dist.ProcessGroup | None
     axis: str
     ledger: Ledger
-    deferral: Deferral = field(default_factory=Deferral, compare=False)
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients, compare=False)
 
     @property
     def trail(self) -> Trail:
@@ -48,6 +48,6 @@ class AxisGroup:
         return self.trail.waits(self.begin(op))
 
     @staticmethod
-    def single(axis: str, ledger: Ledger, rank: int = 0, deferral: Deferral | None = None) -> AxisGroup:
+    def single(axis: str, ledger: Ledger, rank: int = 0, weight_gradients: WeightGradients | None = None) -> AxisGroup:
         """A group of this rank alone."""
-        return AxisGroup(0, 1, (rank,), None, axis, ledger, deferral or Deferral())
+        return AxisGroup(0, 1, (rank,), None, axis, ledger, weight_gradients or WeightGradients())

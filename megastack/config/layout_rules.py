@@ -6,6 +6,7 @@ Parts that own a rule export it without torch (``layers.rules``, the schedule re
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megastack.config.convert import UNUSABLE
 from megastack.config.schema import ModelOptions, TrainConfig
@@ -151,7 +152,7 @@ def schedule_fits(config: TrainConfig, world_size: int | None) -> Iterator[Viola
     schedule, batch, dp = config.schedule, config.batch, data_parallel_degree(config, world_size)
     microbatches = max(1, batch.global_size // (batch.micro_size * dp))  # none is reported by its own rule
     sizes = (schedule.name, config.parallel.pp, schedule.chunks, microbatches)
-    options = {"round": schedule.round, "path": None if schedule.path is None else str(schedule.path)}
+    options: dict[str, Any] = {"round": schedule.round, "path": None if schedule.path is None else str(schedule.path)}
     if found := schedule_violations(*sizes, **options):
         yield from found
         return

@@ -11,8 +11,13 @@ Shapes: B microbatch, S sequence, D hidden, V vocabulary, Vp padded vocabulary, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.errors import PlacementError
@@ -23,6 +28,7 @@ from megastack.mesh.shape import Axis
 from megastack.placement.boxes import local_shape
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Initialiser, Normal, Placement, Shard
+from megastack.weight_gradients import Target, WeightGradients
 
 
 class _VocabParallel(ParallelModule):
@@ -92,16 +98,65 @@ class VocabParallelEmbedding(_VocabParallel):
         """``(B, S)`` ids to ``(B, S, D)``, or to ``(B, S/t, D)`` with ``sequence_parallel``."""
         group = self.mesh[Axis.TP]
         if group.size == 1:
-            return F.embedding(tokens_BS, self.weight)
+            return _look_up(tokens_BS, self.weight, group.weight_gradients)
         rows = self.weight.shape[0]
         local_BS = tokens_BS - group.rank * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)
-        partial_BSD = F.embedding(local_BS.masked_fill(elsewhere_BS, 0), self.weight)
+        partial_BSD = _look_up(local_BS.masked_fill(elsewhere_BS, 0), self.weight, group.weight_gradients)
         partial_BSD = partial_BSD.masked_fill(elsewhere_BS.unsqueeze(-1), 0)
         if not self.sequence_parallel:
             return reduce_from(partial_BSD, group)
         check_sequence(tokens_BS.shape[-1], group)
         return scatter_to(partial_BSD, group, SEQUENCE_DIM)
+
+
+def _look_up(ids_BS: Tensor, weight: Tensor, weight_gradients: WeightGradients) -> Tensor:
+    """Rows of a weight, whose gradient comes about as the pipeline says."""
+    target = weight_gradients.target_of(weight)
+    if target is None:
+        return F.embedding(ids_BS, weight)
+    rows_BSD: Tensor = _LookUp.apply(weight, ids_BS, target, weight_gradients)
+    return rows_BSD
+
+
+class _LookUp(torch.autograd.Function):
+    """``F.embedding`` whose weight gradient is added in place or put off."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids_BS: Tensor, target: Target, weight_gradients: WeightGradients) -> Tensor:
+        ctx.target, ctx.weight_gradients = target, weight_gradients
+        ctx.save_for_backward(ids_BS)
+        return F.embedding(ids_BS, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
+        (ids_BS,) = ctx.saved_tensors
+        sums = _RowSums(grad_BSD, ids_BS, ctx.target.shape[0])
+        return ctx.weight_gradients.give(ctx.target, sums), None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class _RowSums:
+    """The gradient of a weight whose rows were looked up: for each row, the sum over the places that hold it."""
+
+    grad_BSD: Tensor
+    ids_BS: Tensor
+    rows: int
+
+    def begin(self) -> None:
+        """Nothing is needed from other ranks."""
+
+    def gradient(self) -> Tensor:
+        """``(rows, D)``."""
+        return torch.ops.aten.embedding_dense_backward(self.grad_BSD, self.ids_BS, self.rows, -1, False)
+
+    def add_to(self, gradient: Tensor) -> None:
+        """On the CPU row by row, without a tensor of the whole vocabulary; elsewhere that is in no certain order."""
+        if gradient.is_cpu:
+            gradient.index_add_(0, self.ids_BS.flatten(), self.grad_BSD.flatten(0, -2))
+        else:
+            gradient.add_(self.gradient())
 
 
 class VocabParallelHead(_VocabParallel):

@@ -4,8 +4,8 @@
 of its weight, so that one after the other needs a single reduction (Megatron-LM, Shoeybi et al. 2019). Under sequence
 parallelism (Korthikanti et al. 2022) what lies between two such pairs is split along the sequence: a column product
 gathers it and a row product scatters it. Weights are matrices here; shapes, placements and parameters are the business
-of :mod:`megastack.layers.linear`. Where the pipeline splits backwards, weight gradients are put off
-(:mod:`megastack.deferral`), and the gather of their input with them.
+of :mod:`megastack.layers.linear`. In a step weight gradients are added in place, or where the
+pipeline splits backwards put off, and the gather of their input with them (:mod:`megastack.weight_gradients`).
 
 Shapes: inputs and outputs are ``(…, S, features)``; B microbatch, S sequence, D hidden, t the size of the group.
 """
@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge
 
 from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.comm.collectives import (
@@ -32,8 +31,8 @@ from megastack.comm.collectives import (
     start_reduce_scatter,
 )
 from megastack.comm.group import AxisGroup
-from megastack.deferral import Deferral
 from megastack.errors import PlacementError
+from megastack.weight_gradients import Target, WeightGradients
 
 SEQUENCE_DIM = -2
 
@@ -66,9 +65,9 @@ def column_product(
     biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
     if group.size == 1:
         pairs = zip(weights, biases, strict=True)
-        return tuple(_local_product(x, weight, bias, group.deferral) for weight, bias in pairs)
-    edges = [group.deferral.edge_of(weight) for weight in weights]
-    return _ColumnProduct.apply(x, group, sequence_parallel, edges, *weights, *biases)
+        return tuple(_local_product(x, weight, bias, group.weight_gradients) for weight, bias in pairs)
+    targets = [group.weight_gradients.target_of(weight) for weight in weights]
+    return _ColumnProduct.apply(x, group, sequence_parallel, targets, *weights, *biases)
 
 
 def row_product(
@@ -92,8 +91,8 @@ def row_product(
     """
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if group.size == 1:
-        return _local_product(x, weight, bias, group.deferral)
-    partial = _local_product(x, weight, None, group.deferral)
+        return _local_product(x, weight, bias, group.weight_gradients)
+    partial = _local_product(x, weight, None, group.weight_gradients)
     if sequence_parallel:
         check_sequence(x.shape[SEQUENCE_DIM], group)
         out = scatter_to(partial, group, SEQUENCE_DIM)
@@ -111,23 +110,23 @@ def check_sequence(length: int, group: AxisGroup) -> None:
         )
 
 
-def _local_product(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
+def _local_product(x: Tensor, weight: Tensor, bias: Tensor | None, weight_gradients: WeightGradients) -> Tensor:
     """The product of one rank."""
-    edge = deferral.edge_of(weight)
-    if edge is None:
+    target = weight_gradients.target_of(weight)
+    if target is None:
         return F.linear(x, weight, bias)
-    product: Tensor = _LocalProduct.apply(x, weight, bias, edge, deferral)
+    product: Tensor = _LocalProduct.apply(x, weight, bias, target, weight_gradients)
     return product
 
 
 class _LocalProduct(torch.autograd.Function):
-    """``F.linear`` whose weight gradient can be put off."""
+    """``F.linear`` whose weight gradient is added in place or put off."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, edge: GradientEdge, deferral: Deferral
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Target, weight_gradients: WeightGradients
     ) -> Tensor:
-        ctx.edge, ctx.deferral = edge, deferral
+        ctx.target, ctx.weight_gradients = target, weight_gradients
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -136,10 +135,10 @@ class _LocalProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_input, _, needs_bias = ctx.needs_input_grad[:3]
-        rows = grad.flatten(0, -2)
-        grad_x = (rows @ weight).view_as(x) if needs_input else None
-        grad_weight = _weight_gradient(rows, _Input(x), ctx.edge, ctx.deferral)
-        return grad_x, grad_weight, rows.sum(0) if needs_bias else None, None, None
+        grad_TO = grad.flatten(0, -2)
+        grad_x = (grad_TO @ weight).view_as(x) if needs_input else None
+        grad_weight = ctx.weight_gradients.give(ctx.target, _WeightProduct(grad_TO, _Input(x)))
+        return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -155,11 +154,11 @@ class _ColumnProduct(torch.autograd.Function):
         x: Tensor,
         group: AxisGroup,
         sequence_parallel: bool,
-        edges: Sequence[GradientEdge | None],
+        targets: Sequence[Target | None],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = _halves(tensors)
-        ctx.group, ctx.sequence_parallel, ctx.edges = group, sequence_parallel, edges
+        ctx.group, ctx.sequence_parallel, ctx.targets = group, sequence_parallel, targets
         ctx.save_for_backward(x if any(_needs(ctx)[1]) else None, *weights)
         whole = all_gather(x, group, SEQUENCE_DIM) if sequence_parallel else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -172,8 +171,8 @@ class _ColumnProduct(torch.autograd.Function):
         needs_input, needs_weights, needs_biases = _needs(ctx)
         rows = [grad.flatten(0, -2) for grad in grads]
         source = _Input(x, group if gathers else None)
-        now = group.deferral.collected is None
-        if any(needed and (now or edge is None) for needed, edge in zip(needs_weights, ctx.edges, strict=True)):
+        now = group.weight_gradients.collected is None
+        if any(needed and (now or target is None) for needed, target in zip(needs_weights, ctx.targets, strict=True)):
             source.begin()
         reduction = None
         if needs_input:
@@ -182,8 +181,8 @@ class _ColumnProduct(torch.autograd.Function):
                 start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce(grad_x, group)
             )
         grad_weights = [
-            _weight_gradient(row, source, edge, group.deferral) if needed else None
-            for row, edge, needed in zip(rows, ctx.edges, needs_weights, strict=True)
+            group.weight_gradients.give(target, _WeightProduct(row, source)) if needed else None
+            for row, target, needed in zip(rows, ctx.targets, needs_weights, strict=True)
         ]
         grad_biases = [row.sum(0) if needed else None for row, needed in zip(rows, needs_biases, strict=True)]
         return (None if reduction is None else reduction.wait(), None, None, None, *grad_weights, *grad_biases)
@@ -214,9 +213,8 @@ class _Input:
 
 @dataclass(frozen=True, eq=False)
 class _WeightProduct:
-    """The gradient of a weight that is put off: ``out.T @ input``, of the output's gradient ``(tokens, out)``."""
+    """The gradient of a weight: ``grad.T @ input``, of the output's gradient ``(tokens, out)``."""
 
-    edge: GradientEdge
     grad_TO: Tensor
     source: _Input
 
@@ -225,16 +223,12 @@ class _WeightProduct:
         self.source.begin()
 
     def gradient(self) -> Tensor:
-        """The product."""
+        """``(out, in)``."""
         return self.grad_TO.T @ self.source.rows()
 
-
-def _weight_gradient(grad_TO: Tensor, source: _Input, edge: GradientEdge | None, deferral: Deferral) -> Tensor | None:
-    """The gradient of a weight, or nothing where the backward that runs puts it off."""
-    if deferral.collected is None or edge is None:
-        return grad_TO.T @ source.rows()
-    deferral.collected.add(_WeightProduct(edge, grad_TO, source))
-    return None
+    def add_to(self, gradient: Tensor) -> None:
+        """In the product itself."""
+        gradient.addmm_(self.grad_TO.T, self.source.rows())
 
 
 def _needs(ctx: Any) -> tuple[bool, Sequence[bool], Sequence[bool]]:

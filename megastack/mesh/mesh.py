@@ -22,9 +22,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megastack.comm.group import AxisGroup
 from megastack.comm.ledger import Ledger
-from megastack.deferral import Deferral
 from megastack.errors import MeshError
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinates
+from megastack.weight_gradients import WeightGradients
 
 _FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
 """The fused groups that training needs."""
@@ -44,7 +44,7 @@ class Mesh:
         coordinates: this rank's place on every axis.
         device_mesh: torch's view of the axes larger than 1; ``None`` without any.
         ledger: what this rank has sent on any group of this mesh.
-        deferral: whether the linear layers on this mesh put their weight gradients off, for the pipeline to say.
+        weight_gradients: what the layers on this mesh do with the gradients of their weights, for the pipeline to say.
         backward_lines: a second group of the ``pp`` ranks, for messages to lower places. NCCL runs all operations of a
             pair of ranks in one group one after another, where a send and a receive in crossing orders would wait for
             each other. ``None`` where ``pp`` is 1.
@@ -65,7 +65,7 @@ class Mesh:
         self.device = device
         self.device_mesh = device_mesh
         self.ledger = ledger or Ledger()
-        self.deferral = Deferral()
+        self.weight_gradients = WeightGradients()
         self.coordinates = shape.coordinates(rank)
         self._timeout = timeout
         self._groups: dict[tuple[object, ...], AxisGroup] = {}
@@ -142,7 +142,7 @@ class Mesh:
         if len(chosen) == whole.size:
             return whole
         if len(chosen) == 1:
-            return AxisGroup.single(whole.axis, self.ledger, self.rank, self.deferral)
+            return AxisGroup.single(whole.axis, self.ledger, self.rank, self.weight_gradients)
         key = (axis, "sub", chosen)
         if key not in self._groups:
             ranks = [whole.ranks[i] for i in chosen]
@@ -150,13 +150,13 @@ class Mesh:
                 group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
             place = chosen.index(whole.rank)
             self._groups[key] = AxisGroup(
-                place, len(chosen), tuple(ranks), group, whole.axis, self.ledger, self.deferral
+                place, len(chosen), tuple(ranks), group, whole.axis, self.ledger, self.weight_gradients
             )
         return self._groups[key]
 
     def _axis_group(self, axes: tuple[Axis, ...], label: str) -> AxisGroup:
         if not axes:
-            return AxisGroup.single(label, self.ledger, self.rank, self.deferral)
+            return AxisGroup.single(label, self.ledger, self.rank, self.weight_gradients)
         assert self.device_mesh is not None, f"{self.shape}: a mesh without process groups has no group along {label}"
         group: dist.ProcessGroup | None
         if len(axes) == 1:
@@ -167,7 +167,9 @@ class Mesh:
             group = self._new_group(axes)
         assert group is not None
         members = tuple(dist.get_process_group_ranks(group))
-        return AxisGroup(members.index(self.rank), len(members), members, group, label, self.ledger, self.deferral)
+        return AxisGroup(
+            members.index(self.rank), len(members), members, group, label, self.ledger, self.weight_gradients
+        )
 
     def _new_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
         return _new_group(self.shape, axes, self.rank, self._timeout)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,7 +82,9 @@ class Pipeline:
         self.current: Action | None = None
         self._axis = mesh[Axis.PP]
         own = _own_stages(schedule, self._axis.rank, self._axis.size, len(stages))
-        self._stages = {index: Stage(module, index, mesh.deferral) for index, module in zip(own, stages, strict=True)}
+        self._stages = {
+            index: Stage(module, index, mesh.weight_gradients) for index, module in zip(own, stages, strict=True)
+        }
         self._chunk_of = {index: chunk for chunk, index in enumerate(own)}
         self._on_last_backward = on_last_backward or (lambda chunk, awaited: None)
         # Elsewhere than on gloo an early receive could queue in front of a send that the peer needs.
@@ -171,7 +172,7 @@ class Pipeline:
         self._microbatches = microbatches
         self._signatures = [_signature(microbatch) for microbatch in microbatches]
         self._scale = scale.to(self.mesh.device)
-        with self.mesh.deferral.on() if program.splits else nullcontext():
+        with self.mesh.weight_gradients.on():
             for self.current in program.actions:
                 self.mesh.ledger.trail.act(self.current)
                 self._dispatch(self.current, program)
@@ -296,7 +297,6 @@ class _Program:
         unknown = {str(action.op) for action in self.actions if action.op not in _SUPPORTED}
         if unknown:
             raise ScheduleError(f"schedule={schedule.name}: the runtime does not execute {', '.join(sorted(unknown))}")
-        self.splits = any(action.op is Op.W for action in self.actions)
         self._last = {action.stage: action for action in self.actions if action.op in (Op.B, Op.W)}
 
     def is_last_backward(self, action: Action) -> bool:

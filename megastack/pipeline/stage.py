@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megastack.batch import Microbatch, StageLoss
-from megastack.deferral import Deferral, WeightGradients
+from megastack.weight_gradients import PutOff, WeightGradients
 
 Carry = Mapping[str, Tensor | None]
 
@@ -67,15 +67,15 @@ class Stage:
     Args:
         module: ``module(carry, microbatch)`` as told in this file's docstring.
         index: the stage's global number.
-        deferral: the one of the mesh that the module's layers are on.
+        weight_gradients: those of the mesh that the module's layers are on.
     """
 
-    def __init__(self, module: nn.Module, index: int, deferral: Deferral) -> None:
+    def __init__(self, module: nn.Module, index: int, weight_gradients: WeightGradients) -> None:
         self.module = module
         self.index = index
-        self._deferral = deferral
+        self._weight_gradients = weight_gradients
         self._held: dict[int, _Held] = {}
-        self._put_off: dict[int, WeightGradients] = {}
+        self._put_off: dict[int, PutOff] = {}
 
     @property
     def live(self) -> int:
@@ -108,7 +108,7 @@ class Stage:
 
     def backward_input(self, number: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As :meth:`backward`, without the weight gradients that can be put off until :meth:`backward_weights`."""
-        with self._deferral.collecting() as put_off:
+        with self._weight_gradients.collecting() as put_off:
             produced = self.backward(number, gradients)
         self._put_off[number] = put_off
         return produced

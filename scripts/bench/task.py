@@ -52,6 +52,7 @@ class Layout:
     zero: int = 0
     gather: str = "step"
     reduce: str = "step"
+    schedule: str = "1f1b"
     changes: tuple[str, ...] = ()
 
     @property
@@ -87,7 +88,7 @@ LAYOUTS = {
         Layout("dp2.zero3", dp=2, kind="fsdp2", zero=3, gather="microbatch"),
         Layout("dp2.zero3.deepspeed", dp=2, kind="deepspeed", zero=3, gather="microbatch", reduce="microbatch"),
         Layout("tp2", tp=2),
-        Layout("pp2", pp=2),
+        Layout("pp2", pp=2, schedule="zb_h1"),
         Layout("tp2.pp2", tp=2, pp=2),
         Layout("dp2.tp2.pp2", dp=2, tp=2, pp=2, kind="fsdp2"),
     )
@@ -97,6 +98,7 @@ LAYOUTS = {
 def configuration(layout: Layout) -> TrainConfig:
     """The run of megastack on a layout."""
     degrees = [f"parallel.{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp")]
+    degrees.append(f"schedule={layout.schedule}")
     zero = {"stage": layout.zero, "gather": layout.gather, "reduce": layout.reduce}
     return compose(
         [*_TASK, *degrees, *(f"parallel.zero.{key}={value}" for key, value in zero.items()), *layout.changes]

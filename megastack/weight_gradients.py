@@ -1,0 +1,185 @@
+"""How the gradients of weights come about in a step: added in place, and where a schedule splits backwards, later.
+
+The backward of a linear layer is two products of equal size: one makes the gradient of the input, which the previous
+stage waits for, the other that of the weight, which nobody waits for before the end of the step; neither does anybody
+for that of an embedding.
+
+**In place.** While a pipeline runs a step, such a gradient is added to what ``.grad`` holds by the product itself, with
+no tensor of its own and no pass over it. Hooks behind the accumulation run as ever. It goes autograd's way where there
+is no such place: another dtype, no ``.grad`` yet, a weight that is computed from parameters, a hook on the gradient.
+
+**Later.** Zero-bubble schedules (Qi et al., arXiv 2401.10241) run the second product where a rank would be idle. A
+backward inside :meth:`WeightGradients.collecting` notes what the products take, and :meth:`PutOff.run` makes them. All
+other parameters (norms, biases, positions, a user's own) have their gradients in the backward itself.
+
+What is noted are tensors and edges of the graph, not functions, so that memory is what can be read off them. It is not
+a pair of custom operations, which a compiler could see through: these would cost the host more than they save, and
+nothing is compiled yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+_VIEWS = {"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0", "AliasBackward0"}
+"""What may lie between a weight and its parameter, with the elements in the same order."""
+_PASSES = _VIEWS | {"ToCopyBackward0"}
+"""The same with casts. These nodes keep nothing, so that they can run in a backward, with nothing, and once more."""
+
+
+class Product(Protocol):
+    """The gradient of a weight, to be computed."""
+
+    def begin(self) -> None:
+        """Start what is needed from other ranks, ahead of the rest."""
+
+    def gradient(self) -> Tensor:
+        """The gradient."""
+
+    def add_to(self, gradient: Tensor) -> None:
+        """Add it to a tensor of the weight's shape and dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Where the gradient of a weight goes.
+
+    Attributes:
+        edge: the weight's place in the graph.
+        parameter: the parameter at the end of it.
+        shape: of the weight.
+        is_view: the weight is the parameter, or a view of all of it in the same order.
+    """
+
+    edge: GradientEdge
+    parameter: Tensor
+    shape: torch.Size
+    is_view: bool
+
+    def place(self) -> Tensor | None:
+        """The part of ``.grad`` that the gradient can be added to, if it can."""
+        gradient = self.parameter.grad
+        if not self.is_view or gradient is None or self.parameter._backward_hooks or not gradient.is_contiguous():
+            return None
+        return gradient.view(self.shape)
+
+
+class PutOff:
+    """The products that one backward has put off."""
+
+    def __init__(self) -> None:
+        self._of: dict[Tensor, list[tuple[Target, Product]]] = {}
+
+    def add(self, target: Target, product: Product) -> None:
+        """Note a product."""
+        self._of.setdefault(target.parameter, []).append((target, product))
+
+    @property
+    def parameters(self) -> frozenset[Tensor]:
+        """The parameters whose gradients are not complete before :meth:`run`."""
+        return frozenset(self._of)
+
+    def run(self) -> None:
+        """Compute all of them, parameter by parameter; each is stored once, whose hooks may count on that.
+
+        What a product needs from other ranks travels under the one before.
+        """
+        waiting = list(self._of.values())[::-1]
+        self._of.clear()
+        _begin(waiting[-1:])
+        while waiting:
+            products = waiting.pop()
+            _begin(waiting[-1:])
+            _store(products)
+            products.clear()
+
+
+def _begin(groups: list[list[tuple[Target, Product]]]) -> None:
+    for products in groups:
+        for _, product in products:
+            product.begin()
+
+
+@torch.no_grad()
+def _store(products: list[tuple[Target, Product]]) -> None:
+    """Store the gradients of one parameter."""
+    parameter = products[0][0].parameter
+    places = [target.place() for target, _ in products]
+    if any(place is None for place in places):
+        torch.autograd.backward(
+            [target.edge for target, _ in products], [product.gradient() for _, product in products]
+        )
+        return
+    for place, (_, product) in zip(places, products, strict=True):
+        assert place is not None
+        product.add_to(place)
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
+
+
+class WeightGradients:
+    """What the layers of a mesh do with the gradients of their weights; the pipeline says.
+
+    Attributes:
+        collected: where the backward that is running puts them off; ``None`` where it computes them at once.
+    """
+
+    def __init__(self) -> None:
+        self.collected: PutOff | None = None
+        self._on = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Let forwards be such that their backward adds in place and can put off."""
+        self._on = True
+        try:
+            yield
+        finally:
+            self._on = False
+
+    @contextmanager
+    def collecting(self) -> Iterator[PutOff]:
+        """Put off the weight gradients of the backward inside."""
+        self.collected = PutOff()
+        try:
+            yield self.collected
+        finally:
+            self.collected = None
+
+    def target_of(self, weight: Tensor) -> Target | None:
+        """Where the gradient of a weight goes; ``None`` where autograd is to take it.
+
+        That is so without grad, and for a weight that is computed from parameters: its graph runs once.
+        """
+        if not (self._on and torch.is_grad_enabled() and weight.requires_grad):
+            return None
+        edge = get_gradient_edge(weight)
+        end = _end(edge.node, _PASSES)
+        if end is None or end.name() != "torch::autograd::AccumulateGrad":
+            return None
+        return Target(edge, end.variable, weight.shape, _end(edge.node, _VIEWS) is end)
+
+    def give(self, target: Target | None, product: Product) -> Tensor | None:
+        """In a backward: what it returns for the weight; nothing where the gradient is added in place or put off."""
+        if target is not None and self.collected is not None:
+            self.collected.add(target, product)
+            return None
+        place = None if target is None else target.place()
+        if place is None:
+            return product.gradient()
+        product.add_to(place)
+        return None
+
+
+def _end(node: Any, passes: set[str]) -> Any:
+    """The first node behind those."""
+    while node is not None and node.name() in passes:
+        node = node.next_functions[0][0]
+    return node

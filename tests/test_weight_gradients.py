@@ -1,0 +1,265 @@
+"""Weight gradients that are added in place or put off: what plain autograd gives, when, and without what."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megastack.layers.embedding import VocabParallelEmbedding
+from megastack.layers.linear_ops import column_product, row_product
+from megastack.layers.mlp import ParallelMLP
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis, MeshShape
+from megastack.models.recompute import recompute
+from megastack.testing.ranks import run_ranks
+from tests.layers.layer_parity import randn, randomised, split_like
+
+B, S, D, F = 2, 4, 6, 8
+Function = Callable[[Tensor], Tensor]
+
+
+def gradients(
+    mesh: Mesh, function: Function, x: Tensor, tensors: list[Tensor], *, split: bool, held: bool
+) -> list[Tensor | None]:
+    """Of the input and of other leaves, from one backward or from its two parts, behind what ``.grad`` held."""
+    leaf = x.clone().requires_grad_()
+    for tensor in tensors:
+        tensor.grad = torch.full_like(tensor, 0.5) if held and tensor.requires_grad else None
+    begun = [None if t.grad is None else t.grad.clone() for t in tensors]
+    places = [None if t.grad is None else t.grad.data_ptr() for t in tensors]
+    with mesh.weight_gradients.on():
+        out = function(leaf).square().sum()
+        if split:
+            with mesh.weight_gradients.collecting() as put_off:
+                out.backward()
+            pairs = zip(tensors, begun, strict=True)
+            untouched = [t.grad is b or (b is not None and torch.equal(t.grad, b)) for t, b in pairs]
+            awaited = put_off.parameters
+            assert untouched == [t in awaited or not t.requires_grad for t in tensors], "only what was put off is left"
+            put_off.run()
+        else:
+            out.backward()
+    if held:
+        assert places == [None if t.grad is None else t.grad.data_ptr() for t in tensors], "the buffers stay"
+    return [leaf.grad, *(t.grad for t in tensors)]
+
+
+def assert_equal_every_way(mesh: Mesh, function: Function, tensors: list[Tensor], x: Tensor) -> None:
+    """Added in place or by autograd, at once or later: what plain autograd gives."""
+    leaf = x.clone().requires_grad_()
+    sources = [leaf, *tensors]
+    asked = [tensor for tensor in sources if tensor.requires_grad]
+    found = iter(torch.autograd.grad(function(leaf).square().sum(), asked))
+    plain = [next(found) if tensor.requires_grad else None for tensor in sources]
+    for split, held in itertools.product((False, True), repeat=2):
+        got = gradients(mesh, function, x, tensors, split=split, held=held)
+        for place, (expected, actual) in enumerate(zip(plain, got, strict=True)):
+            assert (expected is None) == (actual is None)
+            if expected is not None and actual is not None:
+                rtol = 1e-12 if actual.dtype == torch.float64 else 1e-6
+                torch.testing.assert_close(actual, expected + 0.5 * (held and place > 0), rtol=rtol, atol=rtol)
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float64) -> nn.Parameter:
+    return nn.Parameter(randn(*shape, seed=sum(shape)).to(dtype))
+
+
+def test_parameters_views_casts_and_shared_weights() -> None:
+    mesh = Mesh.single()
+    group = mesh[Axis.TP]
+    plain, viewed, cast = parameter(D, D), parameter(2, 3, D), parameter(D, D, dtype=torch.float32)
+    bias, norm = parameter(D), parameter(D)
+
+    def function(x: Tensor) -> Tensor:
+        h, g = column_product(x * norm, [plain, viewed.flatten(0, -2)], [bias, None], group)
+        return row_product(torch.tanh(h + g), cast, None, group) + row_product(h, plain, None, group)
+
+    assert_equal_every_way(mesh, function, [plain, viewed, cast, bias, norm], randn(B, S, D))
+    with mesh.weight_gradients.on():
+        out = function(randn(B, S, D)).sum()
+        with mesh.weight_gradients.collecting() as put_off:
+            out.backward()
+    assert put_off.parameters == {plain, viewed, cast}
+
+
+class Operations(TorchDispatchMode):
+    """Notes the shapes of the tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        in_place = func.name().split("::")[1].split(".")[0].endswith("_")
+        if isinstance(out, Tensor) and not func.is_view and not in_place:
+            self.made.add(tuple(out.shape))
+        return out
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_is_added_in_place_has_no_tensor_of_its_own(split: bool) -> None:
+    mesh = Mesh.single()
+    weight, table = parameter(5, D), parameter(9, D)
+    ids_BS = torch.tensor([[1, 3, 3, 8], [0, 1, 1, 1]])
+    embedding = VocabParallelEmbedding(9, D, mesh, vocab_multiple=1, weight=table)
+    weight.grad, table.grad = torch.zeros_like(weight), torch.zeros_like(table)
+    with mesh.weight_gradients.on():
+        out = row_product(embedding(ids_BS), weight, None, mesh[Axis.TP]).square().sum()
+        with Operations() as operations:
+            if split:
+                with mesh.weight_gradients.collecting() as put_off:
+                    out.backward()
+                put_off.run()
+            else:
+                out.backward()
+    assert operations.made and not {(5, D), (9, D)} & operations.made
+    assert weight.grad.any() and table.grad.any()
+
+
+def test_a_hook_on_a_gradient_sees_and_changes_it() -> None:
+    mesh = Mesh.single()
+    weight = parameter(D, D)
+    weight.grad = torch.zeros_like(weight)
+    weight.register_hook(lambda gradient: None if gradient is None else gradient * 2)
+    x = randn(B, S, D)
+    with mesh.weight_gradients.on():
+        row_product(x, weight, None, mesh[Axis.TP]).sum().backward()
+        out = row_product(x, weight, None, mesh[Axis.TP]).sum()
+        with mesh.weight_gradients.collecting() as put_off:
+            out.backward()
+        put_off.run()
+    torch.testing.assert_close(weight.grad, 4 * x.sum((0, 1)).expand(D, D))
+
+
+def test_weights_that_are_computed_or_frozen_are_not_put_off() -> None:
+    mesh = Mesh.single()
+    group = mesh[Axis.TP]
+    direction, scale, frozen = parameter(D, D), parameter(D, 1), parameter(D, D).requires_grad_(False)
+
+    def function(x: Tensor) -> Tensor:
+        weight = direction / direction.norm(dim=1, keepdim=True) * scale
+        return row_product(torch.tanh(row_product(x, weight, None, group)), frozen, None, group)
+
+    assert_equal_every_way(mesh, function, [direction, scale, frozen], randn(B, S, D))
+
+
+def test_an_input_without_gradient() -> None:
+    mesh = Mesh.single()
+    weight = parameter(D, D)
+    with mesh.weight_gradients.on():
+        out = row_product(randn(B, S, D), weight, None, mesh[Axis.TP]).square().sum()
+        with mesh.weight_gradients.collecting() as put_off:
+            out.backward()
+        assert weight.grad is None
+        put_off.run()
+    reference = (randn(B, S, D) @ weight.T).square().sum()
+    torch.testing.assert_close(weight.grad, torch.autograd.grad(reference, weight)[0])
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_each_parameter_is_stored_once(split: bool, held: bool) -> None:
+    """Hooks that count stored gradients must not see a weight that is used twice half done."""
+    mesh = Mesh.single()
+    weight, stored = parameter(D, D), []
+    group = mesh[Axis.TP]
+    weight.grad = torch.zeros_like(weight) if held else None
+
+    def note(tensor: Tensor) -> None:
+        if tensor.grad is not None and tensor.grad.any():
+            stored.append(tensor.grad.clone())
+
+    weight.register_post_accumulate_grad_hook(note)
+    with mesh.weight_gradients.on():
+        out = row_product(row_product(randn(B, S, D), weight, None, group), weight, None, group).sum()
+        if split:
+            with mesh.weight_gradients.collecting() as put_off:
+                out.backward()
+            assert not stored
+            put_off.run()
+        else:
+            out.backward()
+    assert len(stored) == 1
+    torch.testing.assert_close(stored[0], weight.grad)
+
+
+def test_a_backward_that_does_not_collect_is_whole() -> None:
+    """A schedule may split some backwards and not others."""
+    mesh = Mesh.single()
+    weight = parameter(D, D)
+    with mesh.weight_gradients.on():
+        row_product(randn(B, S, D), weight, None, mesh[Axis.TP]).square().sum().backward()
+    whole = weight.grad
+    weight.grad = None
+    row_product(randn(B, S, D), weight, None, mesh[Axis.TP]).square().sum().backward()
+    torch.testing.assert_close(whole, weight.grad)
+
+
+def test_nothing_is_put_off_unless_it_is_asked_for() -> None:
+    mesh = Mesh.single()
+    out = row_product(randn(B, S, D), parameter(D, D), None, mesh[Axis.TP])
+    with mesh.weight_gradients.collecting() as put_off:
+        out.sum().backward()
+    assert not put_off.parameters
+
+
+def test_with_recompute_what_is_computed_again_is_put_off() -> None:
+    mesh = Mesh.single()
+    mlp = randomised(ParallelMLP(D, F, mesh, activation="gelu", bias=True))
+    again: Function = lambda x: recompute(mlp.forward, x, None)  # noqa: E731
+    assert_equal_every_way(mesh, again, list(mlp.parameters()), randn(B, S, D))
+
+
+def test_an_embedding() -> None:
+    mesh = Mesh.single()
+    embedding = randomised(VocabParallelEmbedding(16, D, mesh, vocab_multiple=1))
+    ids_BS = torch.tensor([[1, 3, 3, 15], [0, 1, 1, 1]])
+    assert_equal_every_way(mesh, lambda x: x + embedding(ids_BS), [embedding.weight], randn(B, S, D))
+    with mesh.weight_gradients.on():
+        out = embedding(ids_BS).sum()
+        with mesh.weight_gradients.collecting() as put_off:
+            out.backward()
+    assert put_off.parameters == {embedding.weight}
+
+
+def split_backward(tp: int, sequence_parallel: bool) -> dict[str, int]:
+    """An MLP on tp ranks, both ways; the collectives of the whole backward, of I and of W."""
+    mesh = Mesh.from_environment(MeshShape(tp=tp))
+    whole = randomised(ParallelMLP(D, F, Mesh.single(), activation="gelu", bias=True))
+    options = {"activation": "gelu", "bias": True, "sequence_parallel": sequence_parallel}
+    mlp = split_like(ParallelMLP(D, F, mesh, **options), whole)
+    x = randn(B, S // tp if sequence_parallel else S, D, seed=mesh.rank if sequence_parallel else 0)
+    assert_equal_every_way(mesh, mlp, list(mlp.parameters()), x)
+    counts = {}
+
+    def count(name: str) -> None:
+        counts[name] = mesh.ledger.total("tp").calls
+        mesh.ledger.reset()
+
+    out = mlp(x.clone().requires_grad_()).sum()
+    mesh.ledger.reset()
+    out.backward()
+    count("whole")
+    with mesh.weight_gradients.on():
+        out = mlp(x.clone().requires_grad_()).sum()
+        mesh.ledger.reset()
+        with mesh.weight_gradients.collecting() as put_off:
+            out.backward()
+        count("I")
+        put_off.run()
+        count("W")
+    return counts
+
+
+@pytest.mark.parametrize(("sequence_parallel", "later"), [(False, 0), (True, 1)])
+def test_tensor_parallel_layers_gather_their_input_with_the_weights(sequence_parallel: bool, later: int) -> None:
+    for counts in run_ranks(split_backward, 2, 2, sequence_parallel):
+        assert counts["W"] == later, "the second gather of the input goes with W"
+        assert counts["I"] + counts["W"] == counts["whole"]
