@@ -14,6 +14,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.testing.ranks import run_ranks
 from tests.layers.layer_parity import assert_close, piece, randn
+from tests.models.test_activations import Live
 
 B, S = 2, 4
 LABELS = torch.tensor([[0, 4, IGNORED, 2], [1, 3, 4, IGNORED]])
@@ -101,6 +102,43 @@ def test_no_valid_token_is_a_zero_with_a_graph(tp: int) -> None:
 def test_large_logits_do_not_overflow(tp: int) -> None:
     for loss, _ in run_ranks(loss_of, tp, tp, [[1000.0, 0, -1000, 999]], [3], {"vocab": 4}):
         assert loss == pytest.approx(1 + math.log1p(math.exp(-1)), abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("scale", "shift"), [(1, 0), (30, 0), (1, 1e4), (1, -1e4), (1e4, 0)])
+def test_the_loss_is_exact_to_the_last_places_of_the_largest_logit(dtype, scale, shift) -> None:
+    """Rounding the log of the sum of exponentials is all that is lost; a far largest logit loses nothing."""
+    logits = (scale * randn(B, S, 512) + shift).to(dtype).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    labels = logits.detach().argmax(-1)
+    loss, _ = vocab_parallel_cross_entropy(logits, labels, Mesh.single(), vocab=512)
+    loss.backward()
+    expected = reference(exact, labels, 512, 0, 0)
+    expected.backward()
+    top = logits.detach().logsumexp(-1).abs().max().item()
+    unit = torch.finfo(dtype).eps * (top if scale < 1e4 else 1)
+    assert abs(loss.item() - expected.item()) <= 1e-12 * (dtype == torch.float64) + B * S * unit
+    assert (logits.grad - exact.grad).abs().max() <= 2 * unit
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_columns_ruled_out_by_infinity_are_no_part_of_the_softmax(tp: int) -> None:
+    """On two ranks the first one's columns are all ruled out."""
+    results = run_ranks(loss_of, tp, tp, [[-math.inf, -math.inf, 0, 1]], [2], {"vocab": 4})
+    assert all(loss == pytest.approx(math.log(1 + math.e)) for loss, _ in results)
+    gradient = [value for _, rows in results for value in rows[0]]
+    assert gradient == pytest.approx([0, 0, -math.e / (1 + math.e), math.e / (1 + math.e)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_has_one_temporary_of_all_columns_and_backward_the_gradient(dtype: torch.dtype) -> None:
+    logits = torch.randn(B, S, 4096).to(dtype).requires_grad_()
+    wide = logits.numel() * 4
+    with Live(logits, LABELS) as live:
+        loss, _ = vocab_parallel_cross_entropy(logits, LABELS, Mesh.single(), vocab=4096)
+        assert wide <= live.peak < 1.02 * wide
+        loss.backward()
+    assert live.peak < (1.02 if dtype == torch.float32 else 1.52) * wide
 
 
 def low_precision(tp: int) -> tuple[torch.dtype, torch.dtype, float]:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megastack.errors import ConfigError
 from megastack.layers.mlp import ParallelMLP
@@ -13,6 +14,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.placement.placement import Normal
 from megastack.testing.ranks import run_ranks
+from tests.models.test_activations import Live
 
 STRONG = Normal(0.5)
 
@@ -36,6 +38,78 @@ def test_gelu_is_gpt2s_tanh_approximation():
     up = x_BSD @ layer.up.weight.T + layer.up.bias
     inner = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
     torch.testing.assert_close(layer(x_BSD), inner @ layer.down.weight.T + layer.down.bias)
+
+
+def activated(x: torch.Tensor, gradient: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's GELU and its gradient."""
+    x = x.clone().requires_grad_()
+    out = ParallelMLP(6, 10, Mesh.single(), activation="gelu").activate(x)
+    out.backward(torch.ones_like(x) if gradient is None else gradient)
+    return out.detach(), x.grad
+
+
+def torchs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    out = F.gelu(x, approximate="tanh")
+    out.backward(torch.ones_like(x))
+    return out.detach(), x.grad
+
+
+def steps(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of every size, and densely those where the GELU bends."""
+    sizes = torch.logspace(-30, 4, 2001, dtype=torch.float64)
+    return torch.cat([torch.linspace(-12, 12, 20001, dtype=torch.float64), sizes, -sizes]).to(dtype)
+
+
+def exact(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """GELU and slope in fp64 without a difference of nearly equal numbers."""
+    x, rate, cube = x.double(), 2 * math.sqrt(2 / math.pi), 0.044715
+    inner = rate * (x + cube * x**3)
+    rising, falling = torch.sigmoid(inner), torch.sigmoid(-inner)
+    return x * rising, rising * (1 + x * rate * (1 + 3 * cube * x * x) * falling)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gelu_is_as_exact_as_torchs_and_its_slope_half_as_exact(dtype):
+    """Both slopes are least exact where the sigmoid is nearly one: 17 and 9 last places of a slope of one in fp32."""
+    x, unit = steps(dtype), torch.finfo(dtype).eps
+    value, slope = activated(x)
+    assert value.dtype == slope.dtype == dtype
+    expected, expected_slope = exact(x)
+    assert ((value - expected).abs() <= 2 * unit * x.abs()).all()
+    above = x > -1  # where the GELU is no small part of x
+    torch.testing.assert_close(value[above].double(), expected[above], rtol=3 * unit, atol=0)
+    worst, torchs_worst = ((found - expected_slope).abs().max() for found in (slope, torchs(x)[1]))
+    assert worst <= 2.2 * torchs_worst <= 50 * unit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_gelu_is_torchs(dtype):
+    x = steps(torch.float32).to(dtype)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(activated(x), torchs(x), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gelu_of_large_numbers_is_the_number_or_zero(dtype):
+    value, slope = activated(torch.tensor([-1e4, -300.0, 300.0, 1e4], dtype=dtype))
+    assert torch.equal(value, torch.tensor([0, 0, 300.0, 1e4], dtype=dtype))
+    assert slope.tolist() == [0, 0, 1, 1]
+
+
+def test_gelus_gradient_is_multiplied_by_the_one_of_its_output():
+    x, gradient = steps(torch.float64), torch.linspace(-3, 3, 24003, dtype=torch.float64)
+    torch.testing.assert_close(activated(x, gradient)[1], gradient * activated(x)[1], rtol=1e-15, atol=0)
+
+
+def test_gelu_needs_one_tensor_in_backward_beside_its_output_and_gradient():
+    x = torch.randn(2, 64, 128, requires_grad=True)
+    gradient, unit = torch.randn(2, 64, 128), x.numel() * 4
+    layer = ParallelMLP(6, 10, Mesh.single(), activation="gelu")
+    with Live(x, gradient) as live:
+        out = layer.activate(x)
+        assert unit <= live.peak < 1.01 * unit
+        out.backward(gradient)
+    assert live.peak < 3.01 * unit, "output, gradient and one more"
 
 
 class SquaredReLU(ParallelMLP):
