@@ -15,10 +15,11 @@ from bench.sides import Megastack
 from bench.task import LAYOUTS
 from megastack.testing.ranks import run_ranks
 
+# GELU's products are among the other operations.
 _KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"),
     "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product"),
-    "GELU": ("aten::gelu", "aten::gelu_backward"),
+    "GELU": ("aten::sigmoid_", "aten::sigmoid_backward", "aten::addcmul", "aten::addcmul_"),
     "norms": ("aten::native_layer_norm", "aten::native_layer_norm_backward"),
     "optimizer": ("aten::_fused_adamw_",),
 }

@@ -11,6 +11,9 @@ from typing import Any
 
 from bench.measure import SIDES, RankRecord
 from bench.task import LAYOUTS, configuration
+from megastack.config.layout_rules import mesh_shape
+from megastack.models.stages import configured_schedule
+from megastack.pipeline.simulate import simulate
 
 MARKS = ("<!-- figures: written by scripts/bench_layouts.py -->", "<!-- end of figures -->")
 Rows = Sequence[tuple[str, ...]]
@@ -72,10 +75,9 @@ def summarise(
 
 
 def bubble(name: str) -> float:
-    """1F1B's: (p-1) / (M + p-1)."""
-    layout, batch = LAYOUTS[name], configuration(LAYOUTS[name]).batch
-    microbatches = batch.global_size // (batch.micro_size * layout.dp)
-    return (layout.pp - 1) / (microbatches + layout.pp - 1)
+    """The share of a whole step that megastack's schedule idles where all stages take equally long and F = I = W."""
+    config = configuration(LAYOUTS[name])
+    return simulate(configured_schedule(config, mesh_shape(config))).step_bubble
 
 
 def add_ideals(results: Sequence[dict[str, Any]], cores: int) -> None:

@@ -89,6 +89,7 @@ LAYOUTS = {
         Layout("dp2.zero3.deepspeed", dp=2, kind="deepspeed", zero=3, gather="microbatch", reduce="microbatch"),
         Layout("tp2", tp=2),
         Layout("pp2", pp=2, schedule="zb_h1"),
+        Layout("pp2.1f1b", pp=2),
         Layout("tp2.pp2", tp=2, pp=2),
         Layout("dp2.tp2.pp2", dp=2, tp=2, pp=2, kind="fsdp2"),
     )

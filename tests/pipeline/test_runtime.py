@@ -30,7 +30,7 @@ from megastack.testing.ranks import run_ranks
 from tests.pipeline.chain import WIDTH, Link, batch, distance, gradients, plain, rows_of, squared_error
 
 MICROBATCHES = (1, 2, 3, 4, 8)
-KINDS = (("gpipe", 1), ("1f1b", 1), ("gpipe", 2), ("interleaved", 2))
+KINDS = (("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_h2", 1), ("gpipe", 2), ("interleaved", 2))
 
 
 def links(schedule: Schedule, mesh: Mesh) -> list[Link]:

@@ -19,6 +19,7 @@ from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedules.registry import build_schedule
 from megastack.pipeline.stage import Slot, Stage, leaf
 from megastack.testing.ranks import run_ranks
+from megastack.weight_gradients import WeightGradients
 from tests.models.model_cases import LLAMA, build, microbatch, tiny
 from tests.pipeline.chain import batch, squared_error
 
@@ -142,7 +143,7 @@ class Half(nn.Module):
 
 
 def test_a_carry_that_a_stage_does_not_use_has_a_gradient_of_zero() -> None:
-    stage = Stage(Half(), 1)
+    stage = Stage(Half(), 1, WeightGradients())
     carry = {name: torch.ones(2, requires_grad=True) for name in ("hidden", "unused")}
     stage.forward(carry, batch(1), 0)
     assert stage.live == 1

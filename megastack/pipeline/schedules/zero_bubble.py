@@ -1,11 +1,12 @@
 """ZB-H1 and ZB-H2: 1F1B with the backward split, W filling the bubble (Qi et al., arXiv 2401.10241).
 
 Only I, the gradient of the input, keeps the previous rank waiting. W, the gradient of the weights, waits for nobody, so
-a rank puts it off: rank 0 not at all, each later rank by one microbatch more (by two in ZB-H2), and the last rank hands
-out its gradients as early as it can. ZB-H1 keeps the p microbatches that rank 0 of 1F1B keeps, on every rank. ZB-H2
-runs twice as many forwards ahead and keeps up to 2p - 1; its ranks then work without a gap where F = I = W, though
-later ones start and end later. Where W is no longer than F and than I, `idle` is exact for the longest span of a rank,
-and a whole step idles for max(`idle`, (p - 1)·F): for the second, the last rank has to wait whatever the order.
+a rank puts it off: each rank by one microbatch more than the one before (by two in ZB-H2), so that the last hands out
+its gradients as early as it can. Rank 0 keeps nobody waiting and puts nothing off: it runs whole backwards, B. ZB-H1
+keeps the p microbatches that rank 0 of 1F1B keeps, on every rank. ZB-H2 runs twice as many forwards ahead and keeps up
+to 2p - 1; its ranks then work without a gap where F = I = W, though later ones start and end later. Where W is no
+longer than F and than I, `idle` is exact for the longest span of a rank, and a whole step idles for max(`idle`, (p -
+1)·F): for the second, the last rank has to wait whatever the order.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ def _rank(stage: int, warm: int, most_late: int, microbatches: int) -> list[Acti
     its next I.
     """
     late = min(most_late, max(0, microbatches - warm - 1))
+    backward = Op.I if stage else Op.B
     actions = [Action(Op.F, stage, m) for m in range(warm)]
     for m in range(microbatches + late):
         if warm + m < microbatches:
             actions.append(Action(Op.F, stage, warm + m))
         if m < microbatches:
-            actions.append(Action(Op.I, stage, m))
-        if m >= late:
+            actions.append(Action(backward, stage, m))
+        if m >= late and backward is Op.I:
             actions.append(Action(Op.W, stage, m - late))
     return actions
 
