@@ -108,13 +108,14 @@ def test_figures_are_of_the_slowest_rank_and_the_sum_of_cpu_time(tmp_path: Path)
     assert result["wall_ratio"] == {"median": 0.5, "low": 0.5, "high": 0.5}
     assert result["peak_bytes"] == {"megastack": 3, "peer": 4}
     assert result["losses"]["peer"] == [1.5, 1.5], "ranks without a loss do not enter its mean"
-    assert bubble("pp2") == pytest.approx(1 / 9)
-    assert result["ideal_wall_s"] == pytest.approx(4 / 2 / (8 / 9))
+    assert bubble("pp2.1f1b") == pytest.approx(1 / 9)
+    assert bubble("pp2") == pytest.approx(1 / 25)
+    assert result["ideal_wall_s"] == pytest.approx(4 / 2 / (24 / 25))
     page = tmp_path / "page.md"
     page.write_text(f"above\n{MARKS[0]}\nold\n{MARKS[1]}\nbelow\n")
     machine = {"date": "today", "torch": "2", "cores": 2, "processor": "x", "load_before": 0.1, "load_after": 0.2}
     write_page(page, [single, result], machine)
     text = page.read_text()
     assert "old" not in text and text.startswith("above\n") and text.endswith("below\n")
-    assert "| pp2 | 1F1B | 2.00 | 4.00 | 0.50 (0.50-0.50) | 0.89 |" in text
+    assert "| pp2 | 1F1B | 2.00 | 4.00 | 0.50 (0.50-0.50) | 0.96 |" in text
     assert "pp 7" in text_tables([single, result])
