@@ -1,11 +1,13 @@
 """How fast checkpoints are saved and loaded, against the plainest thing that could be right, on this machine.
 
-    python scripts/bench_checkpoint.py [--mb 200] [--ranks 2] [--repeats 7] [--folder DIR] [--json FILE]
+    python scripts/bench_checkpoint.py [--mb 200] [--ranks 1 2] [--repeats 7] [--pairs 20] [--folder DIR] [--json FILE]
+    python scripts/bench_checkpoint.py --page           # also writes the table of docs/benchmarks/checkpoints.md
 
-Each repeat runs in pairs, in alternating order, on the same ranks and bytes: `save` beside a plain write + crc32 +
-fsync of one file a rank, `load` beside a plain read + crc32 of those files. Ratios are plain time / our time, so 1 is
-as fast and more is faster; the median and the range of the paired ratios are printed. The asynchronous save is measured
-by what its caller waits for, beside a copy of the same bytes into memory that is already there.
+Everything runs in pairs, in alternating order, on the same ranks and bytes: `save` beside a plain write + crc32 + fsync
+of one file a rank, `load` beside a plain read + crc32 of those files. Ratios are plain time / our time, so 1 is as fast
+and more is faster. The asynchronous save is measured by what its caller waits for, beside a copy of the same bytes into
+memory that is already there: each rank's own time, from a barrier, when nothing is being written. What goes by while
+the ranks agree on the plan, mostly one rank's waiting for another, is also given by itself. Medians and quartiles.
 """
 
 from __future__ import annotations
@@ -13,20 +15,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import re
 import shutil
 import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from megastack import Box, Mesh, MeshShape, SaveHandle, State, StateItem, load, run_ranks, save
+from megastack.checkpoint import kept
 
+Times = dict[str, list[float]]
 CHUNK = 1 << 20
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "checkpoints.md"
+MARKS = ("<!-- figures: written by scripts/bench_checkpoint.py -->", "<!-- end of figures -->")
 KINDS = ("model", "optim/exp_avg", "optim/exp_avg_sq")
 
 
@@ -59,50 +70,92 @@ def plain_load(path: Path, state: State) -> None:
         for item in state.items:
             data = item.boxes[0][1].view(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), CHUNK):
-                file.readinto(data[start : start + CHUNK])  # type: ignore[attr-defined]
+                file.readinto(data[start : start + CHUNK])
                 crc = zlib.crc32(data[start : start + CHUNK], crc)
 
 
-def timed(action: Callable[[], object]) -> tuple[float, object]:
-    """Seconds until all ranks are through, and what the action returned."""
-    if dist.is_initialized():
-        dist.barrier()
+def timed(action: Callable[[], object]) -> float:
+    """Seconds until all ranks are through."""
+    meet()
     began = time.perf_counter()
-    result = action()
+    action()
+    meet()
+    return time.perf_counter() - began
+
+
+def meet() -> None:
+    """Wait for all ranks."""
     if dist.is_initialized():
         dist.barrier()
-    return time.perf_counter() - began, result
 
 
-def measure(folder: Path, ranks: int, megabytes: int, repeats: int) -> dict[str, list[float]]:
-    """One rank's times by name; the first repeat is not kept."""
+def measure(folder: Path, ranks: int, megabytes: int, repeats: int, pairs: int) -> Times:
+    """One rank's times by name; the first of each is not kept."""
     mesh = Mesh.from_environment(MeshShape(dp=ranks))
-    state, blank, room = (make_state(mesh.rank, ranks, megabytes) for _ in range(3))
+    times = measure_files(folder, mesh, megabytes, repeats) | measure_calls(folder, mesh, megabytes, pairs)
+    return {name: values[1:] for name, values in times.items()}
+
+
+def measure_files(folder: Path, mesh: Mesh, megabytes: int, repeats: int) -> Times:
+    """Saving and loading beside plain files."""
+    ranks = mesh.world.size
+    state, blank = (make_state(mesh.rank, ranks, megabytes) for _ in range(2))
     path, plain = folder / "step_00000001", folder / f"plain_{mesh.rank}"
-    times: dict[str, list[float]] = {}
+    times: Times = {}
     pairs: list[list[tuple[str, Callable[[], object]]]] = [
         [("save", lambda: save(path, state, mesh)), ("plain save", lambda: plain_save(plain, state))],
         [("load", lambda: load(path, blank, mesh)), ("plain load", lambda: plain_load(plain, blank))],
-        [
-            ("copy", lambda: copy(room, state)),
-            ("held up", lambda: save(folder / "step_00000002", state, mesh, asynchronous=True)),
-        ],
     ]
     for repeat in range(repeats + 1):
+        plain.unlink(missing_ok=True)  # both write into an empty place
+        shutil.rmtree(path, ignore_errors=True) if mesh.rank == 0 else None
         for pair in pairs:
-            if pair is pairs[0]:  # both write into an empty place
-                plain.unlink(missing_ok=True)
-                shutil.rmtree(path, ignore_errors=True) if mesh.rank == 0 else None
             for name, action in reversed(pair) if repeat % 2 else pair:
-                seconds, result = timed(action)
-                if name == "held up":
-                    assert isinstance(result, SaveHandle)
-                    result.wait()
-                    seconds = result.held_up_s
-                    times.setdefault("published", []).append(result.seconds)
-                times.setdefault(name, []).append(seconds)
+                times.setdefault(name, []).append(timed(action))
         assert all(torch.equal(a.boxes[0][1], b.boxes[0][1]) for a, b in zip(state.items, blank.items, strict=True))
-    return {name: values[1:] for name, values in times.items()}
+    return times
+
+
+def measure_calls(folder: Path, mesh: Mesh, megabytes: int, pairs: int) -> Times:
+    """What the caller of an asynchronous save waits for, beside a copy; this rank's own time."""
+    state, room = (make_state(mesh.rank, mesh.world.size, megabytes) for _ in range(2))
+    times: Times = {name: [] for name in ("copy", "held up", "agreeing", "published")}
+
+    def plain() -> None:
+        meet()
+        began = time.perf_counter()
+        copy(room, state)
+        times["copy"].append(time.perf_counter() - began)
+
+    def ours() -> None:
+        meet()
+        with agreeing() as spent:
+            handle = save(folder / "step_00000002", state, mesh, asynchronous=True)
+        assert isinstance(handle, SaveHandle)
+        handle.wait()
+        times["held up"].append(handle.held_up_s)
+        times["agreeing"].append(sum(spent))
+        times["published"].append(handle.seconds)
+
+    for number in range(pairs + 1):
+        for action in (plain, ours) if number % 2 else (ours, plain):
+            action()
+    return times
+
+
+@contextmanager
+def agreeing() -> Iterator[list[float]]:
+    """The seconds that go by while all ranks say whether the last plan will do."""
+    ask, spent = kept.all_true, list[float]()
+
+    def timed_ask(*arguments: Any) -> bool:
+        began = time.perf_counter()
+        answer = ask(*arguments)
+        spent.append(time.perf_counter() - began)
+        return answer
+
+    with mock.patch.object(kept, "all_true", timed_ask):
+        yield spent
 
 
 def copy(room: State, state: State) -> None:
@@ -111,20 +164,57 @@ def copy(room: State, state: State) -> None:
         target.boxes[0][1].copy_(source.boxes[0][1])
 
 
-def said(values: list[float]) -> str:
-    """Median and range."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+def said(values: Sequence[float], digits: int) -> str:
+    """Median and quartiles."""
+    low, _, high = statistics.quantiles(values if len(values) > 1 else [*values, *values], n=4, method="inclusive")
+    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def report(times: dict[str, list[float]], megabytes: int) -> None:
-    """Print what the times of one number of ranks say."""
+def differences(first: Sequence[float], *others: Sequence[float]) -> list[float]:
+    """Milliseconds of the first without the others."""
+    return [1e3 * (a - sum(rest)) for a, *rest in zip(first, *others, strict=True)]
+
+
+def figures(by_rank: Sequence[Times], megabytes: int) -> dict[str, str]:
+    """What the times of one number of ranks say, by row; a file is there when the slowest rank is through."""
+    slowest = {name: [max(x) for x in zip(*(rank[name] for rank in by_rank), strict=True)] for name in by_rank[0]}
+    rows = {}
     for name in ("save", "load"):
-        ratios = [b / a for a, b in zip(times[name], times[f"plain {name}"], strict=True)]
-        rate = statistics.median(megabytes / seconds for seconds in times[name])
-        print(f"  {name}: {said(ratios)} × plain; {rate:,.0f} MB/s; plain {said(times[f'plain {name}'])} s")
-    extra = [1e3 * (a - b) for a, b in zip(times["held up"], times["copy"], strict=True)]
-    print(f"  asynchronous: held up {said([1e3 * x for x in times['held up']])} ms, beyond a copy {said(extra)} ms")
-    print(f"  asynchronous: published after {said(times['published'])} s")
+        ratios = [b / a for a, b in zip(slowest[name], slowest[f"plain {name}"], strict=True)]
+        rate = statistics.median(megabytes / seconds for seconds in slowest[name])
+        rows[name] = f"{said(ratios, 2)} × plain, {rate:,.0f} MB/s"
+
+    def of_ranks(milliseconds: Callable[[Times], list[float]]) -> str:
+        return "; ".join(said(milliseconds(times), 0) for times in by_rank) + " ms"
+
+    rows["asynchronous: caller held up"] = of_ranks(lambda x: differences(x["held up"]))
+    rows["… beyond a copy into memory that is there"] = of_ranks(lambda x: differences(x["held up"], x["copy"]))
+    rows["… of which until all ranks agreed on the plan"] = of_ranks(lambda x: differences(x["agreeing"]))
+    rows["… published after"] = f"{said(slowest['published'], 2)} s"
+    return rows
+
+
+WANTED = {"save": "≥ 0.8", "load": "≥ 0.6", "… beyond a copy into memory that is there": "≤ 20 ms"}
+
+
+def table(results: dict[int, dict[str, str]]) -> str:
+    """The figures in Markdown, a column for each number of ranks."""
+    heads = ["", *(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in results), "wanted"]
+    rows = [[name, *(rows[name] for rows in results.values()), WANTED.get(name, "")] for name in _first(results)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *rows])
+
+
+def _first(results: dict[int, dict[str, str]]) -> dict[str, str]:
+    return next(iter(results.values()))
+
+
+def write_page(about: str, text: str) -> None:
+    """Replace the figures of the page, which stand between two marks."""
+    start, end = MARKS
+    page = PAGE.read_text(encoding="utf-8")
+    new = f"{start}\n{about}\n\n{text}\n{end}"
+    page = re.sub(f"{re.escape(start)}.*{re.escape(end)}", lambda _: new, page, flags=re.DOTALL)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 def main() -> None:
@@ -132,21 +222,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Save and load rates of checkpoints, beside plain files.")
     parser.add_argument("--mb", type=int, default=200, help="megabytes of state over all ranks (default 200)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default 1 2)")
-    parser.add_argument("--repeats", type=int, default=7, help="pairs of each kind (default 7)")
+    parser.add_argument("--repeats", type=int, default=7, help="pairs of saves and of loads (default 7)")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of asynchronous saves and copies (default 20)")
     parser.add_argument("--folder", help="where to write (default: a new temporary folder)")
-    parser.add_argument("--json", metavar="FILE", help="also write all times to FILE")
+    parser.add_argument("--json", metavar="FILE", help="also write all times to FILE, by ranks and rank")
+    parser.add_argument("--page", action="store_true", help="write the table of docs/benchmarks/checkpoints.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    results = {}
+    before, results, raw = os.getloadavg()[0], {}, {}
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            by_rank = run_ranks(measure, ranks, Path(folder), ranks, options.mb, options.repeats, timeout=900)
-        slowest = {name: [max(x) for x in zip(*(rank[name] for rank in by_rank), strict=True)] for name in by_rank[0]}
-        results[ranks] = slowest
-        print(f"{ranks} ranks, {options.mb} MB, {options.repeats} pairs; median (range)")
-        report(slowest, options.mb)
+            arguments = Path(folder), ranks, options.mb, options.repeats, options.pairs
+            raw[ranks] = run_ranks(measure, ranks, *arguments, timeout=900)
+        results[ranks] = figures(raw[ranks], options.mb)
+    about = (
+        f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {platform.system()}, "
+        f"{len(os.sched_getaffinity(0))} cores, {options.mb} MB, {options.repeats} pairs of saves and loads, "
+        f"{options.pairs} of calls and copies, load average {before:.1f} before and {os.getloadavg()[0]:.1f} after."
+    )
+    print(about, table(results), sep="\n\n")
+    if options.page:
+        write_page(about, table(results))
     if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(raw, indent=1) + "\n")
 
 
 if __name__ == "__main__":

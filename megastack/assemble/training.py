@@ -135,6 +135,8 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
         ZeroOptions(zero.stage, zero.shard_size, zero.gather, zero.reduce),
         units=[unit for stage in stages for unit in stage.units()],
         separable=[unit for stage in stages for unit in stage.passing_units()],
+        turning=[unit for stage in stages for unit in stage.turning_units()],
+        unread=[unit for stage in stages for unit in stage.lookups()],
         groups=_groups(config, stages, names),
         reduce_dtype=DTYPES[config.precision.reduce] if config.precision.reduce else None,
     )

@@ -2,7 +2,8 @@
 
 The caller is held up by planning and by the copy. Everything else happens on a thread that never communicates: a rank
 that has written its file leaves a report beside it, the first rank's thread waits for the reports of all, removes them
-and publishes. Ranks meet again in :meth:`AsynchronousSave.wait`, on the thread that trains.
+and publishes. Ranks meet again in :meth:`AsynchronousSave.wait`, on the thread that trains. The thread is there before
+the copy: one that went to work as it started would keep its starter waiting for the interpreter.
 
 One save is in flight at a time. Its plan and its staging buffer are kept for the next: planning takes talks of all
 ranks, and fresh memory costs more than the copy itself.
@@ -17,6 +18,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megastack.checkpoint.items import State
 from megastack.checkpoint.kept import Kept
@@ -47,9 +51,9 @@ class AsynchronousSave:
         self.path = path
         self._world = world
         share = kept.plan(path, state, world)
-        copies = kept.staging.copy(share.tensors)
-        self._copies = {item.index: copy for item, copy in zip(share.items, copies, strict=True)}
         self._share = replace(share, tensors=())
+        self._copies: dict[MetadataIndex, Tensor] = {}
+        self._copied = threading.Event()
         self._fault = ""  # what kept this rank from its part
         self._error: str | None = None  # the common verdict, once all ranks know it: "" is success
         self._failed: tuple[int, ...] = ()
@@ -59,6 +63,14 @@ class AsynchronousSave:
         self._began, self._ended = began, began
         self._thread = threading.Thread(target=self._run, name=f"save {path.name}")
         self._thread.start()
+        try:
+            copies = kept.staging.copy(share.tensors)
+            self._copies = {item.index: copy for item, copy in zip(share.items, copies, strict=True)}
+        except BaseException as error:
+            self._fault = said(error)
+            raise
+        finally:
+            self._copied.set()
         self.held_up_s = time.perf_counter() - began
 
     @property
@@ -109,8 +121,11 @@ class AsynchronousSave:
     def _run(self) -> None:
         """The thread: write, report, and on the first rank publish."""
         report = RankReport()
+        self._copied.wait()
         try:
-            report = write_share(self.path, self._world.rank, self._share.items, lambda item: self._copies[item.index])
+            if not self._fault:
+                rank, items = self._world.rank, self._share.items
+                report = write_share(self.path, rank, items, lambda item: self._copies[item.index])
         except Exception as error:
             self._fault = said(error)
         try:

@@ -15,7 +15,9 @@ step                            1, from first forward to last backward     1; wh
 microbatch                      2 M, during a forward or a backward        M; a shard of the gradient
 ==============================  =========================================  =====================================
 
-A stage's own parameters, those of no unit, stay gathered from a forward to its backward. Stage 2 is ``gather=step``.
+A unit whose backward follows its forward at once, or reads no parameter, is gathered for a microbatch once. So are a
+stage's own parameters, those of no unit; they and the former stay from a forward to its backward. Stage 2 is
+``gather=step``.
 
 Gathers and reductions go through :mod:`megastack.comm.collectives` by FSDP2's own interface for custom communication,
 so the ledger counts each with the bytes that really travel, padding included.
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -34,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megastack.comm.collectives import start_all_gather_, start_reduce_scatter_
+from megastack.comm.fsdp import CountedGather, CountedReduce
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.gradients.interface import Part
@@ -58,6 +61,8 @@ class FullyShardedGradients:
         mesh: the mesh, with several ranks in a shard group.
         shard_size: the adjacent ``dp·cp`` ranks that share a parameter; ``None`` for all.
         units: sub-modules whose parameters are used by calling them and in no other way; each is gathered by itself.
+        turning: those of them whose backward follows their forward at once.
+        unread: those whose backward reads no parameter.
         gather: ``step`` or ``microbatch``.
         reduce: ``step`` or ``microbatch``.
         groups: the optimizer group of each global name; ``None`` where nothing but the placement's ``decay`` differs.
@@ -81,6 +86,8 @@ class FullyShardedGradients:
         *,
         shard_size: int | None = None,
         units: Sequence[nn.Module] = (),
+        turning: Sequence[nn.Module] = (),
+        unread: Sequence[nn.Module] = (),
         gather: str = "step",
         reduce: str = "step",
         groups: Mapping[str, OptimGroup] | None = None,
@@ -102,9 +109,12 @@ class FullyShardedGradients:
             here = set(module.modules())
             inner = [unit for unit in units if unit in here]
             for unit in inner:
-                cutter.cut(unit, reshard_after_forward=gather == "microbatch")
+                cutter.cut(unit, reshard_after_forward=gather == "microbatch" and unit not in turning)
             cutter.cut(module, reshard_after_forward=False)
-            _gather_ahead([*inner, module])
+            for unit in unread:
+                if unit in here:
+                    cast(FSDPModule, unit).set_unshard_in_backward(False)
+            _gather_ahead(inner, module)
         self._stages = [cast(FSDPModule, module) for module in modules]
         self._parts = [part for module in modules for part in module.modules() if isinstance(part, FSDPModule)]
         self._shards: dict[str, ParameterShard] = {}
@@ -191,15 +201,17 @@ class FullyShardedGradients:
         stage.set_requires_gradient_sync(last or self._reduce == "microbatch")
 
 
-def _gather_ahead(parts: Sequence[nn.Module]) -> None:
-    """Let each part, in order of use, gather the one before it during its own backward.
+def _gather_ahead(units: Sequence[nn.Module], stage: nn.Module) -> None:
+    """Let each unit, in order of use, gather the next one during its forward and the one before during its backward.
 
     FSDP2 itself takes the one whose forward came before, which with several microbatches is the end of another one:
     gathered for nothing.
     """
-    cut = [cast(FSDPModule, part) for part in parts]
+    cut = [cast(FSDPModule, part) for part in (*units, stage)]
     for before, part in zip([cut[0], *cut], cut, strict=False):
         part.set_modules_to_backward_prefetch([before])
+    for unit, after in pairwise(cut[:-1]):
+        unit.set_modules_to_forward_prefetch([after])
 
 
 class _Cutter:
@@ -257,8 +269,8 @@ class _Cutter:
         )
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
-        cut.set_custom_all_gather(cast(Any, _Gather(self._shard)))
-        cut.set_custom_reduce_scatter(cast(Any, _Reduce(self._shard, self._reduce_dtype)))
+        cut.set_custom_all_gather(cast(Any, CountedGather(self._shard)))
+        cut.set_custom_reduce_scatter(cast(Any, CountedReduce(self._shard, self._reduce_dtype)))
 
 
 def _promote_(named: Sequence[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, torch.dtype]:
@@ -294,37 +306,3 @@ def _local(x: Tensor) -> Tensor:
     assert isinstance(x, DTensor)
     with torch.no_grad():
         return x.to_local()
-
-
-class _Traffic:
-    """A way of FSDP2 to communicate that is ours, and counted."""
-
-    def __init__(self, group: AxisGroup, dtype: torch.dtype | None = None) -> None:
-        self._group, self._dtype = group, dtype
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Gather(_Traffic):
-    """The all-gather; its input lies in its output already."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        start_all_gather_(output_tensor, self._group).wait()
-
-
-class _Reduce(_Traffic):
-    """The reduce-scatter, in the dtype that is wanted on the wire."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
-    ) -> None:
-        summing = start_reduce_scatter_(input_tensor.to(self._dtype or input_tensor.dtype), self._group)
-        output_tensor.copy_(summing.wait())

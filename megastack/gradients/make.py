@@ -26,6 +26,8 @@ def build_gradients(
     *,
     units: Sequence[nn.Module] = (),
     separable: Sequence[nn.Module] = (),
+    turning: Sequence[nn.Module] = (),
+    unread: Sequence[nn.Module] = (),
     groups: Mapping[str, OptimGroup] | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Gradients:
@@ -37,6 +39,8 @@ def build_gradients(
         zero: the stage and its choices.
         units: sub-modules that first use their parameters when they are called.
         separable: those of them whose parameters nothing else uses.
+        turning: separable ones whose backward follows their forward at once.
+        unread: separable ones whose backward reads no parameter.
         groups: the optimizer group of each global name.
         reduce_dtype: the dtype in which gradients are summed over data ranks.
     """
@@ -58,6 +62,8 @@ def build_gradients(
         mesh,
         shard_size=zero.shard_size,
         units=separable,
+        turning=turning,
+        unread=unread,
         gather=zero.gather,
         reduce=zero.reduce,
         groups=groups,

@@ -157,6 +157,14 @@ class Decoder(ParallelModule):
         end = [self.norm, self.head or self.embedding] if self.has_head else []
         return [unit for unit in self.units() if not any(unit is part for part in end)]
 
+    def turning_units(self) -> list[nn.Module]:
+        """The last of the passing units where only the end of the model lies between its forward and its backward."""
+        return list(self.blocks.values())[-1:] if self.has_head else []
+
+    def lookups(self) -> list[nn.Module]:
+        """The passing units whose backward reads no parameter: it adds to the rows that were looked up."""
+        return [unit for unit in self.passing_units() if unit is self.embedding or unit is self.positions]
+
     def share_embedding(self, first: Decoder) -> None:
         """Use the embedding of ``first`` as the tied projection, where one rank holds both; there is no copy then."""
         assert self.config.model.tied and first.embedding is not None and self.embedding is not None

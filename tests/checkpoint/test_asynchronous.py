@@ -6,6 +6,7 @@ import resource
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from megastack.checkpoint import asynchronous, write
 from megastack.checkpoint.folder import list_checkpoints, newest_complete, read_latest
 from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.kept import Staging
 from megastack.checkpoint.load import load
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.checkpoint.save import save
@@ -77,6 +79,26 @@ def test_the_snapshot_is_the_step_it_names_though_training_goes_on(tmp_path: Pat
         assert not list(reader.path.glob("rank_*.json")) and not list(reader.path.glob("*.part"))
     assert read_latest(tmp_path) == tmp_path / "step_00000005"
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000003", "step_00000005"]
+
+
+def fail_in_the_copy(root: Path) -> list[str]:
+    """What is left in the folder once the first rank is through with a save whose copy failed on the second."""
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    state = rows(mesh.rank, 2, 3)
+    if mesh.rank:
+        with mock.patch.object(Staging, "copy", side_effect=MemoryError("no room")), pytest.raises(MemoryError):
+            save(root / "step_00000003", state, mesh, asynchronous=True)
+    else:
+        handle, end = save(root / "step_00000003", state, mesh, asynchronous=True), time.monotonic() + 20
+        while not handle.done and time.monotonic() < end:
+            time.sleep(0.01)
+        assert handle.done
+    torch.distributed.barrier()
+    return os.listdir(root)
+
+
+def test_a_rank_that_has_no_room_for_the_copy_keeps_no_other_waiting(tmp_path: Path) -> None:
+    assert run_ranks(fail_in_the_copy, 2, tmp_path) == [[], []]
 
 
 def save_cuts(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from megastack.comm.collectives import (
     broadcast,
     reduce_scatter,
     start_all_gather,
+    start_all_gather_,
     start_all_reduce,
     start_all_reduce_,
     start_reduce_scatter,
@@ -103,6 +105,18 @@ def test_operations_run_side_by_side_and_may_be_waited_for_again() -> None:
     for rank, (values, in_place) in enumerate(run_ranks(several_under_way, 2)):
         assert values == [3, 5, 1, 2, 2, 3, 3 + 2 * rank]
         assert in_place
+
+
+def left_behind() -> bool:
+    group = Mesh.from_environment(MeshShape(tp=2))[Axis.TP]
+    if group.rank:
+        time.sleep(0.3)
+    start_all_gather_(torch.zeros(1 << 16), group)
+    return True
+
+
+def test_a_rank_may_leave_a_gather_behind_that_others_have_not_begun() -> None:
+    assert run_ranks(left_behind, 2) == [True, True]
 
 
 @pytest.mark.parametrize(

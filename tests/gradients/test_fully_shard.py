@@ -166,6 +166,70 @@ def test_bytes_held_and_traffic(
         }
 
 
+class Lookup(ParallelModule):
+    """Rows of a table."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.create_parameters()
+
+    def placements(self) -> dict[str, Placement]:
+        return {"weight": Placement((64, 1024))}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(ids, self.weight)
+
+
+class Looked(Chain):
+    """A chain behind a table, which notes how many gathers were started when each product begins to compute."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.table = Lookup(mesh)
+        self.started: list[int] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(self.table(ids))
+
+    def note(self, *_: object) -> None:
+        self.started.append(self.mesh.ledger.total(op="all_gather").calls)
+
+
+def gathered(turning: int, unread: int) -> tuple[list[int], int, int]:
+    """Gathers started before each product of a forward, after it, and after the backward; the last ``turning`` units
+    stay, the first ``unread`` are not gathered again."""
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    chain = Looked(mesh)
+    units = [chain.table, *chain.units]
+    gradients = FullyShardedGradients(
+        [chain],
+        mesh,
+        units=units,
+        turning=units[len(units) - turning :],
+        unread=units[:unread],
+        gather="microbatch",
+    )
+    for unit in chain.units:
+        unit.register_forward_pre_hook(chain.note)
+    gradients.arm(0)
+    loss = chain(torch.arange(mesh.rank, 60 + mesh.rank))
+    chain.note()
+    loss.backward()
+    gradients.finish()
+    chain.note()
+    grown = next(shard for shard in gradients.buckets if shard.name == "table.weight").own_gradients
+    assert torch.count_nonzero(grown) > 0
+    return chain.started[:-2], chain.started[-2], chain.started[-1]
+
+
+@pytest.mark.parametrize(("turning", "unread"), [(0, 0), (2, 1)])
+def test_units_are_gathered_ahead_and_again_only_where_backward_needs_them(turning: int, unread: int) -> None:
+    for before, forward, whole in run_ranks(gathered, 2, turning, unread):
+        assert before == [4, 5, 6, 7, 8, 8]  # the stage's own, the table, this product and the next
+        assert forward == 8
+        assert whole == 8 + 7 - turning - unread
+
+
 def skipped() -> list[bool]:
     """Whether shards stay as they are where a gradient on one rank is not finite, on every rank, and move otherwise."""
     mesh = Mesh.from_environment(MeshShape(dp=2))

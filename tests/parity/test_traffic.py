@@ -119,12 +119,13 @@ class ClosedForm:
     def units(self, stage: StageSlice) -> Iterator[tuple[int, int]]:
         """Elements of each unit of a stage with parameters, and its gathers for a microbatch where it lets go."""
         model, t = self.model, self.shape.tp
-        yield from ((sum(self.block().values()), 2) for _ in stage.layers)
+        last = stage.layers[-1] if stage.head else None
+        yield from ((sum(self.block().values()), 1 if layer == last else 2) for layer in stage.layers)
         projects = stage.head and model.tied
         if stage.embedding and not projects:
-            yield 264 * model.hidden // t, 2
+            yield 264 * model.hidden // t, 1
         if stage.embedding and model.positions == "learned":
-            yield self.config.batch.sequence_length * model.hidden, 2
+            yield self.config.batch.sequence_length * model.hidden, 1
         if stage.head:
             yield 264 * model.hidden // t + self.norm, 1
 
