@@ -321,7 +321,13 @@ BROKEN: list[tuple[dict[str, Any], int | None, str]] = [
         "one rank; use 0, 1, schedule.chunks=1 or model.tied=false",
     ),
     (
-        {"parallel.zero.stage": 2, "parallel.dp": 2, "batch.global_size": 4, "schedule.name": "zb_h1"},
+        {
+            "parallel.zero.stage": 2,
+            "parallel.dp": 2,
+            "parallel.pp": 2,
+            "batch.global_size": 4,
+            "schedule.name": "zb_h1",
+        },
         None,
         "schedule.name=zb_h1: parallel.zero.stage=2 reduces gradients in I and would miss those of W; use 1f1b or "
         "parallel.zero.stage=1",

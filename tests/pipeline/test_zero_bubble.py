@@ -8,7 +8,7 @@ import pytest
 from megastack.errors import ScheduleError
 from megastack.pipeline.check import check
 from megastack.pipeline.schedules import zero_bubble
-from megastack.pipeline.schedules.registry import build_schedule, closed_form
+from megastack.pipeline.schedules.registry import build_schedule, closed_form, splits_backward
 from megastack.pipeline.simulate import Costs, simulate
 
 DEPTHS = {"zb_h1": 1, "zb_h2": 2}
@@ -187,3 +187,10 @@ def test_bubbles_of_the_paper(
 def test_several_chunks_are_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match=f"schedule.chunks=2: {name} runs one stage a rank; use 1 or schedule.name"):
         build_schedule(name, 2, 2, 4)
+
+
+def test_which_schedules_split_backwards() -> None:
+    split = [name for name in ("gpipe", "1f1b", *DEPTHS) if splits_backward(name, 4, 1, 8)]
+    assert split == list(DEPTHS)
+    assert not splits_backward("zb_h1", 1, 1, 8), "one rank has whole backwards"
+    assert not splits_backward("interleaved", 4, 2, 8)

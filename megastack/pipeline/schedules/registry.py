@@ -170,8 +170,8 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
 def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> bool:
     """Whether a legal schedule has W's, gradients of weights apart from those of the inputs."""
     kind = _KINDS[name]
-    if kind.proven:  # whatever its sizes
-        pp = chunks = microbatches = 1
+    if kind.proven:  # the second rank is like all later ones, one microbatch like all others
+        pp, microbatches = min(pp, 2), 1
     rows = kind.generate(pp, chunks, microbatches, **_given(options))
     return any(part.op is Op.W for row in rows for action in row for part in action.parts or (action,))
 
