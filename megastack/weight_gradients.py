@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -47,28 +46,31 @@ class Product(Protocol):
         """Add it to a tensor of the weight's shape and dtype."""
 
 
-@dataclass(frozen=True, eq=False)
 class Target:
     """Where the gradient of a weight goes.
 
     Attributes:
-        edge: the weight's place in the graph.
-        parameter: the parameter at the end of it.
-        shape: of the weight.
-        is_view: the weight is the parameter, or a view of all of it in the same order.
+        weight: a parameter, or a cast or view of all of one.
+        parameter: that one.
     """
 
-    edge: GradientEdge
-    parameter: Tensor
-    shape: torch.Size
-    is_view: bool
+    __slots__ = ("_adds", "parameter", "weight")  # one is made for every layer and microbatch
+
+    def __init__(self, weight: Tensor, parameter: Tensor, *, in_order: bool) -> None:
+        self.weight, self.parameter = weight, parameter
+        self._adds = in_order
+
+    @property
+    def edge(self) -> GradientEdge:
+        """The weight's place in the graph."""
+        return get_gradient_edge(self.weight)
 
     def place(self) -> Tensor | None:
-        """The part of ``.grad`` that the gradient can be added to, if it can."""
+        """What the gradient can be added to, if it can: ``.grad`` in the weight's shape."""
         gradient = self.parameter.grad
-        if not self.is_view or gradient is None or self.parameter._backward_hooks or not gradient.is_contiguous():
+        if gradient is None or not self._adds or self.parameter._backward_hooks or not gradient.is_contiguous():
             return None
-        return gradient.view(self.shape)
+        return gradient if self.weight is self.parameter else gradient.view(self.weight.shape)
 
 
 class PutOff:
@@ -160,11 +162,12 @@ class WeightGradients:
         """
         if not (self._on and torch.is_grad_enabled() and weight.requires_grad):
             return None
-        edge = get_gradient_edge(weight)
-        end = _end(edge.node, _PASSES)
+        if weight.is_leaf:
+            return Target(weight, weight, in_order=True)
+        end = _end(weight.grad_fn, _PASSES)
         if end is None or end.name() != "torch::autograd::AccumulateGrad":
             return None
-        return Target(edge, end.variable, weight.shape, _end(edge.node, _VIEWS) is end)
+        return Target(weight, end.variable, in_order=_end(weight.grad_fn, _VIEWS) is end)
 
     def give(self, target: Target | None, product: Product) -> Tensor | None:
         """In a backward: what it returns for the weight; nothing where the gradient is added in place or put off."""

@@ -132,7 +132,7 @@ class _LookUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
         (ids_BS,) = ctx.saved_tensors
-        sums = _RowSums(grad_BSD, ids_BS, ctx.target.shape[0])
+        sums = _RowSums(grad_BSD, ids_BS, ctx.target.weight.shape[0])
         return ctx.weight_gradients.give(ctx.target, sums), None, None, None
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,6 @@ from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.comm.collectives import (
     Pending,
     all_gather,
-    done,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -61,8 +60,7 @@ def column_product(
     Returns:
         One ``(…, S, out/t)`` per weight.
     """
-    weights = [weight.to(x.dtype) for weight in weights]
-    biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
+    weights, biases = [_as(x, weight) for weight in weights], [_as(x, bias) for bias in biases]
     if group.size == 1:
         pairs = zip(weights, biases, strict=True)
         return tuple(_local_product(x, weight, bias, group.weight_gradients) for weight, bias in pairs)
@@ -89,7 +87,7 @@ def row_product(
     Raises:
         PlacementError: S is not a multiple of t under sequence parallelism.
     """
-    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    weight, bias = _as(x, weight), _as(x, bias)
     if group.size == 1:
         return _local_product(x, weight, bias, group.weight_gradients)
     partial = _local_product(x, weight, None, group.weight_gradients)
@@ -99,6 +97,19 @@ def row_product(
     else:
         out = reduce_from(partial, group)
     return out if bias is None else out + bias
+
+
+@overload
+def _as(x: Tensor, parameter: Tensor) -> Tensor: ...
+
+
+@overload
+def _as(x: Tensor, parameter: Tensor | None) -> Tensor | None: ...
+
+
+def _as(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """A parameter in the dtype of what it is multiplied with."""
+    return parameter if parameter is None or parameter.dtype == x.dtype else parameter.to(x.dtype)
 
 
 def check_sequence(length: int, group: AxisGroup) -> None:
@@ -136,7 +147,7 @@ class _LocalProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_input, _, needs_bias = ctx.needs_input_grad[:3]
         grad_TO = grad.flatten(0, -2)
-        grad_x = (grad_TO @ weight).view_as(x) if needs_input else None
+        grad_x = (grad_TO @ weight).view(x.shape) if needs_input else None
         grad_weight = ctx.weight_gradients.give(ctx.target, _WeightProduct(grad_TO, _Input(x)))
         return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None
 
@@ -200,18 +211,16 @@ class _Input:
 
     def begin(self) -> None:
         """Start the gather; more calls do nothing."""
-        if self._whole is None:
-            x, group = self._x, self._group
-            self._whole = done(x) if group is None else start_all_gather(x, group, SEQUENCE_DIM)
+        if self._whole is None and self._group is not None:
+            self._whole = start_all_gather(self._x, self._group, SEQUENCE_DIM)
 
     def rows(self) -> Tensor:
         """``(tokens, in)``."""
         self.begin()
-        assert self._whole is not None
-        return self._whole.wait().flatten(0, -2)
+        return (self._x if self._whole is None else self._whole.wait()).flatten(0, -2)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _WeightProduct:
     """The gradient of a weight: ``grad.T @ input``, of the output's gradient ``(tokens, out)``."""
 
