@@ -2,8 +2,9 @@
 
 :func:`block_items` lists, tensor by tensor, what one block saves; ``docs/activations.md`` writes the same as formulas,
 and a test holds the list against the tensors that autograd really saves. With recompute a block keeps fewer of them,
-and backward brings the others back one block at a time. Where a ``_target_`` replaces a layer, the built-in one is
-described in its place, with all parameters trained and fused attention.
+and backward brings the others back one block at a time. From I to W of a schedule that splits backwards a microbatch
+keeps other tensors, those of :func:`weight_items`. Where a ``_target_`` replaces a layer, the built-in one is described
+in its place, with all parameters trained and fused attention.
 
 Not here: gradients in flight, temporary buffers of single operations, and what the allocator adds.
 """
@@ -212,6 +213,38 @@ def end_items(config: TrainConfig, *, embedding: bool, head: bool) -> list[Kept]
     return items
 
 
+def weight_items(config: TrainConfig) -> list[Kept]:
+    """What one block keeps for a microbatch from I to W: inputs of its linear layers, gradients of their outputs."""
+    sizes, gated = Sizes.of(config), config.model.activation == "swiglu"
+    row, width = (sizes.batch, sizes.sequence), sizes.width
+    q, kv = (*row, sizes.heads, sizes.head_dim), (*row, sizes.groups, 2, sizes.head_dim)
+    whole, inner = (*row, sizes.hidden), (*row, sizes.ffn)
+    return [
+        Kept("attention_norm output", "", sizes.hidden_shape, width),
+        Kept("gradient of query", "attention", q, width),
+        Kept("gradient of key and value", "attention", kv, width),
+        Kept("attended", "attention", q, width),
+        Kept("gradient of attention", "", whole, width),
+        Kept("mlp_norm output", "", sizes.hidden_shape, width),
+        Kept("gradient of gate and up" if gated else "gradient of up", "mlp", (2, *inner) if gated else inner, width),
+        Kept("activated", "mlp", inner, width),
+        Kept("gradient of mlp", "", whole, width),
+    ]
+
+
+def weight_end_items(config: TrainConfig, *, embedding: bool, head: bool) -> list[Kept]:
+    """The same of the embedding and the head."""
+    sizes = Sizes.of(config)
+    row, width = (sizes.batch, sizes.sequence), sizes.width
+    items = []
+    if embedding:
+        items += [Kept("ids", "", row, 8), Kept("gradient of embedding", "", (*row, sizes.hidden), width)]
+    if head:
+        logits = (*row, padded_vocab(config.model) // config.parallel.tp)
+        items += [Kept("norm output", "", sizes.hidden_shape, width), Kept("gradient of logits", "", logits, width)]
+    return items
+
+
 @dataclass(frozen=True)
 class ActivationBytes:
     """Activations of one stage on a rank.
@@ -219,10 +252,12 @@ class ActivationBytes:
     Attributes:
         kept: bytes of each microbatch in flight.
         again: bytes that backward brings back for one block, of one microbatch at a time.
+        until_w: bytes of each microbatch between its I and its W.
     """
 
     kept: int
     again: int
+    until_w: int
 
 
 def activation_bytes(config: TrainConfig, layers: range, *, embedding: bool, head: bool) -> ActivationBytes:
@@ -231,7 +266,9 @@ def activation_bytes(config: TrainConfig, layers: range, *, embedding: bool, hea
     kept = [_total(block_items(config, layer)) for layer in layers]
     ends = _total(end_items(config, embedding=embedding, head=head))
     shared = _total(shared_items(config)) if layers else 0
-    return ActivationBytes(sum(kept) + ends + shared, max((whole - part for part in kept), default=0))
+    until_w = len(layers) * _total(weight_items(config))
+    until_w += _total(weight_end_items(config, embedding=embedding, head=head))
+    return ActivationBytes(sum(kept) + ends + shared, max((whole - part for part in kept), default=0), until_w)
 
 
 def _total(items: list[Kept]) -> int:

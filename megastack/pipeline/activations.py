@@ -15,7 +15,8 @@ def peak_chunks(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, .
 
     Args:
         schedule: what to count.
-        weight_share: the part of an activation that W still needs after I; 1 is the cautious choice.
+        weight_share: what W still needs after I, as a part of an activation; more than 1 where activations are
+            recomputed.
     """
     if not schedule.backward:
         return (0.0,) * schedule.pp

@@ -17,6 +17,7 @@ from megastack.mesh.shape import MeshShape
 from megastack.models.activations import activation_bytes
 from megastack.models.profile import StaticBytes, rank_parameters, static_bytes, total_parameters
 from megastack.models.stages import StageSlice, configured_schedule, stage_slices
+from megastack.pipeline.activations import peak_microbatches
 from megastack.pipeline.check import check
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.simulate import Timeline, simulate
@@ -78,13 +79,15 @@ class Layout:
             sum(b.parameters for b in held), sum(b.gradients for b in held), sum(b.optimizer for b in held)
         )
         peak = self.timeline.peaks[place]
-        return RankShare(place, tuple(own), sum(counts), total, peak, self._activations(own, peak))
+        return RankShare(place, tuple(own), sum(counts), total, peak, self._activations(own, place))
 
-    def _activations(self, own: list[StageSlice], peak: float) -> int:
-        """Microbatches alive times what each keeps, and one block that is recomputed; of the longest sequences."""
+    def _activations(self, own: list[StageSlice], place: int) -> int:
+        """The most that microbatches keep at once, and one block that is recomputed; of the longest sequences."""
         config = longest(self.config)
         each = [activation_bytes(config, s.layers, embedding=s.embedding, head=s.head) for s in own]
-        return ceil(peak * sum(stage.kept for stage in each)) + max(stage.again for stage in each)
+        kept = sum(stage.kept for stage in each)
+        peaks = peak_microbatches(self.schedule, sum(stage.until_w for stage in each) / kept)
+        return ceil(peaks[place] * kept) + max(stage.again for stage in each)
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,50 @@ def test_a_whole_model_holds_what_is_told_on_tensor_parallel_ranks(sequence_para
     assert run_ranks(stages, 2, "llama wide", 2, sequence_parallel) == [[], []]
 
 
+def until_w(config: TrainConfig, mesh: Mesh) -> tuple[int, int]:
+    """Bytes of what a whole model's backward leaves for W, and what is told."""
+    decoder = made(config, mesh)
+    with mesh.weight_gradients.on():
+        loss = decoder({}, microbatch(documents=config.data.document_mask)).objective
+        with mesh.weight_gradients.collecting() as put_off:
+            loss.backward()
+    storages = {}
+    for products in put_off._of.values():
+        for _, product in products:
+            parts = (
+                (product.grad_TO, product.source._x)
+                if hasattr(product, "grad_TO")
+                else (product.grad_BSD, product.ids_BS)
+            )
+            storages |= {x.untyped_storage().data_ptr(): x.numel() * x.itemsize for x in parts}
+    layers = range(config.model.layers)
+    return sum(storages.values()), activation_bytes(config, layers, embedding=True, head=True).until_w
+
+
+def until_w_of(name: str, tp: int, sequence_parallel: bool) -> list[str]:
+    mesh, wrong = Mesh.from_environment(MeshShape(tp=tp)), []
+    for mode, pattern in RECOMPUTE[:3]:
+        if mode == "selective" and "attention dropout" in name:
+            continue
+        config = with_recompute(configured(name, tp=tp, sequence_parallel=sequence_parallel), mode, pattern)
+        found, expected = until_w(config, mesh)
+        if found != expected:
+            wrong.append(f"{name} {mode} tp={tp}: {found} bytes, not {expected}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", ["llama", "llama wide", "qwen", "gpt2"])
+def test_what_is_kept_between_i_and_w(name):
+    assert not until_w_of(name, 1, False)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_is_kept_between_i_and_w_on_tensor_parallel_ranks(sequence_parallel):
+    for name in ("llama", "gpt2"):
+        for wrong in run_ranks(until_w_of, 2, name, 2, sequence_parallel):
+            assert not wrong
+
+
 def total(config: TrainConfig, layer: int | None = None) -> int:
     return sum(item.bytes for item in block_items(config, layer))
 
