@@ -192,11 +192,8 @@ def until_w(config: TrainConfig, mesh: Mesh) -> tuple[int, int]:
     storages = {}
     for products in put_off._of.values():
         for _, product in products:
-            parts = (
-                (product.grad_TO, product.source._x)
-                if hasattr(product, "grad_TO")
-                else (product.grad_BSD, product.ids_BS)
-            )
+            looked_up = isinstance(product, _RowSums)
+            parts = (product.grad_BSD, product.ids_BS) if looked_up else (product.grad_TO, product.source._x)
             storages |= {x.untyped_storage().data_ptr(): x.numel() * x.itemsize for x in parts}
     layers = range(config.model.layers)
     return sum(storages.values()), activation_bytes(config, layers, embedding=True, head=True).until_w
