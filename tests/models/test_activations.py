@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megastack.config.schema import BatchOptions, DataOptions, PrecisionOptions, TrainConfig
+from megastack.layers.embedding import _RowSums
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.models.activations import activation_bytes, block_items
