@@ -6,7 +6,8 @@ for that of an embedding.
 
 **In place.** While a pipeline runs a step, such a gradient is added to what ``.grad`` holds by the product itself, with
 no tensor of its own and no pass over it. Hooks behind the accumulation run as ever. It goes autograd's way where there
-is no such place: another dtype, no ``.grad`` yet, a weight that is computed from parameters, a hook on the gradient.
+is no such place: another dtype, no ``.grad`` yet, a weight that is computed from parameters, a hook on the gradient;
+and, where nothing is to be put off, for small weights.
 
 **Later.** Zero-bubble schedules (Qi et al., arXiv 2401.10241) run the second product where a rank would be idle. A
 backward inside :meth:`WeightGradients.collecting` notes what the products take, and :meth:`PutOff.run` makes them. All
@@ -19,6 +20,7 @@ nothing is compiled yet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -31,6 +33,10 @@ _VIEWS = {"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0", "Alia
 """What may lie between a weight and its parameter, with the elements in the same order."""
 _PASSES = _VIEWS | {"ToCopyBackward0"}
 """The same with casts. These nodes keep nothing, so that they can run in a backward, with nothing, and once more."""
+
+
+WORTH_ADDING_IN_PLACE = 2**18
+"""The elements of a weight from which a pass over it takes longer than a function in Python."""
 
 
 class Product(Protocol):
@@ -135,16 +141,20 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self.collected: PutOff | None = None
-        self._on = False
+        self._least: float = math.inf
 
     @contextmanager
-    def on(self) -> Iterator[None]:
-        """Let forwards be such that their backward adds in place and can put off."""
-        self._on = True
+    def on(self, *, least: int = 0) -> Iterator[None]:
+        """Let forwards be such that their backward adds in place and can put off.
+
+        Args:
+            least: the elements from which a weight is worth it.
+        """
+        self._least = least
         try:
             yield
         finally:
-            self._on = False
+            self._least = math.inf
 
     @contextmanager
     def collecting(self) -> Iterator[PutOff]:
@@ -158,9 +168,9 @@ class WeightGradients:
     def target_of(self, weight: Tensor) -> Target | None:
         """Where the gradient of a weight goes; ``None`` where autograd is to take it.
 
-        That is so without grad, and for a weight that is computed from parameters: its graph runs once.
+        That is so without grad, for small weights, and for one that is computed from parameters: its graph runs once.
         """
-        if not (self._on and torch.is_grad_enabled() and weight.requires_grad):
+        if weight.numel() < self._least or not (torch.is_grad_enabled() and weight.requires_grad):
             return None
         if weight.is_leaf:
             return Target(weight, weight, in_order=True)

@@ -82,9 +82,13 @@ class ParallelMLP(ParallelModule):
 
 def _gelu(x: Tensor) -> Tensor:
     """GPT-2's GELU. On the CPU torch's kernel for it is slow, since a vector tanh takes longer than all passes here."""
-    if x.is_cpu and x.dtype in (torch.float32, torch.float64):
+    if x.is_cpu and x.dtype in _SLOPES:
         return _LogisticGELU.apply(x)
     return F.gelu(x, approximate="tanh")
+
+
+_SLOPES = {dtype: torch.tensor(_SLOPE, dtype=dtype) for dtype in (torch.float32, torch.float64)}
+"""The constant of `_SLOPE` as operations on the CPU take it; making one takes as long as a small pass."""
 
 
 class _LogisticGELU(torch.autograd.Function):
@@ -104,13 +108,13 @@ class _LogisticGELU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         sigmoid = _gelu_sigmoid(x)
-        slope = torch.addcmul(x.new_tensor(_SLOPE), x, x, value=3 * _SLOPE * _CUBE)
+        slope = torch.addcmul(_SLOPES[x.dtype], x, x, value=3 * _SLOPE * _CUBE)
         torch.ops.aten.sigmoid_backward(slope, sigmoid, grad_input=slope)
         return sigmoid.addcmul_(slope, x).mul_(grad)
 
 
 def _gelu_sigmoid(x: Tensor) -> Tensor:
-    return torch.addcmul(x.new_tensor(_SLOPE), x, x, value=_SLOPE * _CUBE).mul_(x).sigmoid_()
+    return torch.addcmul(_SLOPES[x.dtype], x, x, value=_SLOPE * _CUBE).mul_(x).sigmoid_()
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -32,6 +32,7 @@ from megastack.pipeline.communication import with_communication
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules.forward_only import forward_only
 from megastack.pipeline.stage import Carry, Slot, Stage, leaf
+from megastack.weight_gradients import WORTH_ADDING_IN_PLACE
 
 _SUPPORTED = {Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
 Signature = tuple[tuple[int, ...], bool, bool]
@@ -172,7 +173,7 @@ class Pipeline:
         self._microbatches = microbatches
         self._signatures = [_signature(microbatch) for microbatch in microbatches]
         self._scale = scale.to(self.mesh.device)
-        with self.mesh.weight_gradients.on():
+        with self.mesh.weight_gradients.on(least=0 if program.splits else WORTH_ADDING_IN_PLACE):
             for self.current in program.actions:
                 self.mesh.ledger.trail.act(self.current)
                 self._dispatch(self.current, program)
@@ -297,6 +298,7 @@ class _Program:
         unknown = {str(action.op) for action in self.actions if action.op not in _SUPPORTED}
         if unknown:
             raise ScheduleError(f"schedule={schedule.name}: the runtime does not execute {', '.join(sorted(unknown))}")
+        self.splits = any(action.op is Op.W for action in self.actions)
         self._last = {action.stage: action for action in self.actions if action.op in (Op.B, Op.W)}
 
     def is_last_backward(self, action: Action) -> bool:
