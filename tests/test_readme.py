@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from megastack.cli import main
+from megastack.config.compose import compose
+from megastack.config.rules import violations
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -41,8 +43,17 @@ def test_show_commands_run(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", commands("train"), ids=" ".join)
-def test_train_commands_are_legal(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [a[1:] for a in commands("train") if "-m" not in a], ids=" ".join)
+def test_train_commands_are_legal(arguments: list[str]) -> None:
+    assert not violations(compose(arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(a, marks=[] if "-m" in a else [pytest.mark.full]) for a in commands("train")],
+    ids=" ".join,
+)
+def test_train_commands_run(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megastack.cli", *arguments, *SMALL, f"run.root={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -116,6 +116,7 @@ LOST = (
 )
 
 
+@pytest.mark.full
 def test_a_rank_that_stops_calling_is_named_by_one_of_those_that_wait(tmp_path, capfd):
     """The accounts of all are put together as by a launcher of our own; nobody tells it twice."""
     assert join(tmp_path, torchrun, 3, *CHAIN, fault("stop"), stopped=2) == [1, 1, -9]

@@ -228,6 +228,7 @@ def waits_in_vain() -> dict[str, float]:
     return dict.fromkeys(pending, time.monotonic() - began)
 
 
+@pytest.mark.full
 def test_every_group_gives_up_after_the_time_out() -> None:
     """Groups do not take the time-out of the default one by themselves."""
     results = run_ranks(waits_in_vain, 8)
