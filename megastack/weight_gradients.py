@@ -6,8 +6,8 @@ for that of an embedding.
 
 **In place.** While a pipeline runs a step, such a gradient is added to what ``.grad`` holds by the product itself, with
 no tensor of its own and no pass over it. Hooks behind the accumulation run as ever. It goes autograd's way where there
-is no such place: another dtype, no ``.grad`` yet, a weight that is computed from parameters, a hook on the gradient;
-and, where nothing is to be put off, for small weights.
+is no such place: another dtype, no ``.grad`` yet, a weight that is computed from parameters, a hook on the gradient, a
+``torch.autograd.grad`` within a layer; and, where nothing is to be put off, for small weights.
 
 **Later.** Zero-bubble schedules (Qi et al., arXiv 2401.10241) run the second product where a rank would be idle. A
 backward inside :meth:`WeightGradients.collecting` notes what the products take, and :meth:`PutOff.run` makes them. All
@@ -21,7 +21,7 @@ nothing is compiled yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -71,12 +71,45 @@ class Target:
         """The weight's place in the graph."""
         return get_gradient_edge(self.weight)
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the backward that is running stores the parameter's gradient, and nobody asked to see it.
+
+        Not so in a ``torch.autograd.grad`` within a layer, whatever it is taken of.
+        """
+        if self.parameter._backward_hooks or self.weight._backward_hooks or torch.is_grad_enabled():
+            return False
+        try:
+            return torch._C._will_engine_execute_node(get_gradient_edge(self.parameter).node)
+        except RuntimeError:  # it is what the gradient is taken of
+            return False
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether nothing that hangs behind the accumulation would take the backward itself for it."""
+        return all(isinstance(hook, WhenStored) for hook in _hooks(self.parameter))
+
     def place(self) -> Tensor | None:
         """What the gradient can be added to, if it can: ``.grad`` in the weight's shape."""
         gradient = self.parameter.grad
-        if gradient is None or not self._adds or self.parameter._backward_hooks or not gradient.is_contiguous():
+        if gradient is None or not self._adds or not gradient.is_contiguous():
             return None
         return gradient if self.weight is self.parameter else gradient.view(self.weight.shape)
+
+
+class WhenStored:
+    """A hook behind a parameter's accumulation that may also be called in an I, when nothing was stored.
+
+    Autograd calls these hooks wherever a backward passes. The gradient of a parameter with any other is not put off.
+    """
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Be told."""
+        raise NotImplementedError
+
+
+def _hooks(parameter: Tensor) -> Collection[Any]:
+    return (parameter._post_accumulate_grad_hooks or {}).values()
 
 
 class PutOff:
@@ -128,7 +161,7 @@ def _store(products: list[tuple[Target, Product]]) -> None:
     for place, (_, product) in zip(places, products, strict=True):
         assert place is not None
         product.add_to(place)
-    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+    for hook in list(_hooks(parameter)):
         hook(parameter)
 
 
@@ -181,10 +214,12 @@ class WeightGradients:
 
     def give(self, target: Target | None, product: Product) -> Tensor | None:
         """In a backward: what it returns for the weight; nothing where the gradient is added in place or put off."""
-        if target is not None and self.collected is not None:
+        if target is None or not target.is_stored:
+            return product.gradient()
+        if self.collected is not None and target.can_wait:
             self.collected.add(target, product)
             return None
-        place = None if target is None else target.place()
+        place = target.place()
         if place is None:
             return product.gradient()
         product.add_to(place)

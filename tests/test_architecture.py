@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"placement", "comm", "random", "mesh", "batch", "weight_gradients"},
     "models": {"layers", "placement", "mesh", "batch", "config", "pipeline"},
     "pipeline": {"mesh", "comm", "batch", "weight_gradients"},
-    "gradients": {"placement", "comm", "mesh", "optim.groups"},
+    "gradients": {"placement", "comm", "mesh", "optim.groups", "weight_gradients"},
     "optim": {"gradients", "placement"},
     "data": {"random", "batch"},
     "checkpoint": {"placement", "comm", "mesh"},

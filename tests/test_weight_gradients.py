@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.models.recompute import recompute
 from megastack.testing.ranks import run_ranks
+from megastack.weight_gradients import WhenStored
 from tests.layers.layer_parity import randn, randomised, split_like
 
 B, S, D, F = 2, 4, 6, 8
@@ -123,19 +125,83 @@ def test_what_is_added_in_place_has_no_tensor_of_its_own(split: bool) -> None:
     assert weight.grad.any() and table.grad.any()
 
 
-def test_a_hook_on_a_gradient_sees_and_changes_it() -> None:
+def backward_in_parts(mesh: Mesh, out: Tensor) -> None:
+    with mesh.weight_gradients.collecting() as put_off:
+        out.backward()
+    put_off.run()
+
+
+@pytest.mark.parametrize("on_a_view", [False, True])
+def test_a_hook_on_a_gradient_sees_it_once_and_changes_it(on_a_view: bool) -> None:
     mesh = Mesh.single()
-    weight = parameter(D, D)
+    parameter_, seen = parameter(D, D), []
+    parameter_.grad = torch.zeros_like(parameter_)
+
+    def double(gradient: Tensor) -> Tensor:
+        seen.append(gradient)
+        return gradient * 2
+
+    if not on_a_view:
+        parameter_.register_hook(double)
+    x = randn(B, S, D)
+
+    def out() -> Tensor:
+        weight = parameter_.view(D, D) if on_a_view else parameter_
+        if on_a_view:
+            weight.register_hook(double)
+        return row_product(x, weight, None, mesh[Axis.TP]).sum()
+
+    with mesh.weight_gradients.on():
+        out().backward()
+        backward_in_parts(mesh, out())
+    assert len(seen) == 2
+    torch.testing.assert_close(parameter_.grad, 4 * x.sum((0, 1)).expand(D, D))
+
+
+def test_a_hook_behind_the_accumulation_runs_once_a_backward() -> None:
+    mesh = Mesh.single()
+    weight, calls = parameter(D, D), []
     weight.grad = torch.zeros_like(weight)
-    weight.register_hook(lambda gradient: None if gradient is None else gradient * 2)
+    weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
     x = randn(B, S, D)
     with mesh.weight_gradients.on():
         row_product(x, weight, None, mesh[Axis.TP]).sum().backward()
-        out = row_product(x, weight, None, mesh[Axis.TP]).sum()
-        with mesh.weight_gradients.collecting() as put_off:
-            out.backward()
-        put_off.run()
-    torch.testing.assert_close(weight.grad, 4 * x.sum((0, 1)).expand(D, D))
+        backward_in_parts(mesh, row_product(x, weight, None, mesh[Axis.TP]).sum())
+    assert len(calls) == 2
+    torch.testing.assert_close(calls[1], 2 * calls[0])
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_gradients_that_a_layer_takes_for_itself_are_stored_nowhere(split: bool) -> None:
+    """Of its input, or of its weight, within its forward."""
+    mesh = Mesh.single()
+    weight, table, x = parameter(D, D), parameter(D, D), randn(B, S, D)
+    ids_BS = torch.tensor([[1, 3, 3, 5], [0, 1, 1, 1]])
+    embedding = VocabParallelEmbedding(D, D, mesh, vocab_multiple=1, weight=table)
+
+    def layer(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            inner = row_product(y + embedding(ids_BS), weight, None, mesh[Axis.TP]).square().sum()
+            found = torch.autograd.grad(inner, (y, weight, table), retain_graph=True)
+            (slope,) = torch.autograd.grad(inner, y, create_graph=True)
+            (twice,) = torch.autograd.grad(slope.sum(), weight)
+        own = sum(part.sum() for part in (*found, twice))
+        return row_product(x, weight, None, mesh[Axis.TP]) * (1 + 1e-3 * own)
+
+    results = []
+    for on in (False, True):
+        weight.grad, table.grad, leaf = torch.zeros_like(weight), torch.zeros_like(table), x.clone().requires_grad_()
+        with mesh.weight_gradients.on() if on else contextlib.nullcontext():
+            out = layer(leaf).square().sum()
+            if split and on:
+                backward_in_parts(mesh, out)
+            else:
+                out.backward()
+        results.append((weight.grad, table.grad, leaf.grad))
+    assert results[0][0].any()
+    for plain, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_weights_that_are_computed_or_frozen_are_not_put_off() -> None:
@@ -176,7 +242,11 @@ def test_each_parameter_is_stored_once(split: bool, held: bool) -> None:
         if tensor.grad is not None and tensor.grad.any():
             stored.append(tensor.grad.clone())
 
-    weight.register_post_accumulate_grad_hook(note)
+    class Note(WhenStored):
+        def __call__(self, tensor: Tensor) -> None:
+            note(tensor)
+
+    weight.register_post_accumulate_grad_hook(Note())
     with mesh.weight_gradients.on():
         out = row_product(row_product(randn(B, S, D), weight, None, group), weight, None, group).sum()
         if split:

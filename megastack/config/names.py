@@ -129,6 +129,8 @@ OTHER_SYSTEMS: Mapping[str, str] = {
     "rope_theta": "model.rope.theta",
     "rms_norm_eps": "model.norm_eps",
     "tie_word_embeddings": "model.tied",
+    "tie_embeddings": "model.tied",
+    "tied_embeddings": "model.tied",
     "initializer_range": "model.init_std",
     "learning_rate": "optim.lr",
     "warmup": "lr.warmup_steps",

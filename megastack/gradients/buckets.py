@@ -43,6 +43,7 @@ from megastack.optim.groups import OptimGroup
 from megastack.placement.boxes import Box
 from megastack.placement.module import placements_of
 from megastack.placement.placement import Placement
+from megastack.weight_gradients import WhenStored
 
 BUCKET_BYTES = 25 * 2**20
 """The size of gradients at which a bucket is closed, by default."""
@@ -209,7 +210,7 @@ class GradientBuckets:
     def _hook_all(self) -> None:
         for index, watched in enumerate(self._watched):
             watched.attach()
-            watched.parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), index))
+            watched.parameter.register_post_accumulate_grad_hook(_Tell(self, index))
 
     def _stored(self, index: int) -> None:
         """The gradient of a parameter was stored; called for each of them in each microbatch, so it does little."""
@@ -237,11 +238,16 @@ class GradientBuckets:
         _wait(start_all_reduce_(bucket.own_gradients, group) for bucket, group in grouped if group is not None)
 
 
-def _tell(buckets: weakref.ref[GradientBuckets], index: int, parameter: Tensor) -> None:
+class _Tell(WhenStored):
     """The hook of a parameter; it must not keep the buckets alive, for Python cannot see a cycle through autograd."""
-    alive = buckets()
-    if alive is not None:
-        alive._stored(index)
+
+    def __init__(self, buckets: GradientBuckets, index: int) -> None:
+        self._buckets, self._index = weakref.ref(buckets), index
+
+    def __call__(self, parameter: Tensor) -> None:
+        alive = self._buckets()
+        if alive is not None:
+            alive._stored(self._index)
 
 
 def _wait(operations: Iterable[Pending]) -> None:

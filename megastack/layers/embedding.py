@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.errors import PlacementError
@@ -129,7 +128,6 @@ class _LookUp(torch.autograd.Function):
         return F.embedding(ids_BS, weight)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
         (ids_BS,) = ctx.saved_tensors
         sums = _RowSums(grad_BSD, ids_BS, ctx.target.weight.shape[0])

@@ -142,7 +142,6 @@ class _LocalProduct(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_input, _, needs_bias = ctx.needs_input_grad[:3]

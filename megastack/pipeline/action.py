@@ -36,6 +36,8 @@ COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 COMMUNICATION = SENDS | RECEIVES
+EXECUTED = COMPUTE | COMMUNICATION
+"""What the runtime can do; lists may hold other actions to be drawn and checked."""
 _WITHOUT_MICROBATCH = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 _EXAMPLES = "actions look like 2F0, 1SEND_B3, 0UNSHARD or (0F1;1B2)OVERLAP_F_B"
 

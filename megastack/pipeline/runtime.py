@@ -26,7 +26,7 @@ from megastack.comm.p2p import Lines
 from megastack.errors import ScheduleError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.pipeline.action import Action, Op
+from megastack.pipeline.action import EXECUTED, Action, Op
 from megastack.pipeline.boundary import has_communication
 from megastack.pipeline.communication import with_communication
 from megastack.pipeline.schedule import Schedule
@@ -34,7 +34,6 @@ from megastack.pipeline.schedules.forward_only import forward_only
 from megastack.pipeline.stage import Carry, Slot, Stage, leaf
 from megastack.weight_gradients import WORTH_ADDING_IN_PLACE
 
-_SUPPORTED = {Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
 Signature = tuple[tuple[int, ...], bool, bool]
 Boundary = tuple[int, Signature]
 """The stage before a boundary, and the kind of microbatch that crosses it."""
@@ -295,7 +294,7 @@ class _Program:
     def __init__(self, schedule: Schedule, rank: int, ahead: int) -> None:
         complete = schedule if has_communication(schedule) else with_communication(schedule, ahead=ahead)
         self.actions = complete.ranks[rank]
-        unknown = {str(action.op) for action in self.actions if action.op not in _SUPPORTED}
+        unknown = {str(action.op) for action in self.actions if action.op not in EXECUTED}
         if unknown:
             raise ScheduleError(f"schedule={schedule.name}: the runtime does not execute {', '.join(sorted(unknown))}")
         self.splits = any(action.op is Op.W for action in self.actions)

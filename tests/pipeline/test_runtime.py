@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules.registry import build_schedule
 from megastack.testing.ranks import run_ranks
+from megastack.weight_gradients import WhenStored
 from tests.pipeline.chain import WIDTH, Link, batch, distance, gradients, plain, rows_of, squared_error
 
 MICROBATCHES = (1, 2, 3, 4, 8)
@@ -124,11 +124,16 @@ def test_split_backwards_put_weights_off_until_their_turn_and_b_does_not() -> No
     def now() -> str:
         return str(pipeline.current)
 
-    def note(name: str, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            changed[now()].add(name)
+    class Note(WhenStored):
+        def __init__(self, name: str) -> None:
+            self.name, self.before = name, None
 
-    hooks = [p.register_hook(partial(note, name)) for name, p in stage.linear.named_parameters()]
+        def __call__(self, parameter: Tensor) -> None:
+            if parameter.grad is not None and (self.before is None or not torch.equal(parameter.grad, self.before)):
+                changed[now()].add(self.name)
+                self.before = parameter.grad.clone()
+
+    hooks = [p.register_post_accumulate_grad_hook(Note(name)) for name, p in stage.linear.named_parameters()]
     batches = [batch(2, seed=number) for number in range(3)]
     pipeline.run(batches, rows_of(batches))
     for hook in hooks:

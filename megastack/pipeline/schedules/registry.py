@@ -18,10 +18,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megastack.errors import ScheduleError, Violation
-from megastack.pipeline.action import Action, Op
+from megastack.pipeline.action import EXECUTED, Action, Op
 from megastack.pipeline.check import check
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
+from megastack.pipeline.simulate import fault
 
 Rows = Sequence[Sequence[Action]]
 Generator = TypeVar("Generator", bound=Callable[..., Rows])
@@ -72,6 +73,7 @@ def _custom_violations(pp: int, chunks: int, microbatches: int, *, path: str) ->
     try:
         schedule = Schedule.load(path)
         _require_sizes(schedule, (pp, chunks, microbatches))
+        _require_executed(schedule)
         check(schedule)
     except ScheduleError as error:
         return [Violation("schedule.path", path, str(error).removeprefix(f"schedule.path={path}: "))]
@@ -190,6 +192,14 @@ def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: A
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
+
+
+def _require_executed(schedule: Schedule) -> None:
+    for rank, row in enumerate(schedule.ranks):
+        for step, action in enumerate(row):
+            if action.op not in EXECUTED:
+                legal = ", ".join(op for op in Op if op in EXECUTED)
+                raise fault(schedule, f"{action} is none of what the runtime executes: {legal}", rank, step)
 
 
 def _require_sizes(schedule: Schedule, sizes: tuple[int, int, int]) -> None:
