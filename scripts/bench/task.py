@@ -91,7 +91,7 @@ LAYOUTS = {
         Layout("pp2", pp=2, schedule="zb_h1"),
         Layout("pp2.1f1b", pp=2),
         Layout("tp2.pp2", tp=2, pp=2),
-        Layout("dp2.tp2.pp2", dp=2, tp=2, pp=2, kind="fsdp2"),
+        Layout("dp2.tp2.pp2", dp=2, tp=2, pp=2, kind="fsdp2", zero=1),
     )
 }
 

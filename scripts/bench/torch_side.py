@@ -51,7 +51,7 @@ class Torch:
         model = self._stage_model(layout)
         if layout.tp > 1:
             parallelize_module(model, self._mesh["tp"], _plan(model))
-        self._keep = layout.zero > 0 and layout.gather == "step"
+        self._keep = layout.zero >= 2 and layout.gather == "step"
         self._model = self._data_parallel(model, layout)
         self._optimizer = self._make_optimizer(layout)
         self._loss_context = loss_parallel if layout.tp > 1 else contextlib.nullcontext
