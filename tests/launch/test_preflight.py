@@ -230,6 +230,7 @@ def test_illegal_values_and_unwritable_folders(tmp_path, refused):
     assert "run.dir=" in refused(f"run.dir={tmp_path}/file/run", keeps=True)[0]
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, refused, capfd):
     """What would change sample order or data is known before the start; a misfit of the model right after it."""
     assert train(tmp_path, "run.steps=1", "checkpoint.at_end=true") == 0

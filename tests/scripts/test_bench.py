@@ -78,7 +78,7 @@ def losses(layout: Layout) -> list[tuple[float, float | None]]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.full] if name == "tp2" else [])
+        pytest.param(name, marks=[pytest.mark.full] if name in ("tp2", "dp2.zero1", "dp2.zero2") else [])
         for name in LAYOUTS
         if name in ("tp2", "pp2") or "zero" in name
     ],
