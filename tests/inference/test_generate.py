@@ -110,7 +110,7 @@ def test_every_layout_continues_prompts_alike(layout: str) -> None:
         assert found["entries"] == found["layers"]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen", marks=pytest.mark.full)])
 def test_other_models_do_on_two_axes_at_once(name: str) -> None:
     expected = alone(config_of(MODELS[name]), Sampling())
     assert alone(config_of(MODELS[name]), Sampling(), cache=True) == expected

@@ -12,6 +12,7 @@ from megastack.training.state import RunResult
 from tests.tiny_runs import losses, text, train
 
 
+@pytest.mark.full
 def test_illegal_jobs_are_listed_and_the_rest_runs(tmp_path, capfd):
     """Nothing leaks from a job to the next: the first and the last have the same layout and the same losses."""
     table = tmp_path / "table.json"

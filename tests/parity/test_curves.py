@@ -58,7 +58,12 @@ def assert_overlay(family: str, layout: str, micro_size: int, sequence_parallel:
 
 @pytest.mark.parametrize(
     ("family", "layout", "micro_size"),
-    [("llama", "tp2", 8), ("gpt2", "tp2", 8), ("llama", "dp2.tp2.pp2", 2), ("gpt2", "dp2.pp2", 2)],
+    [
+        pytest.param("llama", "tp2", 8, marks=pytest.mark.full),
+        ("gpt2", "tp2", 8),
+        ("llama", "dp2.tp2.pp2", 2),
+        pytest.param("gpt2", "dp2.pp2", 2, marks=pytest.mark.full),
+    ],
 )
 def test_fp32_curves_overlay_and_copies_stay_the_same_bits(family: str, layout: str, micro_size: int) -> None:
     assert_overlay(family, layout, micro_size)

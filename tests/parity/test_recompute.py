@@ -22,7 +22,7 @@ def traced(layout: str, mode: str, pattern: str | None) -> Trace:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[pytest.mark.full] if layout == "tp2" else []) for layout in RUNS]
+    "layout", [pytest.param(layout, marks=[pytest.mark.full] if layout == "tp2.pp2" else []) for layout in RUNS]
 )
 def test_three_steps_are_the_same_to_the_last_bit(layout: str) -> None:
     expected = traced(layout, "none", None)
