@@ -86,6 +86,8 @@ class Layout:
         config = longest(self.config)
         each = [activation_bytes(config, s.layers, embedding=s.embedding, head=s.head) for s in own]
         kept = sum(stage.kept for stage in each)
+        if not kept:  # no layers at this place
+            return 0
         peaks = peak_microbatches(self.schedule, sum(stage.until_w for stage in each) / kept)
         return ceil(peaks[place] * kept) + max(stage.again for stage in each)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megastack.config.schema import BatchOptions, ParallelOptions
+from megastack.config.schema import BatchOptions, ParallelOptions, ScheduleOptions
 from megastack.models.activations import activation_bytes
 from megastack.plan.describe import as_record, full
 from megastack.plan.layout import Layout
@@ -35,6 +35,26 @@ def test_one_recomputed_block_is_added_once():
     layout = Layout(config)
     first = activation_bytes(config, range(1), embedding=True, head=False)
     assert layout.pipeline_ranks()[0].activation_bytes == 4 * first.kept + first.again > 4 * first.kept
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_between_i_and_w_a_microbatch_counts_as_what_its_w_takes(mode):
+    """ZB-H1: rank r has p - r microbatches in flight and puts r more off; with recompute those are the larger ones."""
+    config = replace(with_recompute(on_four_stages(8), mode), schedule=ScheduleOptions(name="zb_h1"))
+    layout = Layout(config)
+    for place, (share, part) in enumerate(zip(layout.pipeline_ranks(), layout.slices, strict=True)):
+        each = activation_bytes(config, part.layers, embedding=part.embedding, head=part.head)
+        before = (4 - place) * each.kept + place * each.until_w
+        behind_an_i = (3 - place) * each.kept + (place + 1) * each.until_w if place else 0  # rank 0 has whole backwards
+        assert share.activation_bytes == pytest.approx(max(before, behind_an_i) + each.again, abs=1)
+
+
+def test_a_place_without_layers_keeps_nothing():
+    config = on_four_stages(8)
+    config = replace(config, parallel=replace(config.parallel, layers_per_stage=[4, 0, 0, 4]))
+    for name in ("1f1b", "zb_h1"):
+        shares = Layout(replace(config, schedule=ScheduleOptions(name=name))).pipeline_ranks()
+        assert [share.activation_bytes > 0 for share in shares] == [True, False, False, True]
 
 
 def test_activations_are_shown_and_recorded():
