@@ -9,6 +9,8 @@ CONSTRAINTS ?= constraints.txt
 WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1
+# Tests start many processes, each of which would compile what is not kept compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install train test test-full lint types clean
 

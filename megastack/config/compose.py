@@ -223,5 +223,5 @@ def _hydra_keys(layers: Sequence[Layer]) -> list[Violation]:
         Violation(key, value, f"settings of Hydra are not used (in {layer.where})", ("run.root", "run.dir"))
         for layer in layers
         for key, value in layer.values.items()
-        if key.startswith("hydra.") and not isinstance(value, Mapping)
+        if key.startswith(("hydra.", "hydra/")) and not isinstance(value, Mapping)
     ]

@@ -24,6 +24,11 @@ from omegaconf import DictConfig, OmegaConf
 from megastack.errors import ConfigError, Violation
 
 COMMAND_LINE = "the command line"
+_NOT_HYDRAS = tuple(
+    f"~hydra/{group}"
+    for group in ("launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging", "output", "env")
+)
+"""Hydra's settings of its own programs, which would be read and merged with each configuration for nothing."""
 
 
 def packaged_configs() -> Path:
@@ -87,7 +92,7 @@ class Session:
 
     def compose(self, config_name: str, overrides: Sequence[str]) -> DictConfig:
         """Hydra's merged values, interpolations unresolved."""
-        return compose(config_name, overrides=list(overrides))
+        return compose(config_name, overrides=[*_NOT_HYDRAS, *overrides])
 
     def layers(self, config_name: str, overrides: Sequence[str]) -> Iterator[Layer]:
         """What :meth:`compose` merges, first to last.
@@ -95,7 +100,7 @@ class Session:
         Raises:
             ConfigError: a file is no mapping of keys.
         """
-        chosen = self._loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN)
+        chosen = self._loader.compute_defaults_list(config_name, [*_NOT_HYDRAS, *overrides], RunMode.RUN)
         for default in chosen.defaults:
             if default.config_path and default.config_path.partition("/")[0] != "hydra":
                 yield self._file(config_name, default.config_path, default.package or "")
@@ -113,9 +118,18 @@ class Session:
                 if not isinstance(values, dict):
                     rule = f"a file that it takes in is a list, not a mapping of keys: {where}"
                     raise ConfigError.of([Violation("--config-name", config_name, rule)])
-                values.pop("defaults", None)
-                return Layer(where, dict(flat(values, package)))
+                chosen = values.pop("defaults", None)
+                return Layer(where, {**dict(flat(values, package)), **dict(_groups_of_hydra(chosen))})
         raise AssertionError(f"{path} was composed but is in no source")
+
+
+def _groups_of_hydra(defaults: Any) -> Iterator[tuple[str, Any]]:
+    """The options of groups of Hydra's own that a defaults list chooses."""
+    for entry in defaults if isinstance(defaults, list) else ():
+        for group, option in entry.items() if isinstance(entry, Mapping) else ():
+            name = str(group).removeprefix("override").strip().removeprefix("/")
+            if name.startswith("hydra/"):
+                yield name, option
 
 
 def _is_text(path: Path) -> bool:

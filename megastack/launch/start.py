@@ -16,7 +16,16 @@ import signal
 import sys
 import time
 import uuid
+from datetime import timedelta
 
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig
 
 from megastack.config.schema import TrainConfig
@@ -25,6 +34,8 @@ from megastack.errors import MegastackError
 QUIET = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 """Loggers of the agent; what they have to say about failures is said better by the ranks."""
 LOOKS_EVERY_S = 0.002
+ADDRESS = "127.0.0.1"
+RENDEZVOUS = "megastack"
 
 
 class NotStarted(MegastackError):
@@ -62,6 +73,49 @@ class StartLine:
             time.sleep(LOOKS_EVERY_S)
 
 
+class _OneAgent(RendezvousHandler):
+    """The rendezvous of an agent that waits for no other: a store at a free port, in which its ranks meet.
+
+    Torch's own for several agents looks through all modules at each of its steps to find the name of its caller: half a
+    second at every start and as much at the end. Its static one has to be told a port that is free.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id, self._timeout = parameters.run_id, timedelta(seconds=parameters.config["timeout_s"])
+        self._closed = False
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = dist.TCPStore(ADDRESS, 0, is_master=True, timeout=self._timeout, wait_for_workers=False)
+        meeting = RendezvousStoreInfo(ADDRESS, store.port)
+        return RendezvousInfo(dist.PrefixStore(self._run_id, store), 0, 1, meeting)
+
+    def get_backend(self) -> str:
+        return RENDEZVOUS
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+rendezvous_handler_registry.register(RENDEZVOUS, _OneAgent)
+
+
 def agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConfig:
     """How torch's elastic agent starts the ranks of this machine, and says little about it."""
     for name in QUIET:
@@ -73,9 +127,9 @@ def agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConf
         max_nodes=1,
         nproc_per_node=world_size,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
+        rdzv_backend=RENDEZVOUS,
+        rdzv_configs={"timeout_s": config.launch.timeout_s},
+        local_addr=ADDRESS,
         max_restarts=0,
         monitor_interval=0.1,
         start_method=start_method,

@@ -6,7 +6,8 @@ tied pair) must hold the same bits of it, or they drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,15 +25,15 @@ def gather_whole(items: Sequence[StateItem], mesh: Mesh) -> tuple[dict[str, Tens
 
     All ranks of the mesh call; the first one gets the result, the others nothing.
     """
-    own = [
-        (item.name.partition("/")[2], item.shape, box.slices, part.detach().cpu().clone())
-        for item in items
-        for box, part in item.boxes
-    ]
+    held = [(item, box, part.detach().cpu()) for item in items for box, part in item.boxes]
+    places = [(item.name.partition("/")[2], item.shape, box.slices) for item, box, _ in held]
+    own = (places, _packed([part for _, _, part in held]))
     whole: dict[str, Tensor] = {}
     spread: Spread = {}
     seen: set[tuple[str, str]] = set()
-    for name, shape, where, part in (entry for rank in gather_objects(own, mesh.world) for entry in rank):
+    ranks = gather_objects(own, mesh.world)
+    entries = (entry for places, packed in ranks for entry in zip(places, _unpacked(packed), strict=True))
+    for (name, shape, where), part in entries:
         target = whole.setdefault(name, torch.zeros(shape, dtype=part.dtype))
         key = (name, str(where))
         if key in seen and not torch.equal(target[where], part):
@@ -41,3 +42,27 @@ def gather_whole(items: Sequence[StateItem], mesh: Mesh) -> tuple[dict[str, Tens
             seen.add(key)
             target[where] = part
     return whole, spread
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Tensors as one of each dtype, which travels faster than many small ones."""
+
+    kinds: list[tuple[torch.dtype, torch.Size]]
+    flat: dict[torch.dtype, Tensor]
+
+
+def _packed(parts: Sequence[Tensor]) -> _Packed:
+    kinds = [(part.dtype, part.shape) for part in parts]
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for part in parts:
+        by_dtype.setdefault(part.dtype, []).append(part.reshape(-1))
+    return _Packed(kinds, {dtype: torch.cat(same) for dtype, same in by_dtype.items()})
+
+
+def _unpacked(packed: _Packed) -> Iterator[Tensor]:
+    offsets = dict.fromkeys(packed.flat, 0)
+    for dtype, shape in packed.kinds:
+        start = offsets[dtype]
+        offsets[dtype] += shape.numel()
+        yield packed.flat[dtype][start : offsets[dtype]].view(shape)

@@ -160,6 +160,16 @@ def test_settings_of_hydra_in_users_files_are_refused(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("entry", "option"), [("override /hydra/launcher", "joblib"), ("/hydra/env", "default")])
+def test_so_are_options_of_hydras_own_groups(tmp_path: Path, entry: str, option: str) -> None:
+    text = f"# @package _global_\ndefaults:\n  - {entry}: {option}\n  - _self_\nseed: 3\n"
+    path = write(tmp_path, "experiment/mine.yaml", text)
+    group = entry.rpartition("/hydra")[2]
+    assert report("experiment=mine", config_dir=tmp_path) == [
+        f"hydra{group}={option}: settings of Hydra are not used (in {path}); use run.root or run.dir"
+    ]
+
+
 def test_a_schedule_of_the_users_is_a_group_file(tmp_path: Path) -> None:
     write(tmp_path, "schedule/my_file.yaml", "name: custom\npath: mine.csv\n")
     assert compose(["schedule=my_file"], config_dir=tmp_path).schedule.path == "mine.csv"
