@@ -5,7 +5,7 @@ function saved, the function runs once more, up to the last tensor that was save
 projection and its reduction) is not done again. Tensors found again go one by one as backward uses them up.
 
 Collectives inside run again too, in the order of the first time and at the same point of backward on every rank of a
-tensor-parallel group. Dropout is a function of the microbatch (:mod:`megastack.layers.dropout`) and repeats itself; a
+tensor-parallel group. A function that takes gradients itself runs again there and then, up to where it is. Dropout is a function of the microbatch (:mod:`megastack.layers.dropout`) and repeats itself; a
 layer that draws from torch's generator finds it as it was. The second run sees ``context.recomputing``, so that side
 effects such as counters can be left to the first. A second run that saves other tensors than the first is an error.
 
@@ -181,19 +181,20 @@ class _Call:
         waiting = iter(self.places)
         left = len(self.places)
 
-        def take(x: Tensor) -> None:
+        def take(x: Tensor) -> Tensor:
             nonlocal left
             left -= 1
-            place = next(waiting)()
+            place, kept = next(waiting)(), x.detach()
             if place is not None:
                 if (place.shape, place.dtype) != (x.shape, x.dtype):
                     raise self._other(f"a tensor {tuple(x.shape)} where it had saved {tuple(place.shape)}")
-                place.found = x.detach()
+                place.found = kept
             if not left:
                 raise _Done
+            return kept
 
         args, kwargs = self._arguments()
-        hooks = saved_tensors_hooks(take, _unreachable)
+        hooks = saved_tensors_hooks(take, _as_kept)
         with self.generators.as_they_were(), suppress(_Done), torch.enable_grad(), hooks:
             self.function(*args, **kwargs)
 
@@ -220,8 +221,9 @@ def _marked(x: Any) -> Any:
     return replace(x, recomputing=True) if isinstance(x, Context) else x
 
 
-def _unreachable(nothing: None) -> Tensor:
-    raise AssertionError("there is no backward through a second run")
+def _as_kept(x: Tensor) -> Tensor:
+    """What a second run saved, for gradients that the function itself takes; there is no other backward through it."""
+    return x
 
 
 class _Keep(torch.autograd.Function):

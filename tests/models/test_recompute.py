@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.errors import ConfigError, MegastackError
+from megastack.layers.context import Context
 from megastack.layers.mlp import ParallelMLP
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
@@ -73,6 +74,25 @@ def test_loss_and_gradients_stay_bitwise(name):
     expected = gradients(tiny(model), Mesh.single(), **how)
     for mode, pattern in MODES:
         assert_same(gradients(with_recompute(tiny(model), mode, pattern), Mesh.single(), **how), expected)
+
+
+class SlopedMLP(ParallelMLP):
+    """Asks autograd for gradients in its forward: of something of its own, to go on with, and of its products."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        (slope,) = torch.autograd.grad(x.tanh().pow(3).sum(), x, create_graph=True)
+        y = super().forward(x + slope, context)
+        (size,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+        return y * size.tanh()
+
+
+def test_layers_that_take_gradients_themselves_run_again():
+    model = LLAMA | {"layers": 3, "dropout": 0.5, "mlp": target("SlopedMLP")}
+    expected = gradients(tiny(model), Mesh.single())
+    plain = gradients(tiny(model | {"mlp": None}), Mesh.single())
+    assert not torch.equal(plain["blocks.0.mlp.up.weight"], expected["blocks.0.mlp.up.weight"])
+    for mode, pattern in MODES:
+        assert_same(gradients(with_recompute(tiny(model), mode, pattern), Mesh.single()), expected)
 
 
 def on_two_ranks(name: str, sequence_parallel: bool) -> None:
