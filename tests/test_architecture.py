@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {
         *("faults", "inference", "interop.saved", "models.stages"),
         *("assemble", "training", "config", "observe", "mesh", "data", "plan.describe"),
-        *("checkpoint.folder", "checkpoint.manifest", "comm.objects", "comm.ledger"),
+        *("checkpoint.folder", "checkpoint.manifest", "comm.echo", "comm.objects", "comm.ledger"),
     },
     "testing": {
         *("faults", "assemble", "config", "checkpoint", "comm", "data", "gradients", "mesh", "optim", "placement"),

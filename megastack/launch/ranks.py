@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
+from megastack.comm.echo import is_echo
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, MegastackError
 from megastack.launch.environment import adopt_slurm, is_worker, world_size
 from megastack.launch.start import StartLine, agent, die_with_parent
-from megastack.launch.worker import is_echo, is_refusal, threads_per_rank
+from megastack.launch.worker import is_refusal, threads_per_rank
 from megastack.mesh.mesh import Mesh
 from megastack.observe.failure import FailureRecord, read_failures
 

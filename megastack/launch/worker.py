@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megastack.assemble.loop import build_loop
 from megastack.assemble.training import Training, build_training
+from megastack.comm.echo import is_echo
 from megastack.comm.ledger import Ledger
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
@@ -171,23 +172,9 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, REFUSALS)
 
 
-def is_echo(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank cannot be reached (any longer)."""
-    return any(
-        isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "gloo/" in str(cause))
-        for cause in _causes(error)
-    )
-
-
 def is_of_others(error: BaseException, rank: int) -> bool:
     """Whether an error is the fault of other ranks, which raise it as well."""
     return isinstance(error, MegastackError) and bool(error.ranks) and rank not in error.ranks
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def threads_per_rank(config: TrainConfig, local_ranks: int | None = None) -> int:

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from megastack.comm.echo import is_echo
 from megastack.errors import MegastackError
 
 POOL_SIZE = 8
@@ -68,6 +69,7 @@ class _Outcome:
     error: BaseException | None = None
     trace: str = ""
     time: float = 0.0
+    echo: bool = False
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
@@ -194,7 +196,7 @@ atexit.register(_holder.close)
 def _failure(failed: dict[int, _Outcome], missing: list[int], timeout: float) -> RankFailure:
     if not failed:
         return RankFailure(f"ranks {missing}: no result within {timeout:g} s; all ranks were killed", missing[0])
-    rank = min(failed, key=lambda r: failed[r].time)
+    rank = min(failed, key=lambda r: (failed[r].echo, failed[r].time))
     others = f" (ranks {sorted(set(failed) - {rank})} failed after it)" if len(failed) > 1 else ""
     others += f" (ranks {missing} did not return)" if missing else ""
     return RankFailure(f"rank {rank} failed{others}\n{failed[rank].trace}", rank, failed[rank].error)
@@ -223,7 +225,7 @@ def _perform(task: _Task, inherited: Callable[..., Any] | None) -> _Outcome:
         with _process_group(task):
             return _Outcome(value=fn(*task.args))
     except BaseException as error:
-        return _Outcome(error=error, trace=traceback.format_exc(), time=time.time())
+        return _Outcome(error=error, trace=traceback.format_exc(), time=time.time(), echo=is_echo(error))
 
 
 def _pickled(outcome: _Outcome) -> bytes:
@@ -231,7 +233,7 @@ def _pickled(outcome: _Outcome) -> bytes:
         return pickle.dumps(outcome)
     except Exception as error:
         trace = outcome.trace or f"the result cannot be pickled: {error}"
-        return pickle.dumps(_Outcome(trace=trace, time=outcome.time))
+        return pickle.dumps(_Outcome(trace=trace, time=outcome.time, echo=outcome.echo))
 
 
 @contextlib.contextmanager

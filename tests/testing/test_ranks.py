@@ -35,6 +35,16 @@ def killed_on(rank: int) -> None:
     dist.barrier()
 
 
+def raises_behind_its_peers(rank: int) -> None:
+    mesh = Mesh.from_environment(MeshShape(dp=3))
+    dist.barrier()
+    if mesh.rank == rank:
+        dist.destroy_process_group()
+        time.sleep(0.5)
+        raise ValueError("the bad one")
+    dist.barrier()
+
+
 def sleeps_on(rank: int) -> None:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     if mesh.rank == rank:
@@ -60,6 +70,11 @@ def test_the_first_failing_rank_is_named_with_its_traceback_and_the_pool_recover
     assert caught.value.rank == 1
     assert isinstance(caught.value.error, ValueError)
     assert run_ranks(coordinates, 2, 1, 2)[1] == (0, 1, 1)
+
+
+def test_a_rank_is_named_before_those_that_only_miss_it() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 failed \(ranks \[0, 2\] failed after it\)[^$]*the bad one"):
+        run_ranks(raises_behind_its_peers, 3, 1)
 
 
 def test_a_killed_rank_is_named() -> None:
