@@ -17,9 +17,10 @@ MOST_PLACES = 16
 
 
 def short(config: TrainConfig, world_size: int | None = None) -> str:
-    """Four lines: model, grid, batch, schedule; between them one for each stage of the data where there are several."""
+    """Four lines: model, grid, batch, schedule; between them those about layers of the user's and stages of the data."""
     layout = Layout(config, world_size)
-    return "\n".join([_model(layout), _grid(layout), _batch(layout), *_stages(config), _schedule_figures(layout)])
+    lines = [_model(layout), *_own_layers(config), _grid(layout), _batch(layout), *_stages(config)]
+    return "\n".join([*lines, _schedule_figures(layout)])
 
 
 def full(config: TrainConfig, world_size: int | None = None) -> str:
@@ -73,6 +74,13 @@ def _model(layout: Layout) -> str:
         f"hidden {model.hidden}, heads {model.heads}/{model.kv_groups or model.heads}, ffn {model.ffn}, "
         f"vocabulary {model.vocab:,}{tied}, {precision_text(layout.config)}"
     )
+
+
+def _own_layers(config: TrainConfig) -> list[str]:
+    """Which layers are the user's: nothing here knows them, so all figures are of those that they stand for."""
+    options = {name: getattr(config.model, name) for name in ("attention", "mlp", "block")}
+    own = [f"{name} is {spec['_target_']}" for name, spec in options.items() if spec]
+    return [f"layers    {', '.join(own)}; counted as the built-in {'one' if len(own) == 1 else 'ones'}"] if own else []
 
 
 def precision_text(config: TrainConfig) -> str:

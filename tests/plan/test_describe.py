@@ -35,6 +35,14 @@ def test_the_second_line_says_who_shares_the_optimizer() -> None:
     assert short(compose(hybrid)).splitlines()[1].endswith("ZeRO-1 over 2 of 4 data ranks on the host")
 
 
+def test_layers_of_the_users_are_named_and_counted_as_built_in() -> None:
+    builtin = short(compose([])).splitlines()
+    one = short(compose(["model.mlp._target_=mine.MLP"])).splitlines()
+    assert one == [builtin[0], "layers    mlp is mine.MLP; counted as the built-in one", *builtin[1:]]
+    two = short(compose(["model.mlp._target_=mine.MLP", "model.attention={_target_: his.Attention, window: 4}"]))
+    assert two.splitlines()[1] == "layers    attention is his.Attention, mlp is mine.MLP; counted as the built-in ones"
+
+
 def test_one_of_a_thing_is_in_the_singular_and_equal_bubbles_are_said_once(monkeypatch):
     config = compose(["batch.global_size=1", "batch.micro_size=1"])
     lines = short(config).splitlines()
