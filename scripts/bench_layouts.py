@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 from bench.measure import limit_threads, measure_pairs, measure_peaks  # noqa: E402
 from bench.shares import measure_shares  # noqa: E402
-from bench.summary import add_ideals, summarise, text_tables, write_page  # noqa: E402
+from bench.summary import add_ideals, summarise, text_tables, with_earlier, write_page  # noqa: E402
 from bench.task import LAYOUTS  # noqa: E402
 
 LOSS_TOLERANCE = 1e-4
@@ -43,6 +43,7 @@ def main() -> int:
         results.append(summarise(name, records, measure_peaks(name), measure_shares(name)))
     cores = len(os.sched_getaffinity(0))
     add_ideals(results, cores)
+    results = with_earlier(results, options.earlier)
     machine = _machine(cores, before)
     print(text_tables(results))
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -61,6 +62,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("layouts", nargs="*", default=available, metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--pairs", type=int, default=10, help="timed steps of each side, after two of warm-up")
     parser.add_argument("--json", type=Path, default=Path("outputs/bench_layouts.json"), help="where the figures go")
+    parser.add_argument("--earlier", type=Path, help="figures that such a run left, for the layouts left out now")
     parser.add_argument("--page", action="store_true", help="write the table of docs/benchmarks/layouts.md")
     options = parser.parse_args()
     if unknown := set(options.layouts) - set(LAYOUTS):

@@ -2,6 +2,7 @@
 
 Each side lives in processes of its own, as it would without the other, with its own memory and threads. In a pair both
 train on the same batch, one side after the other while the other's processes wait; which one goes first alternates.
+Every few pairs both sides begin anew in other processes.
 Wall time is from a barrier before the step to one after it, so it includes waiting for the slowest rank. CPU time is of
 the whole process, gloo's threads included.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from bench.task import LAYOUTS
 from megastack.testing.ranks import run_ranks
 
 WARM_UP = 2
+PAIRS_A_ROUND = 6
+"""Pairs from the same processes: what memory a process happened to get makes all its steps faster or slower."""
 SIDES = ("megastack", "peer")
 
 
@@ -48,7 +51,22 @@ class _SideRecord:
 
 
 def measure_pairs(name: str, pairs: int) -> list[RankRecord]:
-    """Train both sides in turn on forked ranks; the records by rank."""
+    """Train both sides in turn on forked ranks, on new ones every few pairs; the records by rank."""
+    full, rest = divmod(pairs, PAIRS_A_ROUND)
+    rounds = [_measure_round(name, count) for count in (*[PAIRS_A_ROUND] * full, rest) if count]
+    return [_joined(of_rank) for of_rank in zip(*rounds, strict=True)]
+
+
+def _joined(rounds: Sequence[RankRecord]) -> RankRecord:
+    """The records of one rank's place, one behind the other; bytes are those of any step."""
+
+    def every(part: str) -> dict[str, list[Any]]:
+        return {side: [value for record in rounds for value in getattr(record, part)[side]] for side in SIDES}
+
+    return RankRecord(every("wall_s"), every("cpu_s"), every("losses"), rounds[0].bytes_by_axis)
+
+
+def _measure_round(name: str, pairs: int) -> list[RankRecord]:
     ranks = LAYOUTS[name].world_size
     turns = multiprocessing.get_context("fork").Barrier(len(SIDES) * ranks)
     with tempfile.TemporaryDirectory() as folder:

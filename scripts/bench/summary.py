@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from megastack.pipeline.simulate import simulate
 MARKS = ("<!-- figures: written by scripts/bench_layouts.py -->", "<!-- end of figures -->")
 Rows = Sequence[tuple[str, ...]]
 _COLUMNS = (
-    *("layout", "peer", "step s", "peer s", "ratio (quartiles)", "of ideal", "CPU s", "peer CPU s"),
+    *("layout", "peer", "pairs", "step s", "peer s", "ratio (quartiles)", "of ideal", "CPU s", "peer CPU s"),
     *("CPU ratio (quartiles)", "peak MiB", "peer MiB", "MiB sent by axis", "loss differs by"),
 )
 
@@ -87,6 +88,13 @@ def add_ideals(results: Sequence[dict[str, Any]], cores: int) -> None:
         result["ideal_wall_s"] = single / min(cores, result["world_size"]) / (1 - result["bubble"])
 
 
+def with_earlier(results: Sequence[dict[str, Any]], earlier: Path | None) -> list[dict[str, Any]]:
+    """These figures, and those of layouts without any that an earlier run wrote as JSON, in the usual order."""
+    before = json.loads(earlier.read_text())["results"] if earlier else []
+    by_layout = {result["layout"]: result for result in [*before, *results]}
+    return [by_layout[name] for name in LAYOUTS if name in by_layout]
+
+
 def text_tables(results: Sequence[dict[str, Any]]) -> str:
     """The tables for the console."""
     return "\n\n".join(_text(rows) for rows in (_figures(results), _shares(results)))
@@ -109,8 +117,7 @@ def write_page(page: Path, results: Sequence[dict[str, Any]], machine: dict[str,
     start, end = MARKS
     about = (
         f"{machine['date']}, torch {machine['torch']}, {machine['cores']} cores ({machine['processor']}), "
-        f"{results[0]['pairs']} pairs a layout, load average {machine['load_before']:.1f} before and "
-        f"{machine['load_after']:.1f} after."
+        f"load average {machine['load_before']:.1f} before and {machine['load_after']:.1f} after."
     )
     shares = "Where megastack's step goes, on the first rank, in percent of its time:"
     tables = f"{_markdown(_figures(results))}\n\n{shares}\n\n{_markdown(_shares(results))}"
@@ -135,6 +142,7 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     return (
         result["layout"],
         result["peer"],
+        str(result["pairs"]),
         *(f"{wall[side]:.2f}" for side in SIDES),
         str(Spread(**result["wall_ratio"])),
         f"{wall['megastack'] / ideal:.2f}" if ideal else "-",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+from bench import measure
 from bench.live import LiveBytes
 from bench.measure import SIDES, RankRecord
 from bench.sides import Megastack, peer
-from bench.summary import MARKS, add_ideals, bubble, summarise, text_tables, write_page
+from bench.summary import MARKS, add_ideals, bubble, summarise, text_tables, with_earlier, write_page
 from bench.task import LAYOUTS, Layout
 
 from megastack.testing.ranks import run_ranks
@@ -117,5 +119,31 @@ def test_figures_are_of_the_slowest_rank_and_the_sum_of_cpu_time(tmp_path: Path)
     write_page(page, [single, result], machine)
     text = page.read_text()
     assert "old" not in text and text.startswith("above\n") and text.endswith("below\n")
-    assert "| pp2 | 1F1B | 2.00 | 4.00 | 0.50 (0.50-0.50) | 0.96 |" in text
+    assert "| pp2 | 1F1B | 2 | 2.00 | 4.00 | 0.50 (0.50-0.50) | 0.96 |" in text
     assert "pp 7" in text_tables([single, result])
+
+
+def test_pairs_come_from_several_sets_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = list[int]()
+
+    def measured(name: str, pairs: int) -> list[RankRecord]:
+        rounds.append(pairs)
+        figures = {side: [float(len(rounds))] * pairs for side in SIDES}
+        return [RankRecord(figures, figures, {side: [1.0] for side in SIDES}, {"dp": 3})] * 2
+
+    monkeypatch.setattr(measure, "_measure_round", measured)
+    first, second = measure.measure_pairs("dp2", 2 * measure.PAIRS_A_ROUND + 1)
+    assert rounds == [measure.PAIRS_A_ROUND, measure.PAIRS_A_ROUND, 1]
+    assert first == second
+    assert first.wall_s["peer"] == [1.0] * rounds[0] + [2.0] * rounds[1] + [3.0]
+    assert first.losses["peer"] == [1.0] * 3
+    assert first.bytes_by_axis == {"dp": 3}
+
+
+def test_an_earlier_run_gives_the_layouts_that_are_left_out_now(tmp_path: Path) -> None:
+    earlier = tmp_path / "before.json"
+    earlier.write_text(json.dumps({"results": [{"layout": name, "run": 1} for name in ("single", "tp2", "pp2")]}))
+    now = [{"layout": name, "run": 2} for name in ("pp2", "dp2")]
+    runs = [(result["layout"], result["run"]) for result in with_earlier(now, earlier)]
+    assert runs == [("single", 1), ("dp2", 2), ("tp2", 1), ("pp2", 2)]
+    assert [result["layout"] for result in with_earlier(now, None)] == ["dp2", "pp2"]
