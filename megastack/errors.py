@@ -97,6 +97,13 @@ class MeshError(MegastackError, ValueError):
     """A grid of ranks that cannot exist, or a rank or axis that is not on it."""
 
 
+class LayerError(ConfigError):
+    """A layer of the user's whose constructor ended with an error that says nothing of its arguments.
+
+    Before anything starts that is the user's to mend; on a rank, where the same layer was built before, a failure.
+    """
+
+
 class PlacementError(MegastackError, ValueError):
     """A parameter without a placement, or a placement that does not fit its tensor or its mesh."""
 

@@ -27,6 +27,7 @@ from megastack.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    LayerError,
     MegastackError,
     MeshError,
     PlacementError,
@@ -169,7 +170,7 @@ def _leave(record: FailureRecord, path: Path, tell: Callable[[FailureRecord], ob
 
 def is_refusal(error: BaseException) -> bool:
     """Whether an error is the user's to mend."""
-    return isinstance(error, REFUSALS)
+    return isinstance(error, REFUSALS) and not isinstance(error, LayerError)
 
 
 def is_of_others(error: BaseException, rank: int) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from megastack.errors import ConfigError, MegastackError
+from megastack.errors import ConfigError, LayerError, MegastackError
 
 ADVISORY = ("init", "out_init")
 """Extras that a layer may leave out without being refused: then it chooses its own initial values."""
@@ -31,7 +31,7 @@ def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Cal
 
     Raises:
         ConfigError: no ``_target_``, one that cannot be imported or called, a call that does not fit its signature or
-            ends with any error, or a result that is no module.
+            ends with any error (``LayerError``), or a result that is no module.
     """
     target = default if spec is None else import_target(key, spec)
     own = {} if spec is None else {name: value for name, value in spec.items() if name != "_target_"}
@@ -50,7 +50,7 @@ def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Cal
         except ValueError as error:
             raise ConfigError(f"{key}._target_={_name(target)}: refuses its arguments: {error}") from error
         except (Exception, SystemExit) as error:
-            raise ConfigError(
+            raise LayerError(
                 f"{key}._target_={_name(target)}: cannot be built, {type(error).__name__}: {error} "
                 f"({_place(error, target)})"
             ) from error
