@@ -60,7 +60,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     available = [name for name, layout in LAYOUTS.items() if layout.is_available]
     parser.add_argument("layouts", nargs="*", default=available, metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}")
-    parser.add_argument("--pairs", type=int, default=10, help="timed steps of each side, after two of warm-up")
+    parser.add_argument("--pairs", type=int, default=10, help="timed steps of each side, besides those of warm-up")
     parser.add_argument("--json", type=Path, default=Path("outputs/bench_layouts.json"), help="where the figures go")
     parser.add_argument("--earlier", type=Path, help="figures that such a run left, for the layouts left out now")
     parser.add_argument("--page", action="store_true", help="write the table of docs/benchmarks/layouts.md")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.conf import HydraConf
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,10 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from megastack.errors import ConfigError, Violation
 
 COMMAND_LINE = "the command line"
-_NOT_HYDRAS = tuple(
-    f"~hydra/{group}"
-    for group in ("launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging", "output", "env")
-)
+_NOT_HYDRAS = tuple(f"~hydra/{group}" for entry in HydraConf().defaults for group, option in entry.items() if option)
 """Hydra's settings of its own programs, which would be read and merged with each configuration for nothing."""
 
 
@@ -126,8 +124,9 @@ class Session:
 def _groups_of_hydra(defaults: Any) -> Iterator[tuple[str, Any]]:
     """The options of groups of Hydra's own that a defaults list chooses."""
     for entry in defaults if isinstance(defaults, list) else ():
-        for group, option in entry.items() if isinstance(entry, Mapping) else ():
-            name = str(group).removeprefix("override").strip().removeprefix("/")
+        named = entry if isinstance(entry, Mapping) else dict([str(entry).rpartition("/")[::2]])
+        for group, option in named.items():
+            name = str(group).rpartition(" ")[2].removeprefix("/")  # behind `override` or `optional`
             if name.startswith("hydra/"):
                 yield name, option
 

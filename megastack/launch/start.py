@@ -16,16 +16,14 @@ import signal
 import sys
 import time
 import uuid
-from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 
 from megastack.config.schema import TrainConfig
@@ -73,44 +71,25 @@ class StartLine:
             time.sleep(LOOKS_EVERY_S)
 
 
-class _OneAgent(RendezvousHandler):
-    """The rendezvous of an agent that waits for no other: a store at a free port, in which its ranks meet.
+class _OneAgent(StaticTCPRendezvous):
+    """Torch's rendezvous without a vote, for an agent that waits for no other: a store in which its ranks meet.
 
-    Torch's own for several agents looks through all modules at each of its steps to find the name of its caller: half a
-    second at every start and as much at the end. Its static one has to be told a port that is free.
+    Torch's has to be told a port that is free; here the store finds one. The one with a vote, which torchrun has, looks
+    through all modules at each of its steps to find the name of its caller.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id, self._timeout = parameters.run_id, timedelta(seconds=parameters.config["timeout_s"])
-        self._closed = False
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = dist.TCPStore(ADDRESS, 0, is_master=True, timeout=self._timeout, wait_for_workers=False)
-        meeting = RendezvousStoreInfo(ADDRESS, store.port)
-        return RendezvousInfo(dist.PrefixStore(self._run_id, store), 0, 1, meeting)
+        super().__init__(ADDRESS, 0, 0, 1, parameters.run_id, math.ceil(parameters.config["timeout_s"]))
 
     def get_backend(self) -> str:
+        """The name it is registered by."""
         return RENDEZVOUS
 
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def set_closed(self) -> None:
-        self._closed = True
-
-    def shutdown(self) -> bool:
-        self._closed = True
-        return True
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The store, and where ranks find it."""
+        made = super().next_rendezvous()
+        port = made.store.underlying_store.port  # type: ignore[attr-defined]  # a TCPStore behind a prefix
+        return RendezvousInfo(made.store, made.rank, made.world_size, RendezvousStoreInfo(ADDRESS, port))
 
 
 rendezvous_handler_registry.register(RENDEZVOUS, _OneAgent)

@@ -5,10 +5,11 @@ function saved, the function runs once more, up to the last tensor that was save
 projection and its reduction) is not done again. Tensors found again go one by one as backward uses them up.
 
 Collectives inside run again too, in the order of the first time and at the same point of backward on every rank of a
-tensor-parallel group. A function that takes gradients itself runs again there and then, up to where it is. Dropout is a
-function of the microbatch (:mod:`megastack.layers.dropout`) and repeats itself; a layer that draws from torch's
-generator finds it as it was. The second run sees ``context.recomputing``, so that side effects such as counters can be
-left to the first. A second run that saves other tensors than the first is an error.
+tensor-parallel group. Dropout is a function of the microbatch (:mod:`megastack.layers.dropout`) and repeats itself; a
+layer that draws from torch's generator finds it as it was. A function that takes gradients itself runs again there and
+then, up to where it is, and what it had saved by then is kept from there on. The second run sees
+``context.recomputing``, so that side effects such as counters can be left to the first. A second run that saves other
+tensors than the first is an error.
 
 :func:`recompute_blocks_` chooses the parts. It gives their modules a class of the same name whose ``forward`` (or
 ``attend``) is recomputed, as FSDP does with its own; parameters, their names and users' classes stay what they are.

@@ -17,7 +17,7 @@ MOST_PLACES = 16
 
 
 def short(config: TrainConfig, world_size: int | None = None) -> str:
-    """Four lines: model, grid, batch, schedule; between them what layers and data stages need."""
+    """Four lines: model, grid, batch, schedule; more for layers of the user's and where the data has several stages."""
     layout = Layout(config, world_size)
     lines = [_model(layout), *_own_layers(config), _grid(layout), _batch(layout), *_stages(config)]
     return "\n".join([*lines, _schedule_figures(layout)])

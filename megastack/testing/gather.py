@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -31,9 +32,8 @@ def gather_whole(items: Sequence[StateItem], mesh: Mesh) -> tuple[dict[str, Tens
     whole: dict[str, Tensor] = {}
     spread: Spread = {}
     seen: set[tuple[str, str]] = set()
-    ranks = gather_objects(own, mesh.world)
-    entries = (entry for places, packed in ranks for entry in zip(places, _unpacked(packed), strict=True))
-    for (name, shape, where), part in entries:
+    by_rank = (zip(theirs, _unpacked(packed), strict=True) for theirs, packed in gather_objects(own, mesh.world))
+    for (name, shape, where), part in chain.from_iterable(by_rank):
         target = whole.setdefault(name, torch.zeros(shape, dtype=part.dtype))
         key = (name, str(where))
         if key in seen and not torch.equal(target[where], part):

@@ -160,13 +160,21 @@ def test_settings_of_hydra_in_users_files_are_refused(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("entry", "option"), [("override /hydra/launcher", "joblib"), ("/hydra/env", "default")])
-def test_so_are_options_of_hydras_own_groups(tmp_path: Path, entry: str, option: str) -> None:
-    text = f"# @package _global_\ndefaults:\n  - {entry}: {option}\n  - _self_\nseed: 3\n"
-    path = write(tmp_path, "experiment/mine.yaml", text)
-    group = entry.rpartition("/hydra")[2]
+@pytest.mark.parametrize(
+    ("entry", "key"),
+    [
+        ("override /hydra/launcher: joblib", "hydra/launcher=joblib"),
+        ("/hydra/env: default", "hydra/env=default"),
+        ("optional /hydra/job_logging: mine", "hydra/job_logging=mine"),
+        ("/hydra/job_logging/disabled", "hydra/job_logging=disabled"),
+    ],
+)
+def test_so_are_options_of_hydras_own_groups(tmp_path: Path, entry: str, key: str) -> None:
+    path = write(
+        tmp_path, "experiment/mine.yaml", f"# @package _global_\ndefaults:\n  - {entry}\n  - _self_\nseed: 3\n"
+    )
     assert report("experiment=mine", config_dir=tmp_path) == [
-        f"hydra{group}={option}: settings of Hydra are not used (in {path}); use run.root or run.dir"
+        f"{key}: settings of Hydra are not used (in {path}); use run.root or run.dir"
     ]
 
 

@@ -57,6 +57,16 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert not different
 
 
+class SlopedMLP(ParallelMLP):
+    """Asks autograd for gradients in its forward: of something of its own, to go on with, and of its products."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        (slope,) = torch.autograd.grad(x.tanh().pow(3).sum(), x, create_graph=True)
+        y = super().forward(x + slope, context)
+        (size,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+        return y * size.tanh()
+
+
 DROPS = {"dropout": 0.5, "attention_dropout": 0.5, "layers": 3}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (LLAMA | {"layers": 3, "dropout": 0.5}, {"documents": True}),
@@ -65,6 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "frozen_start": (LLAMA | DROPS, {"freeze": "embedding"}),
     "frozen_mlps": (LLAMA | {"layers": 3}, {"freeze": "mlp"}),
     "extra_values": (LLAMA | DROPS | {"block": {"_target_": f"{PassingBlock.__module__}.PassingBlock"}}, {}),
+    "own_gradients": (LLAMA | DROPS | {"attention_dropout": 0.0, "mlp": target("SlopedMLP")}, {}),
 }
 
 
@@ -76,25 +87,6 @@ def test_loss_and_gradients_stay_bitwise(name):
         assert_same(gradients(with_recompute(tiny(model), mode, pattern), Mesh.single(), **how), expected)
 
 
-class SlopedMLP(ParallelMLP):
-    """Asks autograd for gradients in its forward: of something of its own, to go on with, and of its products."""
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        (slope,) = torch.autograd.grad(x.tanh().pow(3).sum(), x, create_graph=True)
-        y = super().forward(x + slope, context)
-        (size,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
-        return y * size.tanh()
-
-
-def test_layers_that_take_gradients_themselves_run_again():
-    model = LLAMA | {"layers": 3, "dropout": 0.5, "mlp": target("SlopedMLP")}
-    expected = gradients(tiny(model), Mesh.single())
-    plain = gradients(tiny(model | {"mlp": None}), Mesh.single())
-    assert not torch.equal(plain["blocks.0.mlp.up.weight"], expected["blocks.0.mlp.up.weight"])
-    for mode, pattern in MODES:
-        assert_same(gradients(with_recompute(tiny(model), mode, pattern), Mesh.single()), expected)
-
-
 def on_two_ranks(name: str, sequence_parallel: bool) -> None:
     mesh = Mesh.from_environment(MeshShape(tp=2))
     model, how = CASES[name]
@@ -104,7 +96,9 @@ def on_two_ranks(name: str, sequence_parallel: bool) -> None:
         assert_same(gradients(with_recompute(config, mode, pattern), mesh, **how), expected)
 
 
-@pytest.mark.parametrize(("name", "sequence_parallel"), [("llama", True), ("gpt2", False), ("extra_values", True)])
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"), [("llama", True), ("gpt2", False), ("extra_values", True), ("own_gradients", True)]
+)
 def test_loss_and_gradients_stay_bitwise_on_tensor_parallel_ranks(name, sequence_parallel):
     run_ranks(on_two_ranks, 2, name, sequence_parallel)
 

@@ -34,7 +34,7 @@ from tests.parity.cover import Row
 
 MOST_RANKS = 8
 SAMPLE = 7
-"""Of as many layouts one is looked at where time is short; no choice has a multiple of it, so all still meet."""
+"""Of as many layouts one is looked at where time is short. It divides no number of choices, so that all still meet."""
 AT_ONCE = 25
 """Layouts that ranks are asked to run in one go."""
 
