@@ -16,6 +16,8 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
+SEEKS_EVERY_S = 0.01
+"""Ranks wait at the start line until all are forked, so all are still there a moment later."""
 LOOKS_EVERY_S = 0.2
 
 
@@ -46,7 +48,7 @@ class SurvivorKiller:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOKS_EVERY_S):
+        while not self._over.wait(LOOKS_EVERY_S if len(self._ranks) == self._count else SEEKS_EVERY_S):
             self._find()
             if self._failed():
                 if not self._over.wait(self._grace_s):

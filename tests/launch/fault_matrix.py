@@ -189,7 +189,7 @@ def _wrong_failure(run: RunFolder, cell: Cell, ending: Ending) -> list[str]:
 
 
 def _wrong_preemption(run: RunFolder, cell: Cell, ending: Ending) -> list[str]:
-    step = {"before step 1": 0, "step": STEP + 1, "validation": STEP + 2, "save": 2}[cell.phase]
+    step = {"before step 1": 0, "step": STEP + 1, "validation": STEP + 1, "save": 2}[cell.phase]
     wrong = _wrong(ending, 75, status="preempted", reason="received SIGTERM", step=step)
     if not (run.checkpoint(step) / "manifest.json").exists():
         wrong.append(f"step {step} is not saved")

@@ -10,6 +10,7 @@ from tests.launch.fault_matrix import CELLS, Cell, faults, run_cell
 
 SAMPLE = (
     Cell("raise", 1, "before step 1"),
+    Cell("SIGKILL", 2, "before step 1"),
     Cell("SIGKILL", 0, "validation"),
     Cell("SIGSTOP", 2, "step"),
     Cell("SIGTERM", 1, "save"),
