@@ -31,7 +31,7 @@ from megastack.models.decoder import Decoder
 from megastack.models.recompute import recompute_blocks_
 from megastack.models.targets import import_target
 from megastack.optim.groups import check_patterns
-from megastack.placement.module import placements_of
+from megastack.placement.module import buffer_placements_of, check_buffers, placements_of
 
 T = TypeVar("T")
 
@@ -151,7 +151,8 @@ def ask_model(config: TrainConfig, faults: Faults) -> dict[str, tuple[int, ...]]
     """Build the whole model once, as one rank and without values, for what only its modules and their names can tell.
 
     Returns:
-        The shapes of its parameters by name; None where there is no such model, or a size in it is not known.
+        The shapes of its parameters and persistent buffers by name; None where there is no such model, or a size in it
+        is not known.
     """
     before = len(faults.found)
     for key in LAYERS:
@@ -166,6 +167,9 @@ def ask_model(config: TrainConfig, faults: Faults) -> dict[str, tuple[int, ...]]
     faults.ask(lambda: _check_freeze(config.optim.freeze, names), "optim.freeze")
     faults.ask(lambda: check_patterns("optim.groups", [g.pattern for g in config.optim.groups], names), "optim.groups")
     faults.ask(lambda: _check_recompute(config.recompute, model), "recompute")
+    if placements is not None:
+        faults.ask(lambda: check_buffers(model))
+        placements |= buffer_placements_of(model)
     known = placements is not None and not faults.broken(*STAND_INS)
     return {name: placement.shape for name, placement in placements.items()} if placements and known else None
 

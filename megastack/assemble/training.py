@@ -12,7 +12,7 @@ from torch import nn
 from megastack.assemble.data import build_loader, identity, read_dataset
 from megastack.assemble.inference import build_generator
 from megastack.assemble.stages import DTYPES, build_stages
-from megastack.checkpoint.collect import items_of, optimizer_items, part_items, stage_placements
+from megastack.checkpoint.collect import buffer_items, items_of, optimizer_items, part_items, stage_placements
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.comm.objects import all_gather_objects
@@ -76,10 +76,11 @@ class Training:
         return State(items, trainer)
 
     def weight_items(self) -> list[StateItem]:
-        """The weights as checkpoint items; gathers that are under way are waited for."""
+        """The weights and persistent buffers as checkpoint items; gathers that are under way are waited for."""
         self.step.buckets.wait_parameters()
         placements = stage_placements(self.stages)
-        return part_items("model", self.step.buckets.weights(), placements, self.mesh)
+        weights = part_items("model", self.step.buckets.weights(), placements, self.mesh)
+        return [*weights, *buffer_items(self.stages, self.mesh)]
 
     def gradient_items(self) -> list[StateItem]:
         """The gradients as checkpoint items, complete after their reduction."""

@@ -21,7 +21,7 @@ from megastack.errors import MegastackError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.placement import Placement
-from megastack.testing.compare import Trace, least_squares_ratio, scales
+from megastack.testing.compare import Trace, largest_difference, least_squares_ratio, scales
 from megastack.testing.module_trace import Fault, ModuleTrace, ModuleTracer, Place, find_faults, find_reshaped
 from megastack.testing.parity import perturb_
 from megastack.testing.training import trace_training
@@ -150,7 +150,7 @@ class _Comparison:
                     self._tensor(kind, name, step, part, expected, scale[name])
 
     def _tensor(self, kind: str, name: str, step: int, actual: Tensor, expected: Tensor, scale: float) -> None:
-        relative = float((actual - expected).abs().max()) / scale
+        relative = largest_difference(expected, actual) / scale
         if not self._counts(kind, relative):
             return
         ratio = least_squares_ratio(expected, actual)
