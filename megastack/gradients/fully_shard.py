@@ -283,6 +283,7 @@ class _Cutter:
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=partial(_placement, ranks=self._shard.size),
             mp_policy=policy,
+            ignored_params={parameter for parameter in part.parameters() if not parameter.numel()},
         )
         if unused := getattr(cut, "set_reduce_scatter_unused_params", None):  # from torch 2.13 on
             unused(True)
@@ -293,8 +294,8 @@ class _Cutter:
 
 
 def _promote_(named: Sequence[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, torch.dtype]:
-    """Make trained parameters the masters that they are to be; the dtypes that they had."""
-    compute = {parameter: parameter.dtype for _, parameter in named}
+    """Make trained parameters with elements the masters that they are to be; the dtypes that they had."""
+    compute = {parameter: parameter.dtype for _, parameter in named if parameter.numel()}
     for parameter, dtype in compute.items():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
@@ -321,7 +322,9 @@ def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard:
 
 
 def _local(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory."""
+    """This rank's part of a sharded tensor, or the whole of one without elements, sharing its memory."""
+    if not x.numel():
+        return x.detach()
     assert isinstance(x, DTensor)
     with torch.no_grad():
         return x.to_local()
