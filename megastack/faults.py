@@ -20,6 +20,7 @@ from megastack.assemble.data import read_dataset
 from megastack.checkpoint.manifest import read_manifest
 from megastack.config.convert import UnusableError, replace_values, value_of
 from megastack.config.fields import keys
+from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.data.dataset import Dataset, Wanted
 from megastack.data.sources import read_documents
@@ -167,6 +168,7 @@ def ask_model(config: TrainConfig, faults: Faults) -> dict[str, tuple[int, ...]]
     faults.ask(lambda: _check_freeze(config.optim.freeze, names), "optim.freeze")
     faults.ask(lambda: check_patterns("optim.groups", [g.pattern for g in config.optim.groups], names), "optim.groups")
     faults.ask(lambda: _check_recompute(config.recompute, model), "recompute")
+    faults.ask(lambda: _check_scalars(config, model), "parallel")
     if placements is not None:
         faults.ask(lambda: check_buffers(model))
         placements |= buffer_placements_of(model)
@@ -203,6 +205,16 @@ def _check_freeze(patterns: Sequence[str], names: set[str]) -> None:
 def _check_recompute(options: RecomputeOptions, model: Decoder) -> None:
     blocks = dict(model.blocks.items())
     recompute_blocks_(blocks, options.mode, options.pattern, layers=len(blocks))
+
+
+def _check_scalars(config: TrainConfig, model: Decoder) -> None:
+    """Nothing where ZeRO leaves parameters whole, or none of them is a scalar."""
+    zero, shape = config.parallel.zero, mesh_shape(config)
+    if zero.stage < 2 or (zero.shard_size or shape.dp * shape.cp) == 1:
+        return
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
+        rule = f"{', '.join(scalars)}: a scalar cannot be cut over data ranks"
+        raise ConfigError.of([Violation("parallel.zero.stage", zero.stage, rule, (0, 1, "declare it with shape (1,)"))])
 
 
 def check_fit(key: str, path: Path, shapes: Mapping[str, tuple[int, ...]] | None, strict: bool) -> None:
