@@ -1,4 +1,4 @@
-"""Ranks that hold nothing of a parameter, parameters without elements, stages without parameters: dumped, saved, loaded."""
+"""Dumps and checkpoints where ranks hold nothing of a parameter, parameters have no elements, stages no parameters."""
 
 from __future__ import annotations
 
