@@ -26,3 +26,18 @@ class BranchMLP(ParallelMLP):
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
         output_BSD = super().forward(hidden_BSD, context)
         return output_BSD + self.shift if self.mesh[Axis.DP].rank else output_BSD * self.gain
+
+
+class GainMLP(ParallelMLP):
+    """Scales its output by a gain that another run had not."""
+
+    def __init__(self, hidden: int, ffn: int, mesh: Any, **options: Any) -> None:
+        super().__init__(hidden, ffn, mesh, **options)
+        self.hidden = hidden
+        self.create_parameters()
+
+    def placements(self) -> dict[str, Placement]:
+        return {"gain": Placement((self.hidden,), init=Ones())}
+
+    def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
+        return super().forward(hidden_BSD, context) * self.gain

@@ -183,10 +183,10 @@ class FullyShardedGradients:
         return (pair for shard in self._shards.values() for pair in shard.parts(shard.as_used))
 
     @torch.no_grad()
-    def adopt_weights(self) -> None:
-        """Take masters from the copies that :meth:`weights` gave last."""
+    def adopt_weights(self, names: Collection[str] | None = None) -> None:
+        """Take masters (those of ``names``) from the copies that :meth:`weights` gave last."""
         for shard in self._shards.values():
-            if shard.rounded is not None:
+            if shard.rounded is not None and (names is None or shard.name in names):
                 shard.local.copy_(shard.rounded)
 
     def gather_parameters(self) -> None:
