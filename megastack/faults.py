@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,9 +18,11 @@ from typing import TypeVar
 import torch
 
 from megastack.assemble.data import read_dataset
+from megastack.assemble.optimizer import moment_kinds
 from megastack.checkpoint.manifest import read_manifest
 from megastack.config.convert import UnusableError, replace_values, value_of
 from megastack.config.fields import keys
+from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.data.dataset import Dataset, Wanted
 from megastack.data.sources import read_documents
@@ -31,12 +34,14 @@ from megastack.models.decoder import Decoder
 from megastack.models.recompute import recompute_blocks_
 from megastack.models.targets import import_target
 from megastack.optim.groups import check_patterns
-from megastack.placement.module import placements_of
+from megastack.placement.module import buffer_placements_of, check_buffers, placements_of
 
 T = TypeVar("T")
 
 NAMED = 3
 """Parameters that do not fit are named, up to so many."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Every kind of moment that a checkpoint can have."""
 LAYERS = ("model.attention", "model.mlp", "model.block")
 STAND_INS = {"model.vocab": 256, "batch.sequence_length": 1, "model.max_positions": None}
 """Values that the names and placements of a model do not depend on, taken where its own are broken."""
@@ -147,11 +152,24 @@ def _read_through(source: str, path: str | Path) -> None:
         pass
 
 
-def ask_model(config: TrainConfig, faults: Faults) -> dict[str, tuple[int, ...]] | None:
+@dataclass(frozen=True)
+class ModelShapes:
+    """The global shapes of a model's parameters and persistent buffers, by name."""
+
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, tuple[int, ...]]
+
+    @property
+    def all(self) -> dict[str, tuple[int, ...]]:
+        """Both."""
+        return {**self.parameters, **self.buffers}
+
+
+def ask_model(config: TrainConfig, faults: Faults) -> ModelShapes | None:
     """Build the whole model once, as one rank and without values, for what only its modules and their names can tell.
 
     Returns:
-        The shapes of its parameters by name; None where there is no such model, or a size in it is not known.
+        Its shapes; None where there is no such model, or a size in it is not known.
     """
     before = len(faults.found)
     for key in LAYERS:
@@ -166,8 +184,14 @@ def ask_model(config: TrainConfig, faults: Faults) -> dict[str, tuple[int, ...]]
     faults.ask(lambda: _check_freeze(config.optim.freeze, names), "optim.freeze")
     faults.ask(lambda: check_patterns("optim.groups", [g.pattern for g in config.optim.groups], names), "optim.groups")
     faults.ask(lambda: _check_recompute(config.recompute, model), "recompute")
-    known = placements is not None and not faults.broken(*STAND_INS)
-    return {name: placement.shape for name, placement in placements.items()} if placements and known else None
+    faults.ask(lambda: _check_scalars(config, model), "parallel")
+    if placements is None:
+        return None
+    faults.ask(lambda: check_buffers(model))
+    if faults.broken(*STAND_INS):
+        return None
+    buffers = {name: placement.shape for name, placement in buffer_placements_of(model).items()}
+    return ModelShapes({name: placement.shape for name, placement in placements.items()}, buffers)
 
 
 def _find_layer(config: TrainConfig, key: str) -> None:
@@ -201,26 +225,32 @@ def _check_recompute(options: RecomputeOptions, model: Decoder) -> None:
     recompute_blocks_(blocks, options.mode, options.pattern, layers=len(blocks))
 
 
-def check_fit(key: str, path: Path, shapes: Mapping[str, tuple[int, ...]] | None, strict: bool) -> None:
-    """Nothing where the parameters of a checkpoint are those of the model; dtypes are left to the ranks.
+def _check_scalars(config: TrainConfig, model: Decoder) -> None:
+    """Nothing where ZeRO leaves parameters whole, or none of them is a scalar."""
+    zero, shape = config.parallel.zero, mesh_shape(config)
+    if zero.stage < 2 or (zero.shard_size or shape.dp * shape.cp) == 1:
+        return
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
+        rule = f"{', '.join(scalars)}: a scalar cannot be cut over data ranks"
+        raise ConfigError.of([Violation("parallel.zero.stage", zero.stage, rule, (0, 1, "declare it with shape (1,)"))])
+
+
+def check_fit(key: str, path: Path, model: ModelShapes | None, strict: bool) -> None:
+    """Nothing where the parameters and buffers of a checkpoint are those of the model; dtypes are left to the ranks.
 
     Args:
         key: what named the checkpoint.
         path: its folder.
-        shapes: from :func:`ask_model`; None is not compared.
+        model: from :func:`ask_model`; None is not compared.
         strict: whether both must have the same names.
 
     Raises:
         ConfigError: they are not.
         CheckpointError: the checkpoint cannot be read.
     """
-    if shapes is None:
+    if model is None:
         return
-    stored = {
-        name.removeprefix("model/"): tensor.shape
-        for name, tensor in read_manifest(path).tensors.items()
-        if name.startswith("model/")
-    }
+    shapes, stored = model.all, _stored("model", path)
     unlike = [
         f"{name} is {list(shape)} here and {list(stored[name])} there"
         for name, shape in shapes.items()
@@ -230,6 +260,54 @@ def check_fit(key: str, path: Path, shapes: Mapping[str, tuple[int, ...]] | None
         unlike += [f"{name} is not there" for name in shapes if name not in stored]
         unlike += [f"{name} is only there" for name in stored if name not in shapes]
     if unlike:
-        more = f", and {len(unlike) - NAMED} more" if len(unlike) > NAMED else ""
-        rule = f"does not fit the model: {', '.join(unlike[:NAMED])}{more}"
+        rule = f"does not fit the model: {_first(unlike)}"
         raise ConfigError.of([Violation(key, path, rule, ("the model.* of its run",))])
+
+
+def check_moments(path: Path, model: ModelShapes | None, config: TrainConfig) -> None:
+    """Nothing where a checkpoint has the moments of exactly the parameters that are trained, for a strict resume.
+
+    Args:
+        path: its folder.
+        model: from :func:`ask_model`; None is not compared.
+        config: names the optimizer, and what is frozen.
+
+    Raises:
+        ConfigError: it has not.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    if model is None or not all(map(_is_pattern, config.optim.freeze)):
+        return
+    trained = {
+        name for name in model.parameters if not any(re.search(pattern, name) for pattern in config.optim.freeze)
+    }
+    kinds, unlike = moment_kinds(config), []
+    for kind in MOMENTS:
+        stored, wanted = _stored(f"optim/{kind}", path), trained if kind in kinds else set()
+        unlike += [f"{name} has no {kind} there" for name in model.parameters if name in wanted - stored.keys()]
+        unlike += [
+            f"{name} has {kind} only there" for name in stored if name not in wanted and name in model.parameters
+        ]
+    if unlike:
+        advice = ("the optim.* of its run", "checkpoint.strict=false, which starts what is missing afresh")
+        broken = f"does not fit what is trained: {_first(unlike)}"
+        raise ConfigError.of([Violation("resume", path, broken, advice)])
+
+
+def _is_pattern(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def _stored(prefix: str, path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a checkpoint has under a prefix, by the rest of the name."""
+    tensors = read_manifest(path).tensors
+    return {n.removeprefix(f"{prefix}/"): x.shape for n, x in tensors.items() if n.startswith(f"{prefix}/")}
+
+
+def _first(faults: Sequence[str]) -> str:
+    """The first few of many."""
+    return ", ".join(faults[:NAMED]) + (f", and {len(faults) - NAMED} more" if len(faults) > NAMED else "")

@@ -13,6 +13,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.models.decoder import Decoder
 from megastack.models.profile import max_positions
 from megastack.pipeline.schedule import Schedule
+from megastack.placement.buffers import share_buffers_
 
 
 def inference_stages(config: TrainConfig, stages: Sequence[Decoder]) -> list[Decoder]:
@@ -26,6 +27,7 @@ def inference_stages(config: TrainConfig, stages: Sequence[Decoder]) -> list[Dec
         ]
     for twin, stage in zip(twins, stages, strict=True):
         twin.load_state_dict(stage.state_dict(), assign=True)
+        share_buffers_(twin, stage)
     return [twin.eval().requires_grad_(False) for twin in twins]
 
 

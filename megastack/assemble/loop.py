@@ -142,8 +142,10 @@ def _dumper(training: Training, folder: RunFolder) -> Callable[[int, str], None]
 
     def dump(step: int, what: str) -> None:
         if what == "gradients":
-            copies = ((item, item.boxes[0]) for item in training.gradient_items())
-            held[:] = [StateItem(item.name, item.shape, ((box, part.clone()),)) for item, (box, part) in copies]
+            held[:] = [
+                StateItem(item.name, item.shape, tuple((box, part.clone()) for box, part in item.boxes))
+                for item in training.gradient_items()
+            ]
             return
         weights = training.weight_items()
         named = [StateItem(f"weights/{item.name.removeprefix('model/')}", item.shape, item.boxes) for item in weights]

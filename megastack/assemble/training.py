@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from torch import nn
 
 from megastack.assemble.data import build_loader, identity, read_dataset
 from megastack.assemble.inference import build_generator
+from megastack.assemble.optimizer import optimizer_options
 from megastack.assemble.stages import DTYPES, build_stages
-from megastack.checkpoint.collect import items_of, optimizer_items, part_items, stage_placements
+from megastack.checkpoint.collect import buffer_items, items_of, optimizer_items, part_items, stage_placements
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.comm.objects import all_gather_objects
@@ -23,7 +24,6 @@ from megastack.data.dataset import Dataset
 from megastack.data.stages import Histories, StagedLoader, fresh_histories, stage_orders
 from megastack.data.validation import ValidationBatches
 from megastack.errors import CheckpointError
-from megastack.gradients.interface import Gradients
 from megastack.gradients.make import build_gradients
 from megastack.gradients.sharding import ZeroOptions
 from megastack.inference.generate import Generator
@@ -34,11 +34,14 @@ from megastack.models.stages import configured_schedule
 from megastack.optim.groups import GroupRule, assign_groups, freeze
 from megastack.optim.loss_scale import INITIAL, LossScale
 from megastack.optim.lr import LearningRate
-from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
+from megastack.optim.optimizer import build_optimizer
 from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
 from megastack.training.state import Progress
 from megastack.training.step import TrainStep
+
+STARTS = "optimizer_starts"
+"""In a trainer's state: by parameter, the updates done before it was trained, where there were any."""
 
 
 @dataclass
@@ -73,13 +76,14 @@ class Training:
             *(StateItem.replicated(name, x) for name, x in scalars.items()),
         ]
         trainer = self.progress.as_json() | identity(self.config, self.dataset, self.histories)
-        return State(items, trainer)
+        return State(items, trainer | ({STARTS: optimizer.starts} if optimizer.starts else {}))
 
     def weight_items(self) -> list[StateItem]:
-        """The weights as checkpoint items; gathers that are under way are waited for."""
+        """The weights and persistent buffers as checkpoint items; gathers that are under way are waited for."""
         self.step.buckets.wait_parameters()
         placements = stage_placements(self.stages)
-        return part_items("model", self.step.buckets.weights(), placements, self.mesh)
+        weights = part_items("model", self.step.buckets.weights(), placements, self.mesh)
+        return [*weights, *buffer_items(self.stages, self.mesh)]
 
     def gradient_items(self) -> list[StateItem]:
         """The gradients as checkpoint items, complete after their reduction."""
@@ -94,13 +98,14 @@ class Training:
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint: weights, moments and progress.
 
+        Where the checkpoint need not have everything, a parameter without moments there starts as in a new run.
+
         Raises:
             CheckpointError: it does not fit, or its seed, data or batch are not this run's.
         """
         state = self.state()
-        load(path, state, self.mesh, strict=self.config.checkpoint.strict)
-        self.step.optimizer.load_steps(int(self.step.optimizer.steps))
-        self.step.optimizer.publish_masters()
+        report = load(path, state, self.mesh, strict=self.config.checkpoint.strict)
+        self._restore_optimizer(report.missing, state.trainer.get(STARTS, {}))
         if faults := identity_faults(state.trainer, identity(self.config, self.dataset)):
             raise CheckpointError("\n".join([f"resume={path}: would not continue the same run", *faults]))
         self.progress.__dict__.update(Progress.from_json(state.trainer).__dict__)
@@ -109,6 +114,16 @@ class Training:
         orders = stage_orders(self.dataset, self.config.seed, self.histories, global_size)
         for part, order in zip(loader.parts if isinstance(loader, StagedLoader) else [loader], orders, strict=True):
             part.order = order
+
+    def _restore_optimizer(self, missing: Sequence[str], starts: Mapping[str, int]) -> None:
+        """Counts and masters after a load that found some names missing; the same on all ranks."""
+        optimizer = self.step.optimizer
+        steps = int(optimizer.steps)
+        fresh = {name for kind in optimizer.kinds for name in _after(f"optim/{kind}/", missing)}
+        started = {**starts, **dict.fromkeys(sorted(fresh), steps)}
+        optimizer.load_steps(steps, {name: start for name, start in started.items() if start})
+        optimizer.refresh_masters(set(_after("optim/master/", missing)) - set(_after("model/", missing)))
+        optimizer.publish_masters()
 
     def load_weights(self, path: Path) -> None:
         """Start from the weights of a checkpoint, in this run's dtypes, everything else fresh."""
@@ -157,12 +172,17 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
         loader=loader,
         pipeline=Pipeline(stages, schedule, mesh, on_last_backward=buckets.arm),
         buckets=buckets,
-        optimizer=_optimizer(config, buckets),
+        optimizer=build_optimizer(buckets, optimizer_options(config)),
         learning_rate=_learning_rate(config),
         clip_norm=config.optim.clip_norm,
         loss_scale=_loss_scale(config, mesh),
     )
     return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation, histories)
+
+
+def _after(prefix: str, names: Sequence[str]) -> list[str]:
+    """What follows a prefix in the names that have it."""
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 def _names(stages: Sequence[nn.Module]) -> list[str]:
@@ -174,13 +194,6 @@ def _groups(config: TrainConfig, stages: Sequence[nn.Module], names: set[str]) -
     rules = [GroupRule(group.pattern, group.lr_scale, group.weight_decay) for group in config.optim.groups]
     optim = config.optim
     return assign_groups(decays, weight_decay=optim.weight_decay, no_decay=optim.no_decay, rules=rules, names=names)
-
-
-def _optimizer(config: TrainConfig, buckets: Gradients) -> Optimizer:
-    optim = config.optim
-    betas, offload = (optim.betas[0], optim.betas[1]), config.parallel.zero.offload
-    options = OptimizerOptions(optim.name, betas, optim.eps, optim.momentum, offload=offload)
-    return build_optimizer(buckets, options)
 
 
 def _loss_scale(config: TrainConfig, mesh: Mesh) -> LossScale:

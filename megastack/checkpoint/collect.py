@@ -1,16 +1,19 @@
-"""The state of a run as items: parameters, moments and gradients of this rank under their global names and boxes."""
+"""The state of a run as items: parameters, buffers, moments and gradients of this rank, by global name and box."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from torch import Tensor, nn
 
 from megastack.checkpoint.items import StateItem
 from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import describe_coordinates
 from megastack.placement.boxes import Box, local_box
-from megastack.placement.module import placements_of
+from megastack.placement.buffers import persistent_buffers
+from megastack.placement.module import buffer_placements_of, placements_of
 from megastack.placement.placement import Placement
 
 Part = tuple[Box, Tensor]
@@ -56,9 +59,17 @@ def _logical(parts: Iterable[Part], here: Box) -> Iterator[Part]:
 
 
 def model_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
-    """The weights of this rank's stages, under ``model/…``."""
+    """The weights and persistent buffers of this rank's stages, under ``model/…``."""
     named = [pair for stage in stages for pair in stage.named_parameters()]
-    return items_of("model", named, stage_placements(stages), mesh)
+    return [*items_of("model", named, stage_placements(stages), mesh), *buffer_items(stages, mesh)]
+
+
+def buffer_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
+    """The persistent buffers of this rank's stages, under ``model/…``; ranks that hold the same are compared."""
+    named = [pair for stage in stages for pair in persistent_buffers(stage).items()]
+    placements = {name: place for stage in stages for name, place in buffer_placements_of(stage).items()}
+    here = describe_coordinates(mesh.coordinates)
+    return [replace(item, replica=here) for item in items_of("model", named, placements, mesh)]
 
 
 def optimizer_items(

@@ -9,6 +9,7 @@ Names begin with what they belong to: ``model/blocks.0.mlp.up.weight``, ``optim/
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,11 +49,14 @@ class StateItem:
         name: global name, the same on every rank and layout.
         shape: logical global shape, without padding.
         boxes: pairs of a box and the tensor (usually a view) with its elements; empty where the rank holds none.
+        replica: this rank's coordinates in words, where all ranks that hold a box must hold the same bits of it, which
+            a save then checks; ``None`` where nothing but the layout could make them differ.
     """
 
     name: str
     shape: tuple[int, ...]
     boxes: tuple[tuple[Box, Tensor], ...]
+    replica: str | None = None
 
     @classmethod
     def replicated(cls, name: str, tensor: Tensor) -> StateItem:
@@ -68,6 +72,11 @@ class StateItem:
         """The boxes that hold elements (of a tensor without elements, all)."""
         return ((box, tensor) for box, tensor in self.boxes if prod(box.size) or not prod(self.shape))
 
+    def checksums(self) -> Iterator[tuple[Box, str]]:
+        """Each box with a checksum of its bits, where ranks that hold the same box are to be compared."""
+        if self.replica is not None:
+            yield from ((box, _checksum(tensor)) for box, tensor in self.filled_boxes())
+
     def faults(self) -> Iterator[str]:
         """What is wrong with the item by itself, one message each."""
         for box, tensor in self.boxes:
@@ -75,6 +84,11 @@ class StateItem:
                 yield f"{self.name}: box {describe(box)} comes with a tensor of shape {tuple(tensor.shape)}"
             if tensor.dtype != self.dtype or tensor.dtype not in DTYPE_NAMES:
                 yield f"{self.name}: dtype {tensor.dtype} is not one dtype that a checkpoint can hold"
+
+
+def _checksum(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=8).hexdigest()
 
 
 @dataclass

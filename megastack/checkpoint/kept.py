@@ -98,11 +98,18 @@ class Kept:
     def plan(self, path: Path, state: State, world: AxisGroup) -> Share:
         """The last plan where no rank's state has changed its layout, else a new one; all ranks call.
 
+        Replicas that have to be compared are, since only a new plan does: what is compared counts as layout.
+
         Raises:
             CheckpointError: as :func:`plan_share`.
         """
         layout = [
-            (item.name, item.shape, [(box, tensor.shape, tensor.dtype) for box, tensor in item.boxes])
+            (
+                item.name,
+                item.shape,
+                [(box, tensor.shape, tensor.dtype) for box, tensor in item.boxes],
+                [*item.checksums()],
+            )
             for item in state.items
         ]
         trainer = _opened(path, state, world) if layout == self._layout else None

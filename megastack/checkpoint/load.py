@@ -80,7 +80,7 @@ def load(
         mesh: all of its ranks call.
         strict: refuse missing and unexpected names; otherwise they are left out and reported.
         weights_only: look at names that begin with ``model/`` only, on both sides.
-        cast: convert where the dtypes differ; otherwise that is refused.
+        cast: convert where two floating-point dtypes differ; otherwise that is refused.
 
     Raises:
         CheckpointError: the same on every rank: a missing, corrupt or truncated file by name, or all the names that are
@@ -134,11 +134,14 @@ def _compare(items: dict[str, StateItem], manifest: Manifest, cast: bool, findin
         if tuple(item.shape) != stored.shape:
             findings.mismatched[name] = f"shape {tuple(item.shape)} here, {stored.shape} in the checkpoint"
         elif item.dtype is not None and DTYPE_NAMES[item.dtype] != stored.dtype:
-            if cast:
+            dtypes = (item.dtype, DTYPES[stored.dtype])
+            floating = all(dtype.is_floating_point for dtype in dtypes)
+            if cast and floating:
                 findings.cast.add(name)
             else:
-                here, there = (str(dtype).removeprefix("torch.") for dtype in (item.dtype, DTYPES[stored.dtype]))
-                findings.mismatched[name] = f"dtype {here} here, {there} in the checkpoint; cast=True would convert"
+                here, there = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+                hint = "; cast=True would convert" if floating else ""
+                findings.mismatched[name] = f"dtype {here} here, {there} in the checkpoint{hint}"
 
 
 def _file_faults(folder: Path, manifest: Manifest, world: AxisGroup) -> list[str]:

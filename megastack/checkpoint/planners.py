@@ -2,15 +2,17 @@
 
 The default planners accept tensors of torch's own kinds only; these accept :class:`StateItem` values, whose boxes may
 be any parts of a tensor. When saving, the coordinator sees the boxes of all ranks, keeps one copy of each (on the rank
-with the fewest bytes so far), and refuses a plan that does not cover every tensor exactly once. When loading, each rank
-intersects its boxes with the stored ones; ranks need not agree on anything.
+with the fewest bytes so far), and refuses a plan that does not cover every tensor exactly once, or in which replicas
+that must be identical are not. When loading, each rank intersects its boxes with the stored ones; ranks need not agree
+on anything.
 """
 
 from __future__ import annotations
 
 import io
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NoReturn
 
@@ -41,6 +43,14 @@ from megastack.errors import CheckpointError
 from megastack.placement.boxes import Box
 
 
+@dataclass(frozen=True)
+class _Beside:
+    """What a rank tells beside its boxes: items of which it has none, and checksums of boxes with where it is."""
+
+    absent: set[str]
+    checksums: Mapping[MetadataIndex, tuple[str, str | None]]
+
+
 class BoxSavePlanner(SavePlanner):
     """Plans the writing of every rank's items; each box is written by one of the ranks that hold it."""
 
@@ -55,17 +65,24 @@ class BoxSavePlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         """All boxes of this rank; items that have none here travel by name, so that nothing vanishes."""
         writes = [self._write_item(item, box, tensor) for item in self._items for box, tensor in item.filled_boxes()]
-        absent = {item.name: item.shape for item in self._items if not any(item.filled_boxes())}
-        return SavePlan(writes, planner_data=absent)
+        absent = {item.name for item in self._items if not any(item.filled_boxes())}
+        checksums = {
+            MetadataIndex(item.name, box.offset): (checksum, item.replica)
+            for item in self._items
+            for box, checksum in item.checksums()
+        }
+        return SavePlan(writes, planner_data=_Beside(absent, checksums))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Keep one copy of each box and describe the whole.
 
         Raises:
-            CheckpointError: ranks disagree about a tensor, or their boxes are not the whole tensor exactly once.
+            CheckpointError: ranks disagree about a tensor, their boxes are not the whole tensor exactly once, or
+                replicas that must be identical differ.
         """
         copies = _copies_by_index(all_plans)
-        faults = _disagreements(copies)
+        beside: list[_Beside] = [plan.planner_data for plan in all_plans]
+        faults = _disagreements(copies) or _unlike_replicas([each.checksums for each in beside])
         kept = _share_out(copies, len(all_plans))
         tensors = _describe(kept)
         faults += [
@@ -73,7 +90,7 @@ class BoxSavePlanner(SavePlanner):
             for name, tensor in tensors.items()
             if (fault := cover_fault(tensor.size, [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]))
         ]
-        absent = {name for plan in all_plans for name in plan.planner_data} - set(tensors)
+        absent = {name for each in beside for name in each.absent} - set(tensors)
         faults += [f"{name}: no rank holds any of it" for name in sorted(absent)]
         if faults:
             raise CheckpointError("\n".join(faults))
@@ -195,6 +212,23 @@ def _disagreements(copies: dict[MetadataIndex, dict[int, WriteItem]]) -> list[st
         if len(sizes) > 1:
             faults.append(f"{index.fqn}: ranks {sorted(holders)} hold boxes of sizes {sorted(sizes)} at one offset")
     return faults
+
+
+def _unlike_replicas(checksums: Sequence[Mapping[MetadataIndex, tuple[str, str | None]]]) -> list[str]:
+    """Boxes of which two ranks hold other bits, one message a tensor."""
+    faults: dict[str, str] = {}
+    first: dict[MetadataIndex, tuple[str, int, str | None]] = {}
+    for rank, own in enumerate(checksums):
+        for index, (checksum, where) in own.items():
+            expected, other, there = first.setdefault(index, (checksum, rank, where))
+            if checksum != expected:
+                faults.setdefault(
+                    index.fqn,
+                    f"{index.fqn}: rank {other} ({there}) and rank {rank} ({where}) hold different values of this "
+                    "buffer, which must be identical on all ranks that hold it; compute it from what they share or "
+                    "all-reduce it, declare its shards in placements(), or register it with persistent=False",
+                )
+    return list(faults.values())
 
 
 def _said(shape_and_dtype: tuple[tuple[int, ...], str]) -> str:

@@ -186,7 +186,7 @@ class GradientBuckets:
         named = (pair for module in self._modules for pair in module.named_parameters())
         return ((name, ((Box((0,) * x.dim(), tuple(x.shape)), x.detach()),)) for name, x in named)
 
-    def adopt_weights(self) -> None:
+    def adopt_weights(self, names: Collection[str] | None = None) -> None:
         """Nothing: :meth:`weights` are the parameters themselves."""
 
     def gather_parameters(self) -> None:

@@ -44,6 +44,7 @@ from megastack.gradients.interface import Part
 from megastack.gradients.reduction import reduction_of, tied_groups
 from megastack.gradients.shard import ParameterShard, shard_dim, sum_over
 from megastack.gradients.sharding import sharding_of
+from megastack.gradients.unit_calls import UnitCalls, require_calls
 from megastack.mesh.mesh import Mesh
 from megastack.optim.groups import OptimGroup
 from megastack.placement.module import placements_of
@@ -108,13 +109,19 @@ class FullyShardedGradients:
         for module in modules:
             here = set(module.modules())
             inner = [unit for unit in units if unit in here]
-            for unit in inner:
-                cutter.cut(unit, reshard_after_forward=gather == "microbatch" and unit not in turning)
-            cutter.cut(module, reshard_after_forward=False)
+            inside = {
+                unit: cutter.cut(unit, reshard_after_forward=gather == "microbatch" and unit not in turning)
+                for unit in inner
+            }
+            inside[module] = cutter.cut(module, reshard_after_forward=False)
             for unit in unread:
                 if unit in here:
                     cast(FSDPModule, unit).set_unshard_in_backward(False)
-            _gather_ahead(inner, module)
+            _gather_ahead(inner, module, inside)
+            UnitCalls(module, inner)
+            paths = {part: path for path, part in module.named_modules()}
+            for part, kept in inside.items():
+                require_calls(part, kept, paths)
         self._stages = [cast(FSDPModule, module) for module in modules]
         self._parts = [part for module in modules for part in module.modules() if isinstance(part, FSDPModule)]
         self._shards: dict[str, ParameterShard] = {}
@@ -176,10 +183,10 @@ class FullyShardedGradients:
         return (pair for shard in self._shards.values() for pair in shard.parts(shard.as_used))
 
     @torch.no_grad()
-    def adopt_weights(self) -> None:
-        """Take masters from the copies that :meth:`weights` gave last."""
+    def adopt_weights(self, names: Collection[str] | None = None) -> None:
+        """Take masters (those of ``names``) from the copies that :meth:`weights` gave last."""
         for shard in self._shards.values():
-            if shard.rounded is not None:
+            if shard.rounded is not None and (names is None or shard.name in names):
                 shard.local.copy_(shard.rounded)
 
     def gather_parameters(self) -> None:
@@ -201,17 +208,21 @@ class FullyShardedGradients:
         stage.set_requires_gradient_sync(last or self._reduce == "microbatch")
 
 
-def _gather_ahead(units: Sequence[nn.Module], stage: nn.Module) -> None:
+def _gather_ahead(
+    units: Sequence[nn.Module], stage: nn.Module, inside: Mapping[nn.Module, Sequence[nn.Module]]
+) -> None:
     """Let each unit, in order of use, gather the next one during its forward and the one before during its backward.
 
     FSDP2 itself takes the one whose forward came before, which with several microbatches is the end of another one:
-    gathered for nothing.
+    gathered for nothing. What is cut inside of a unit is gathered with it, called or not.
     """
     cut = [cast(FSDPModule, part) for part in (*units, stage)]
     for before, part in zip([cut[0], *cut], cut, strict=False):
         part.set_modules_to_backward_prefetch([before])
-    for unit, after in pairwise(cut[:-1]):
-        unit.set_modules_to_forward_prefetch([after])
+    following = {unit: [after] for unit, after in pairwise(cut[:-1])}
+    for part in cut:
+        kept = [cast(FSDPModule, unit) for unit in inside[cast(nn.Module, part)]]
+        part.set_modules_to_forward_prefetch([*kept, *following.get(part, ())])
 
 
 class _Cutter:
@@ -234,15 +245,21 @@ class _Cutter:
         self._shard, self._compute, self._reduce_dtype = shard, compute, reduce_dtype
         self._mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, shard.group), device.type)
 
-    def cut(self, part: nn.Module, *, reshard_after_forward: bool) -> None:
-        """Cut what is still whole in a part; modules in it that are kept in a higher precision are units there."""
-        dtypes = self._dtypes(part)
+    def cut(self, part: nn.Module, *, reshard_after_forward: bool) -> list[nn.Module]:
+        """Cut what is still whole in a part; modules in it that are kept in a higher precision are units there.
+
+        Returns:
+            Those modules.
+        """
+        dtypes, kept = self._dtypes(part), []
         if len(dtypes) > 1:
             widest = max(dtypes, key=lambda dtype: dtype.itemsize)
             for module in list(part.modules()):
                 if module is not part and self._dtypes(module, recurse=False) == {widest}:
                     self._apply(module, reshard_after_forward)
+                    kept.append(module)
         self._apply(part, reshard_after_forward)
+        return kept
 
     def _dtypes(self, part: nn.Module, *, recurse: bool = True) -> set[torch.dtype]:
         return {self._compute[p] for p in part.parameters(recurse) if p in self._compute}
@@ -266,7 +283,10 @@ class _Cutter:
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=partial(_placement, ranks=self._shard.size),
             mp_policy=policy,
+            ignored_params={parameter for parameter in part.parameters() if not parameter.numel()},
         )
+        if unused := getattr(cut, "set_reduce_scatter_unused_params", None):  # from torch 2.13 on
+            unused(True)
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
         cut.set_custom_all_gather(cast(Any, CountedGather(self._shard)))
@@ -274,8 +294,8 @@ class _Cutter:
 
 
 def _promote_(named: Sequence[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, torch.dtype]:
-    """Make trained parameters the masters that they are to be; the dtypes that they had."""
-    compute = {parameter: parameter.dtype for _, parameter in named}
+    """Make trained parameters with elements the masters that they are to be; the dtypes that they had."""
+    compute = {parameter: parameter.dtype for _, parameter in named if parameter.numel()}
     for parameter, dtype in compute.items():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
@@ -302,7 +322,9 @@ def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard:
 
 
 def _local(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory."""
+    """This rank's part of a sharded tensor, or the whole of one without elements, sharing its memory."""
+    if not x.numel():
+        return x.detach()
     assert isinstance(x, DTensor)
     with torch.no_grad():
         return x.to_local()

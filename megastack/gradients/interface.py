@@ -86,8 +86,8 @@ class Gradients(Protocol):
         Views; where a slice is rounded, copies, which :meth:`adopt_weights` takes over after they were written.
         """
 
-    def adopt_weights(self) -> None:
-        """Take masters from the copies that :meth:`weights` gave last."""
+    def adopt_weights(self, names: Collection[str] | None = None) -> None:
+        """Take masters (those of ``names``) from the copies that :meth:`weights` gave last."""
 
     def gather_parameters(self) -> None:
         """Begin to make parameters whole after an update."""

@@ -7,6 +7,7 @@ of it: the shard is a box of the local parameter, contiguous in memory. :func:`s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -91,9 +92,16 @@ class ParameterShard:
     @property
     def box(self) -> Box:
         """Where the shard lies in the local parameter."""
+        if self.is_empty:
+            return Box((0,) * len(self.shape), self.shape)
         start = min(self._length * self.reduction.data.shard.rank, self.shape[self.dim])
         offset = tuple(start if dim == self.dim else 0 for dim in range(len(self.shape)))
         return Box(offset, tuple(self.local.shape))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the parameter has no elements; every rank holds the whole of it then."""
+        return not prod(self.shape)
 
     @property
     def _length(self) -> int:
@@ -101,12 +109,14 @@ class ParameterShard:
         return -(-self.shape[self.dim] // self.reduction.data.shard.size)
 
     def parts(self, own: Tensor) -> Iterator[tuple[str, tuple[Part, ...]]]:
-        """The one box that a tensor like the shard holds, none where the shard is empty."""
+        """The one box that a tensor like the shard holds; none where others hold all of the elements."""
         box = self.box
-        yield self.name, ((box, own.view(box.size)),) if box.numel else ()
+        yield self.name, ((box, own.view(box.size)),) if box.numel or self.is_empty else ()
 
     def whole(self, own: Tensor) -> Tensor:
         """The local parameter's shape put together from a tensor like the shard on each rank of the shard group."""
+        if self.is_empty:
+            return own.view(self.shape)
         group: AxisGroup = self.reduction.data.shard
         padded = own.new_zeros([self._length if dim == self.dim else size for dim, size in enumerate(self.shape)])
         padded.narrow(self.dim, 0, self.local.shape[self.dim]).copy_(own.view(self.local.shape))
@@ -118,7 +128,7 @@ def sum_over(group_of: Callable[[ParameterShard], AxisGroup | None], shards: Seq
     together: dict[tuple[AxisGroup, torch.dtype], list[Tensor]] = {}
     for shard in shards:
         group = group_of(shard)
-        if group is not None and group.size > 1:
+        if group is not None and group.size > 1 and shard.own_gradients.numel():
             together.setdefault((group, shard.own_gradients.dtype), []).append(shard.own_gradients)
     sums = [(own, start_all_reduce_(torch.cat(own), group)) for (group, _), own in together.items()]
     for own, pending in sums:

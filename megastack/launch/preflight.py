@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from megastack.config.schema import TrainConfig
 from megastack.data.continuity import identity_faults
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, Fault, Violation
-from megastack.faults import Faults, ask_data, ask_model, check_fit
+from megastack.faults import Faults, ModelShapes, ask_data, ask_model, check_fit, check_moments
 from megastack.launch.worker import Assignment
 from megastack.observe.folder import RunFolder, claim
 from megastack.observe.metrics import tensorboard_installed
@@ -71,6 +71,8 @@ def inspect(
     if checkpoint is not None:
         faults.ask(lambda: _check_identity(config, dataset, checkpoint), "seed", "batch")
         faults.ask(lambda: check_fit("resume", checkpoint, shapes, config.checkpoint.strict), "checkpoint.strict")
+        if config.checkpoint.strict:
+            faults.ask(lambda: check_moments(checkpoint, shapes, config), "checkpoint.strict", "optim")
     else:
         faults.ask(lambda: _check_weights(config, shapes), "checkpoint.load_weights", "checkpoint.strict")
     faults.ask(lambda: _check_device(config), "device")
@@ -121,7 +123,7 @@ def _check_identity(config: TrainConfig, dataset: Dataset | None, checkpoint: Pa
         raise ConfigError.of(found)
 
 
-def _check_weights(config: TrainConfig, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
+def _check_weights(config: TrainConfig, shapes: ModelShapes | None) -> None:
     key, path = "checkpoint.load_weights", config.checkpoint.load_weights
     if path is None:
         return

@@ -188,9 +188,17 @@ class Decoder(ParallelModule):
             step=microbatch.step,
             seed=self.config.seed,
             rope=self.rope,
-            dtype=LOWER_PRECISION.get(self.config.precision.compute, next(self.parameters()).dtype),
+            dtype=LOWER_PRECISION.get(self.config.precision.compute, self._dtype),
             cache=cache,
         )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype of the parameters, or what the configuration says in a stage without any."""
+        own = next(self.parameters(), None)
+        if own is not None:
+            return own.dtype
+        return torch.float64 if self.config.precision.compute == "fp64" else torch.float32
 
     def _embed(self, microbatch: Microbatch, context: Context) -> Tensor:
         assert self.embedding is not None

@@ -21,10 +21,15 @@ from megastack.optim.precision import Master
 
 @dataclass(frozen=True)
 class AdamW:
-    """The rule of AdamW; its state per bucket is two moments and the count of updates that bias correction needs."""
+    """The rule of AdamW; its state is two moments and the count of updates that bias correction needs."""
 
     betas: tuple[float, float]
     eps: float
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of moment."""
+        return ("exp_avg", "exp_avg_sq")
 
     def state(self, master: Master) -> dict[str, Tensor]:
         """The state before the first update."""
@@ -34,17 +39,18 @@ class AdamW:
 
     def update(
         self,
-        masters: Sequence[Master],
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor],
         states: Sequence[dict[str, Tensor]],
         *,
         lr: float,
         weight_decay: float,
         found_inf: Tensor | None,
     ) -> None:
-        """Update the masters and their states in place, unless ``found_inf`` is 1."""
+        """Update the values and their states in place, unless ``found_inf`` is 1."""
         adamw(
-            [master.values for master in masters],
-            [master.gradients for master in masters],
+            list(values),
+            list(gradients),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],

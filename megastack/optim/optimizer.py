@@ -1,13 +1,16 @@
 """The optimizer of this rank's buckets: options in, one object with ``step`` out.
 
 It updates flat buckets, or this rank's slices of them, with torch's fused kernels, one call for each
-:class:`OptimGroup`. The learning rate comes with each step, from :class:`megastack.optim.lr.LearningRate`; nothing of
-it is state. Moments and masters are read and loaded by global parameter name, as boxes, so what is saved knows nothing
-of buckets or slices. A rank without a trained parameter has an optimizer that does nothing but count.
+:class:`OptimGroup`; a slice with parameters that joined the run later goes as several tensors
+(:mod:`megastack.optim.segments`). The learning rate comes with each step, from
+:class:`megastack.optim.lr.LearningRate`; nothing of it is state. Moments and masters are read and loaded by global
+parameter name, as boxes, so what is saved knows nothing of buckets or slices. A rank without a trained parameter has an
+optimizer that does nothing but count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +21,7 @@ from megastack.gradients.interface import Gradients, Part, Slice
 from megastack.optim.adamw import AdamW
 from megastack.optim.groups import OptimGroup
 from megastack.optim.precision import Master
+from megastack.optim.segments import STEP, segments_of
 from megastack.optim.sgd import SGD
 
 
@@ -49,10 +53,18 @@ def build_optimizer(buckets: Gradients, options: OptimizerOptions | None = None)
         ConfigError: no optimizer of that name.
     """
     options = options or OptimizerOptions()
+    return Optimizer(buckets, rule_of(options), options.weight_decay, offload=options.offload)
+
+
+def rule_of(options: OptimizerOptions) -> AdamW | SGD:
+    """The rule by which these options update.
+
+    Raises:
+        ConfigError: no optimizer of that name.
+    """
     if options.name not in ("adamw", "sgd"):
         raise ConfigError(f"optim.name={options.name}: no such optimizer; use adamw or sgd")
-    rule = SGD(options.momentum) if options.name == "sgd" else AdamW(options.betas, options.eps)
-    return Optimizer(buckets, rule, options.weight_decay, offload=options.offload)
+    return SGD(options.momentum) if options.name == "sgd" else AdamW(options.betas, options.eps)
 
 
 class Optimizer:
@@ -60,6 +72,8 @@ class Optimizer:
 
     Attributes:
         steps: the updates done, a scalar tensor; skipped steps do not count.
+        starts: by global name, the updates that were done before the parameter was trained, where there were any; those
+            of other stages may be among them.
     """
 
     def __init__(self, buckets: Gradients, rule: AdamW | SGD, weight_decay: float, *, offload: bool = False) -> None:
@@ -71,6 +85,7 @@ class Optimizer:
         for number, bucket in enumerate(buckets.buckets):
             self._groups.setdefault(_group_of(bucket, weight_decay), []).append(number)
         self.steps = torch.zeros((), dtype=torch.int64, device=buckets.mesh.device)
+        self.load_steps(0)
 
     @torch.no_grad()
     def step(self, lr: float, *, found_inf: Tensor | None = None) -> None:
@@ -87,9 +102,12 @@ class Optimizer:
         self.steps += 1 if skip is None else (1 - skip).to(torch.int64)
         for group, numbers in self._groups.items():
             here = self._masters[numbers[0]].values.device
+            segments = [(number, segment) for number in numbers for segment in self._segments[number]]
+            gradients = {number: self._masters[number].gradients for number in numbers}
             self._rule.update(
-                [self._masters[number] for number in numbers],
-                [self._states[number] for number in numbers],
+                [self._masters[number].values[segment.part] for number, segment in segments],
+                [gradients[number][segment.part] for number, segment in segments],
+                [segment.state for _, segment in segments],
                 lr=lr * group.lr_scale,
                 weight_decay=group.weight_decay,
                 found_inf=None if skip is None else skip.to(here),
@@ -106,7 +124,7 @@ class Optimizer:
         found: dict[str, dict[str, tuple[Part, ...]]] = {}
         for master, state in zip(self._masters, self._states, strict=True):
             for kind, flat in state.items():
-                if kind != "step":
+                if kind != STEP:
                     found.setdefault(kind, {}).update(master.parts(flat))
         return found
 
@@ -115,19 +133,36 @@ class Optimizer:
         wider = [master for master in self._masters if master.is_wider]
         return {name: parts for master in wider for name, parts in master.parts(master.values)}
 
-    @torch.no_grad()
-    def load_steps(self, steps: int) -> None:
-        """Set the count of updates, after moments were loaded."""
-        self.steps.fill_(steps)
-        for state in self._states:
-            if "step" in state:
-                state["step"].fill_(steps)
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of moment."""
+        return self._rule.kinds
 
-    def refresh_masters(self) -> None:
-        """Take masters from the model's parameters, after weights alone were loaded into them."""
-        self._buckets.adopt_weights()
+    @torch.no_grad()
+    def load_steps(self, steps: int, starts: Mapping[str, int] | None = None) -> None:
+        """Set the count of updates, after moments were loaded.
+
+        Args:
+            steps: the updates of the run.
+            starts: by global name, the updates before a parameter was trained, where there were any. Moments of those
+                that start now are cleared.
+        """
+        self.steps.fill_(steps)
+        self.starts = dict(starts or {})
+        self._segments = [
+            segments_of(master, state, steps, self.starts)
+            for master, state in zip(self._masters, self._states, strict=True)
+        ]
+        for named in self.moments().values():
+            for name in named.keys() & {name for name, start in self.starts.items() if start == steps}:
+                for _, part in named[name]:
+                    part.zero_()
+
+    def refresh_masters(self, names: Collection[str] | None = None) -> None:
+        """Take masters (those of ``names``) from the model's parameters, after weights alone were loaded into them."""
+        self._buckets.adopt_weights(names)
         for master in self._masters:
-            master.refresh()
+            master.refresh(names)
 
     @torch.no_grad()
     def publish_masters(self) -> None:

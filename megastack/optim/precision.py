@@ -11,7 +11,7 @@ before the update, parameters go back after it. On the CPU that is where they ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,15 @@ class Master:
         if self._is_copy:
             self.bucket.own_parameters.copy_(self.values)
 
-    def refresh(self) -> None:
-        """Take over the model's parameters, after weights were loaded into them."""
-        if self._is_copy:
+    def refresh(self, names: Collection[str] | None = None) -> None:
+        """Take over the model's parameters (those of ``names``), after weights were loaded into them."""
+        if not self._is_copy:
+            return
+        if names is None:
             self.values.copy_(self.bucket.own_parameters)
+            return
+        used = dict(self.parts(self.bucket.own_parameters))
+        for name, parts in self.parts(self.values):
+            if name in names:
+                for (_, own), (_, model) in zip(parts, used[name], strict=True):
+                    own.copy_(model)

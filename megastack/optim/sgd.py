@@ -22,23 +22,29 @@ class SGD:
 
     momentum: float
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of moment."""
+        return ("momentum_buffer",) if self.momentum else ()
+
     def state(self, master: Master) -> dict[str, Tensor]:
         """The state before the first update."""
         return {"momentum_buffer": torch.zeros_like(master.values)} if self.momentum else {}
 
     def update(
         self,
-        masters: Sequence[Master],
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor],
         states: Sequence[dict[str, Tensor]],
         *,
         lr: float,
         weight_decay: float,
         found_inf: Tensor | None,
     ) -> None:
-        """Update the masters and their states in place, unless ``found_inf`` is 1."""
+        """Update the values and their states in place, unless ``found_inf`` is 1."""
         sgd(
-            [master.values for master in masters],
-            [master.gradients for master in masters],
+            list(values),
+            list(gradients),
             [state.get("momentum_buffer") for state in states],
             foreach=False,
             fused=True,

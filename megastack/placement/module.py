@@ -3,7 +3,8 @@
 A :class:`ParallelModule` declares every parameter it owns in :meth:`~ParallelModule.placements`; users subclass it, or
 one of the layers built on it. :func:`placements_of` collects the declarations of a whole model and holds them against
 its tensors; :func:`initialise_` gives every parameter its values. Global names are the model's own parameter names, so
-a model that keys its blocks by the global layer number names them alike on every stage.
+a model that keys its blocks by the global layer number names them alike on every stage. A persistent buffer of which a
+rank holds a part is declared in the same way (:func:`buffer_placements_of`).
 
 Example::
 
@@ -19,16 +20,23 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megastack.errors import PlacementError
 from megastack.mesh.mesh import Mesh
 from megastack.placement.boxes import divisibility_faults, local_shape
+from megastack.placement.buffers import (
+    materialise_buffers_,
+    named_buffers,
+    persistent_buffers,
+    unfillable_buffers,
+)
 from megastack.placement.init import fill_
-from megastack.placement.placement import Placement
+from megastack.placement.placement import Placement, Zeros
 
 
 class ParallelModule(nn.Module):
@@ -42,9 +50,9 @@ class ParallelModule(nn.Module):
         self.mesh = mesh
 
     def placements(self) -> dict[str, Placement]:
-        """The placement of each parameter of this module by its local name.
+        """The placement of each parameter of this module, and of each buffer that needs one, by its local name.
 
-        A dotted name declares a parameter of a plain ``nn.Module`` child, which cannot declare its own.
+        A dotted name declares a parameter or buffer of a plain ``nn.Module`` child, which cannot declare its own.
         """
         return {}
 
@@ -55,15 +63,22 @@ class ParallelModule(nn.Module):
     def create_parameters(self) -> None:
         """Allocates the declared parameters of this module itself, with their local shapes and initial values.
 
-        Uses the default dtype and device. Values are those of seed 0 under the local name, good for trying a layer
-        alone; :func:`initialise_` gives a model its real ones. On the meta device nothing is filled.
+        Names that are registered as buffers are left alone. Uses the default dtype and device. Values are those of seed
+        0 under the local name, good for trying a layer alone; :func:`initialise_` gives a model its real ones. On the
+        meta device nothing is filled.
         """
         for name, placement in self.placements().items():
-            if "." in name:
+            if "." in name or name in self._buffers:
                 continue
             tensor = torch.empty(local_shape(placement, self.mesh.shape))
             fill_(tensor, placement, self.mesh.shape, self.mesh.coordinates, seed=0, name=name)
             self.register_parameter(name, nn.Parameter(tensor))
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As in torch; a declared buffer replaces the parameter that a parent's constructor made of the declaration."""
+        if name in self._parameters and name in self.placements():
+            del self._parameters[name]
+        super().register_buffer(name, tensor, persistent)
 
 
 def placements_of(module: nn.Module) -> dict[str, Placement]:
@@ -71,12 +86,22 @@ def placements_of(module: nn.Module) -> dict[str, Placement]:
 
     Raises:
         PlacementError: names in one message every parameter without a placement, with a wrong local shape, with a cut
-            that the mesh does not divide or with two different declarations, and every declaration of no parameter.
+            that the mesh does not divide or with two different declarations, every declaration of neither a parameter
+            nor a persistent buffer, and what is wrong with the declarations of buffers.
     """
     declared, faults = _declarations(module)
-    names = _names_by_parameter(module)
-    known = {name for aliases in names.values() for name in aliases}
-    faults += [f"{name}: declared, but the module has no such parameter" for name in declared if name not in known]
+    names = _aliases(module.named_parameters(remove_duplicate=False))
+    buffers = _aliases(named_buffers(module, persistent=True))
+    known = {name for aliases in (*names.values(), *buffers.values()) for name in aliases}
+    transient = {name for name, _ in named_buffers(module, persistent=False)}
+    faults += [
+        f"{name}: declared, but the buffer is not persistent and in no checkpoint; drop the one or the other"
+        if name in transient
+        else f"{name}: declared, but the module has no such parameter or persistent buffer"
+        for name in declared
+        if name not in known
+    ]
+    faults += [fault for buffer, aliases in buffers.items() for fault in _buffer_faults(aliases, buffer, declared)]
     found: dict[str, Placement] = {}
     for parameter, aliases in names.items():
         own = [declared[name] for name in aliases if name in declared]
@@ -84,10 +109,32 @@ def placements_of(module: nn.Module) -> dict[str, Placement]:
             faults.append(f"{aliases[0]}: has no placement; declare it in placements() of the module that owns it")
             continue
         found[aliases[0]] = own[0][0]
-        faults += _parameter_faults(aliases, parameter, own)
+        faults += _tensor_faults(aliases, parameter, own)
     if faults:
         raise PlacementError("\n".join(faults))
     return found
+
+
+def buffer_placements_of(module: nn.Module) -> dict[str, Placement]:
+    """The placement of every persistent buffer by global name: the declared one, or whole on every rank."""
+    declared, _ = _declarations(module)
+    aliases = _aliases(named_buffers(module, persistent=True))
+    found = {}
+    for name, buffer in persistent_buffers(module).items():
+        own = next((declared[alias][0] for alias in aliases[buffer] if alias in declared), None)
+        found[name] = own or Placement(tuple(buffer.shape), init=Zeros())
+    return found
+
+
+def check_buffers(module: nn.Module) -> None:
+    """Nothing where every buffer has values, or a declaration that gives it some.
+
+    Raises:
+        PlacementError: naming each buffer on the meta device that nothing could fill.
+    """
+    declared, _ = _declarations(module)
+    if faults := list(unfillable_buffers(module, {name: placement for name, (placement, _) in declared.items()})):
+        raise PlacementError("\n".join(faults))
 
 
 def initialise_(
@@ -101,20 +148,24 @@ def initialise_(
     """Gives every parameter its initial values: a function of the seed, the global name and the global index.
 
     Parameters on the meta device are allocated first, on ``device`` or else the mesh's device; others move there if a
-    ``device`` or ``dtype`` is given. Tied parameters stay tied. Communicates nothing.
+    ``device`` or ``dtype`` is given. Buffers keep their dtype and values and move with them; those on the meta device
+    start at the ``init`` of their placement. What is tied stays tied. Communicates nothing.
 
     Raises:
-        PlacementError: as :func:`placements_of`, or for a buffer on the meta device, which nothing could fill.
+        PlacementError: as :func:`placements_of` and :func:`check_buffers`.
     """
     placements = placements_of(module)
-    _refuse_meta_buffers(module)
+    check_buffers(module)
     _materialise_(module, dtype, device, mesh.device)
-    parameters = dict(module.named_parameters())
-    for name, placement in placements.items():
-        fill_(parameters[name].detach(), placement, mesh.shape, mesh.coordinates, seed=seed, name=name)
+    unfilled = materialise_buffers_(module, device, mesh.device)
+    placements |= buffer_placements_of(module) if unfilled else {}
+    tensors = dict(module.named_parameters()) | unfilled
+    for name, tensor in tensors.items():
+        fill_(tensor.detach(), placements[name], mesh.shape, mesh.coordinates, seed=seed, name=name)
 
 
 _Declaration = tuple[Placement, ParallelModule]
+_T = TypeVar("_T", bound=Tensor)
 
 
 def _declarations(module: nn.Module) -> tuple[dict[str, _Declaration], list[str]]:
@@ -132,35 +183,38 @@ def _declarations(module: nn.Module) -> tuple[dict[str, _Declaration], list[str]
     return declared, faults
 
 
-def _names_by_parameter(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+def _aliases(named: Iterable[tuple[str, _T]]) -> dict[_T, list[str]]:
+    """All names of each tensor."""
+    names: dict[_T, list[str]] = {}
+    for name, tensor in named:
+        names.setdefault(tensor, []).append(name)
     return names
 
 
-def _parameter_faults(aliases: list[str], parameter: nn.Parameter, declared: list[_Declaration]) -> Iterator[str]:
-    """What is wrong between one parameter and its declarations (several where it is tied)."""
+def _tensor_faults(aliases: list[str], tensor: Tensor, declared: list[_Declaration]) -> Iterator[str]:
+    """What is wrong between one parameter or buffer and its declarations (several where it is tied)."""
     name, (placement, owner) = aliases[0], declared[0]
     if any(other != placement for other, _ in declared):
-        yield f"{', '.join(aliases)}: one tied parameter with different placements; declare them alike"
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        yield f"{', '.join(aliases)}: one tied {kind} with different placements; declare them alike"
     shape = owner.mesh.shape
     if uneven := divisibility_faults(placement, shape):
         yield from (f"{name}: {fault}" for fault in uneven)
-    elif (expected := local_shape(placement, shape)) != tuple(parameter.shape):
+    elif (expected := local_shape(placement, shape)) != tuple(tensor.shape):
         yield (
-            f"{name}: its local shape is {tuple(parameter.shape)}, but its placement {placement.allocated_shape} "
+            f"{name}: its local shape is {tuple(tensor.shape)}, but its placement {placement.allocated_shape} "
             f"on {shape} gives {expected}; allocate it with local_shape(placement, mesh.shape)"
         )
 
 
-def _refuse_meta_buffers(module: nn.Module) -> None:
-    faults = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    if faults:
-        raise PlacementError(
-            f"{', '.join(faults)}: a buffer built on the meta device has no values and nothing to fill it; "
-            "compute it in forward, or build the module on a real device"
-        )
+def _buffer_faults(aliases: list[str], buffer: Tensor, declared: dict[str, _Declaration]) -> Iterator[str]:
+    """What is wrong with the declarations of a persistent buffer, which needs none."""
+    own = [declared[name] for name in aliases if name in declared]
+    if not own:
+        return
+    if own[0][0].partial:
+        yield f"{aliases[0]}: a buffer has no gradient that could be partial; declare it without partial"
+    yield from _tensor_faults(aliases, buffer, own)
 
 
 def _materialise_(

@@ -105,7 +105,7 @@ def _initial(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], toler
     assert set(expected) == set(actual), f"initial weight: other names, {sorted(set(expected) ^ set(actual))}"
     for name, x in expected.items():
         if not torch.equal(x, actual[name]):
-            distance = float((actual[name] - x).abs().max()) / max(float(x.abs().max()), 1e-300) / tolerance
+            distance = largest_difference(x, actual[name]) / max(_peak(x), 1e-300) / tolerance
             yield Difference("initial weight", name, 0, distance, least_squares_ratio(x, actual[name]))
 
 
@@ -113,7 +113,7 @@ def _copies(step: int, reference: Trace, other: Trace, tolerance: float) -> Iter
     for what, spread in other.spreads[step].items():
         kind, _, name = what.partition(" ")
         whole = (reference.gradients if kind == "gradient" else reference.weights)[step]
-        scale = max(float(whole[name].abs().max()), 1e-300)
+        scale = max(_peak(whole[name]), 1e-300)
         yield Difference(f"copies of {kind}", name, step, spread / scale / tolerance, None)
 
 
@@ -128,7 +128,7 @@ def _tensors(
     assert set(expected) == set(actual), f"{kind}: other names, {sorted(set(expected) ^ set(actual))}"
     for name, scale in scales(expected).items():
         limit = tolerance * scale if absolute is None else absolute
-        distance = float((actual[name] - expected[name]).abs().max()) / limit
+        distance = largest_difference(expected[name], actual[name]) / limit
         yield from _beyond(kind, name, step, distance, least_squares_ratio(expected[name], actual[name]))
 
 
@@ -137,9 +137,18 @@ def scales(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
     Tensors without elements are left out.
     """
-    peaks = {name: float(x.abs().max()) for name, x in tensors.items() if x.numel()}
+    peaks = {name: _peak(x) for name, x in tensors.items() if x.numel()}
     largest = max(peaks.values(), default=0.0)
     return {name: max(peak, SMALL_TENSOR * largest, 1e-300) for name, peak in peaks.items()}
+
+
+def largest_difference(expected: Tensor, actual: Tensor) -> float:
+    """Of two tensors with elements, which buffers of integers or booleans are as well."""
+    return float((actual.double() - expected.double()).abs().max())
+
+
+def _peak(x: Tensor) -> float:
+    return float(x.double().abs().max())
 
 
 def _beyond(kind: str, name: str, step: int, distance: float, ratio: float) -> list[Difference]:

@@ -37,7 +37,8 @@ def gather_whole(items: Sequence[StateItem], mesh: Mesh) -> tuple[dict[str, Tens
         target = whole.setdefault(name, torch.zeros(shape, dtype=part.dtype))
         key = (name, str(where))
         if key in seen and not torch.equal(target[where], part):
-            spread[name] = max(spread.get(name, 0.0), float((target[where] - part).abs().max()))
+            distance = float((target[where].double() - part.double()).abs().max())
+            spread[name] = max(spread.get(name, 0.0), distance)
         elif key not in seen:
             seen.add(key)
             target[where] = part

@@ -21,9 +21,9 @@ from megastack.errors import MegastackError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.placement import Placement
-from megastack.testing.compare import Trace, least_squares_ratio, scales
+from megastack.testing.compare import Trace, largest_difference, least_squares_ratio, scales
 from megastack.testing.module_trace import Fault, ModuleTrace, ModuleTracer, Place, find_faults, find_reshaped
-from megastack.testing.parity import perturb_
+from megastack.testing.parity import perturb_items_
 from megastack.testing.training import trace_training
 
 KINDS = ("loss", "norm", "gradient", "weight")
@@ -83,8 +83,7 @@ class ModuleFailed(MegastackError):
 def prepared(config: TrainConfig, mesh: Mesh, dataset: Dataset) -> Training:
     """A training whose parameters that start at one value are moved off it: a bias of zero hides its own faults."""
     training = build_training(config, mesh, dataset)
-    for stage in training.stages:
-        perturb_(stage, mesh)
+    perturb_items_(training.weight_items(), stage_placements(training.stages))
     training.step.optimizer.refresh_masters()
     return training
 
@@ -150,7 +149,7 @@ class _Comparison:
                     self._tensor(kind, name, step, part, expected, scale[name])
 
     def _tensor(self, kind: str, name: str, step: int, actual: Tensor, expected: Tensor, scale: float) -> None:
-        relative = float((actual - expected).abs().max()) / scale
+        relative = largest_difference(expected, actual) / scale
         if not self._counts(kind, relative):
             return
         ratio = least_squares_ratio(expected, actual)
@@ -212,11 +211,15 @@ def first_sample(config: TrainConfig, coordinates: Mapping[Axis, int]) -> int:
 
 
 def _vectors(training: Training) -> dict[str, Tensor]:
-    """The replicated one-dimensional parameters of this rank, copied."""
+    """The one-dimensional parameters that this rank holds whole and that tp does not cut, copied."""
     placements = stage_placements(training.stages)
-    named = (pair for stage in training.stages for pair in stage.named_parameters())
+    held = (
+        (item.name.partition("/")[2], item.shape, box, part)
+        for item in training.weight_items()
+        for box, part in item.boxes
+    )
     return {
-        name: parameter.detach().clone()
-        for name, parameter in named
-        if parameter.dim() == 1 and Axis.TP not in placements[name].shards
+        name: part.detach().clone()
+        for name, shape, box, part in held
+        if name in placements and len(shape) == 1 and box.size == shape and Axis.TP not in placements[name].shards
     }

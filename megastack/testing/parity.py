@@ -15,7 +15,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,14 +141,23 @@ def _width(placements: Mapping[str, Placement]) -> int:
     return weights[0].shape[-1]
 
 
-@torch.no_grad()
 def perturb_(module: nn.Module, mesh: Mesh, *, seed: int = SEED, std: float = 0.1) -> None:
     """Add counter noise to every parameter that starts at one value, the same on every layout."""
-    parameters = dict(module.named_parameters())
-    for name, placement in placements_of(module).items():
-        if not isinstance(placement.init, Normal) or placement.init.std == 0:
-            item = items_of("", [(name, parameters[name])], {name: placement}, mesh)[0]
-            box, part = item.boxes[0]
+    placements = placements_of(module)
+    perturb_items_(items_of("model", module.named_parameters(), placements, mesh), placements, seed=seed, std=std)
+
+
+@torch.no_grad()
+def perturb_items_(
+    items: Sequence[StateItem], placements: Mapping[str, Placement], *, seed: int = SEED, std: float = 0.1
+) -> None:
+    """The same for parameters as items, of which a rank may hold no box, one or several; other items are left alone."""
+    for item in items:
+        name = item.name.partition("/")[2]
+        placement = placements.get(name)
+        if placement is None or (isinstance(placement.init, Normal) and placement.init.std):
+            continue
+        for box, part in item.boxes:
             part += counter_normal(seed, f"{name}/noise", placement.shape, box, std=std, dtype=part.dtype)
 
 

@@ -66,3 +66,20 @@ def test_the_same_plans_give_the_same_shares() -> None:
     items = [StateItem.replicated(f"p{index}", torch.zeros(3 + index % 4)) for index in range(20)]
     first, second = (written(plan([items, items, items])) for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize("values", [[0.0, -0.0], [1.0, float("nan")], [True, False], [2**40, 2**40 + 1]], ids=str)
+def test_replicas_are_compared_bit_by_bit_where_they_must_be_identical(values: list[float]) -> None:
+    def item(value: float, replica: str | None) -> StateItem:
+        return StateItem("b", (), ((Box((), ()), torch.tensor(value)),), replica)
+
+    one, other = values
+    plan([[item(one, "dp0")], [item(one, "dp1")], [item(one, "dp2")]])
+    plan([[item(one, None)], [item(other, None)]])
+    with pytest.raises(CheckpointError, match=r"b: rank 0 \(dp0\) and rank 2 \(dp2\) hold different values"):
+        plan([[item(one, "dp0")], [item(one, "dp1")], [item(other, "dp2")]])
+
+
+def test_a_tensor_without_elements_may_be_compared() -> None:
+    empty = StateItem("b", (0, 3), ((Box((0, 0), (0, 3)), torch.zeros(0, 3)),), "dp0")
+    assert written(plan([[empty], [empty]])) == [("b", (0, 0))]

@@ -213,3 +213,50 @@ def test_a_nan_on_one_rank_makes_all_ranks_skip_that_step_alone() -> None:
     clean = run_ranks(nan_on_one_rank, 4, False)
     assert [values for values, _, _ in poisoned] == [values for values, _, _ in clean]
     assert {(steps, *skips) for _, steps, skips in poisoned} == {(2, 0.0, 1.0, 0.0)}
+
+
+LATE = {"b.weight": 3, "c.weight": 3}
+
+
+@pytest.mark.parametrize("options", [ADAMW, SGD])
+@pytest.mark.parametrize("skipped", [None, 4])
+def test_parameters_that_join_later_are_updated_as_by_a_fresh_optimizer(
+    options: OptimizerOptions, skipped: int | None
+) -> None:
+    model, buckets, optimizer = build(options)
+    single, plain = reference(options)
+    held = {name: parameters(model)[name] for name in LATE}
+    for step in range(6):
+        if step == 3:
+            for name, value in held.items():
+                model.get_parameter(name).data.copy_(value)
+            optimizer.load_steps(3, LATE)
+        for name, value in write(buckets, step).items():
+            single[name].grad = value if step >= LATE.get(name, 0) else None
+        for group in plain.param_groups:
+            group["lr"] = 0.1 * group["scale"]
+        if step == skipped:
+            optimizer.step(0.1, found_inf=torch.ones(()))
+            continue
+        plain.step()
+        optimizer.step(0.1)
+    for name, value in parameters(model).items():
+        torch.testing.assert_close(value, single[name].detach(), rtol=1e-13, atol=1e-14)
+    assert optimizer.steps.item() == 6 - (skipped is not None)
+
+
+def test_a_slice_is_cut_where_starts_differ_and_only_there() -> None:
+    def parts(starts: dict[str, int]) -> list[tuple[int, int, float]]:
+        bag = Bag(
+            Mesh.single(), **{name: Placement((size,)) for name, size in (("a", 5), ("b", 3), ("c", 0), ("d", 4))}
+        )
+        optimizer = build_optimizer(GradientBuckets([bag], bag.mesh), ADAMW)
+        optimizer.load_steps(7, starts)
+        (segments,) = optimizer._segments
+        return [(s.part.start, s.part.stop, float(s.state["step"])) for s in segments]
+
+    assert parts({}) == [(0, 14, 7.0)]  # parameters begin at even places: d, c, b, a
+    assert parts({"c": 3, "elsewhere": 2}) == [(0, 14, 7.0)]
+    assert parts({"b": 3}) == [(0, 4, 7.0), (4, 8, 4.0), (8, 14, 7.0)]
+    assert parts({"b": 3, "a": 3}) == [(0, 4, 7.0), (4, 14, 4.0)]
+    assert parts({"d": 7}) == [(0, 4, 0.0), (4, 14, 7.0)]

@@ -65,6 +65,15 @@ def test_lower_precision_computes_and_updates_as_with_whole_parameters() -> None
         assert not found, "\n".join(map(str, found[:20]))
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_branch_that_depends_on_the_rank_gives_what_whole_parameters_give(recompute: str) -> None:
+    layer = {"model.mlp": {"_target_": "tests.branch_layers.BranchMLP"}, "recompute.mode": recompute}
+    whole = trace_layout(configured(layer, LAYOUTS["dp2"]), STEPS, dataset=dataset())
+    for more in (ALWAYS, {"parallel.zero.stage": 2}):
+        found = layout_differences(whole, configured(layer, LAYOUTS["dp2"], more), STEPS, dataset=dataset())
+        assert not found, "\n".join(map(str, found[:20]))
+
+
 def train_and_save(config: TrainConfig, start: Path | None, steps: int, end: Path) -> None:
     mesh = Mesh.from_environment(mesh_shape(config), device="cpu")
     training = build_training(config, mesh, dataset())

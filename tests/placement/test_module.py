@@ -185,7 +185,7 @@ class TestPlacementsOf:
             placements_of(model)
         lines = str(error.value).splitlines()
         assert lines == [
-            "forgetful.bias: declared, but the module has no such parameter",
+            "forgetful.bias: declared, but the module has no such parameter or persistent buffer",
             "plain.weight: has no placement; declare it in placements() of the module that owns it",
             "plain.bias: has no placement; declare it in placements() of the module that owns it",
             "forgetful.extra: has no placement; declare it in placements() of the module that owns it",

@@ -13,7 +13,9 @@ from torch import nn
 from megastack.errors import MeshError, PlacementError
 from megastack.layers.norm import RMSNorm
 from megastack.mesh.mesh import Mesh
-from megastack.mesh.shape import MeshShape
+from megastack.mesh.shape import Axis, MeshShape
+from megastack.placement.module import ParallelModule
+from megastack.placement.placement import Placement, Shard, Zeros
 from megastack.testing.parity import assert_parity, perturb_
 from tests.testing.layers import (
     RIGHT,
@@ -121,3 +123,17 @@ def test_perturbing_moves_what_starts_at_one_value_and_nothing_else() -> None:
     for name, parameter in layer.named_parameters():
         moved = not torch.equal(parameter, before[name])
         assert moved == (name.endswith("bias") or name == "norm.weight"), name
+
+
+def test_noise_on_a_rank_that_holds_only_padding_changes_nothing() -> None:
+    class Table(ParallelModule):
+        def placements(self) -> dict[str, Placement]:
+            return {"weight": Placement((5, 2), {Axis.TP: Shard(0)}, init=Zeros(), padded_shape=(8, 2))}
+
+    moved = []
+    for rank in range(4):
+        table = Table(Mesh(MeshShape(tp=4), rank, torch.device("cpu"), None))
+        table.create_parameters()
+        perturb_(table, table.mesh)
+        moved.append(table.weight.detach().count_nonzero(1).tolist())
+    assert moved == [[2, 2], [2, 2], [2, 0], [0, 0]]

@@ -138,3 +138,21 @@ def test_every_layout_of_four_ranks_is_equal_for_a_right_layer(data: list[str]) 
     verdicts = [verifier.check(layout) for layout in verifier.layouts(4)]
     assert len(verdicts) > 20
     assert {verdict.status for verdict in verdicts} == {"equal"}
+
+
+def test_persistent_buffers_are_compared_as_weights_are(data: list[str]) -> None:
+    def layer(name: str) -> tuple[str, str]:
+        return f"model.mlp={{_target_: tests.buffer_layers.{name}}}", "parallel.sequence_parallel=false"
+
+    assert verify(data, *layer("TrackingMLP"), "parallel.tp=2").status == "equal"
+    verdict = verify(data, *layer("HiddenMLP"), "parallel.tp=2")
+    assert verdict.status == "differs" and verdict.finding is not None
+    assert (verdict.finding.kind, verdict.finding.name) == ("weight", "blocks.0.mlp.quiet")
+
+
+def test_parameters_cut_over_data_ranks_are_compared_and_blamed(data: list[str]) -> None:
+    layout = ("parallel.dp=2", "parallel.tp=2", "parallel.zero.stage=3")
+    assert verify(data, mlp("GainMLP"), *layout).status == "equal"
+    finding = verify(data, mlp("UndeclaredGain"), *layout).finding
+    assert finding is not None and finding.name == "blocks.1.mlp.gain"
+    assert finding.cause is not None and finding.cause.startswith("undeclared partial gradient over tp")

@@ -45,8 +45,8 @@ def numbers_out(text: str) -> list[str]:
 
 
 def test_the_page_has_what_the_tests_run() -> None:
-    assert set(FILES) == {"my_layers.py", "experiment/mine.yaml", "mistakes.py"}
-    assert (len(commands("train")), len(commands("verify")), len(SHOWN)) == (2, 4, 3)
+    assert set(FILES) == {"my_layers.py", "experiment/mine.yaml", "mistakes.py", "my_buffers.py"}
+    assert (len(commands("train")), len(commands("verify")), len(SHOWN)) == (2, 5, 3)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,11 @@ def test_verify_prints_what_the_page_shows(command: str, folder: Path, capsys: p
     said = capsys.readouterr().out
     assert code == (1 if "mistakes" in command else 0), said
     assert numbers_out(said) == numbers_out(SHOWN[command])
+
+
+def test_the_layer_with_buffers_is_equal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = [command for command in commands("verify") if "my_buffers" in " ".join(command)]
+    assert main(command) == 0, capsys.readouterr().out
 
 
 def test_the_missing_declaration_is_named_with_its_cause_and_the_wrong_forward_with_its_module() -> None:

@@ -1,0 +1,85 @@
+"""The buffers of a module: which of them are state, and how they come from the meta device to a real one.
+
+A persistent buffer (``register_buffer`` without ``persistent=False``) is part of the training state: checkpoints hold
+it beside the weights. Where a rank holds a part of it, or it was built on the meta device, the module that owns it
+declares it in ``placements()``. Otherwise it is whole, and identical on every rank that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megastack.placement.placement import Normal, Placement
+
+
+def named_buffers(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a module by full name, persistent ones or the others; a shared one under each of its names."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            if (name not in owner._non_persistent_buffers_set) is persistent:
+                yield (f"{path}.{name}" if path else name), buffer
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The persistent buffers by global name; one that modules share under its first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, buffer in named_buffers(module, persistent=True):
+        found.setdefault(id(buffer), (name, buffer))
+    return dict(found.values())
+
+
+def unfillable_buffers(module: nn.Module, declared: Mapping[str, Placement]) -> Iterator[str]:
+    """One message for each buffer on the meta device whose values nothing tells.
+
+    Args:
+        module: the module.
+        declared: the placements that it declares, by full name.
+    """
+    everything = (*named_buffers(module, persistent=True), *named_buffers(module, persistent=False))
+    for name, buffer in everything:
+        if not buffer.is_meta:
+            continue
+        if name not in declared:
+            yield (
+                f"{name}: a buffer built on the meta device has no values and nothing to fill it; declare it in "
+                "placements() with init=Zeros() or Ones(), build it with device='cpu', or compute it in forward"
+            )
+        elif isinstance(declared[name].init, Normal):
+            yield (
+                f"{name}: a buffer built on the meta device starts at the init of its placement, and is not random; "
+                "use init=Zeros() or Ones(), or build it with device='cpu' and its values"
+            )
+
+
+def materialise_buffers_(
+    module: nn.Module, device: torch.device | str | None, default: torch.device
+) -> dict[str, Tensor]:
+    """Replace buffers on the meta device by unfilled ones, and move the others if a ``device`` is given.
+
+    Buffers keep their dtype; one that modules share stays shared.
+
+    Returns:
+        What is to be filled, by the first name.
+    """
+    fresh: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensors, so that no identity is used twice
+    unfilled: dict[str, Tensor] = {}
+    for path, owner in module.named_modules():
+        for name, old in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(old) not in fresh:
+                place = torch.device(device if device is not None else default if old.is_meta else old.device)
+                new = torch.empty_like(old, device=place) if old.is_meta else old.to(place)
+                fresh[id(old)] = old, new
+                if old.is_meta:
+                    unfilled[f"{path}.{name}" if path else name] = new
+            setattr(owner, name, fresh[id(old)][1])
+    return unfilled
+
+
+def share_buffers_(module: nn.Module, source: nn.Module) -> None:
+    """Let a module use the buffers of another that has the same ones, which no state dict need hold."""
+    for owner, other in zip(module.modules(), source.modules(), strict=True):
+        for name, buffer in other.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(owner, name, buffer)
