@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.errors import PlacementError
 from megastack.layers.linear_ops import SEQUENCE_DIM, check_sequence, column_product
+from megastack.layers.overrides import built_in
 from megastack.layers.rules import padded_vocab
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -93,6 +94,7 @@ class VocabParallelEmbedding(_VocabParallel):
         PlacementError: tp does not divide the padded vocabulary, or (in forward) the sequence.
     """
 
+    @built_in
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """``(B, S)`` ids to ``(B, S, D)``, or to ``(B, S/t, D)`` with ``sequence_parallel``."""
         group = self.mesh[Axis.TP]
@@ -177,6 +179,7 @@ class VocabParallelHead(_VocabParallel):
         PlacementError: tp does not divide the padded vocabulary, or the tied weight has another shape.
     """
 
+    @built_in
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """``(B, S, D)``, or ``(B, S/t, D)`` with ``sequence_parallel``, to ``(B, S, Vp/t)``."""
         return column_product(

@@ -169,32 +169,36 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = _halves(tensors)
         ctx.group, ctx.sequence_parallel, ctx.targets = group, sequence_parallel, targets
-        ctx.save_for_backward(x if any(_needs(ctx)[1]) else None, *weights)
+        ctx.set_materialize_grads(False)  # an output that nobody used is no work
+        ctx.save_for_backward(x if any(_halves(ctx.needs_input_grad[4:])[0]) else None, *weights)
         whole = all_gather(x, group, SEQUENCE_DIM) if sequence_parallel else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         group, gathers = ctx.group, ctx.sequence_parallel
-        needs_input, needs_weights, needs_biases = _needs(ctx)
-        rows = [grad.flatten(0, -2) for grad in grads]
+        needs_input, needs_weights, needs_biases = _needs(ctx, grads)
+        rows = [None if grad is None else grad.flatten(0, -2) for grad in grads]
         source = _Input(x, group if gathers else None)
         now = group.weight_gradients.collected is None
         if any(needed and (now or target is None) for needed, target in zip(needs_weights, ctx.targets, strict=True)):
             source.begin()
         reduction = None
         if needs_input:
-            grad_x = _input_gradient(rows, weights).view(*grads[0].shape[:-1], weights[0].shape[1])
+            places = next(grad.shape[:-1] for grad in grads if grad is not None)
+            grad_x = _input_gradient(rows, weights).view(*places, weights[0].shape[1])
             reduction = (
                 start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce(grad_x, group)
             )
         grad_weights = [
-            group.weight_gradients.give(target, _WeightProduct(row, source)) if needed else None
+            group.weight_gradients.give(target, _WeightProduct(row, source)) if row is not None and needed else None
             for row, target, needed in zip(rows, ctx.targets, needs_weights, strict=True)
         ]
-        grad_biases = [row.sum(0) if needed else None for row, needed in zip(rows, needs_biases, strict=True)]
+        grad_biases = [
+            row.sum(0) if row is not None and needed else None for row, needed in zip(rows, needs_biases, strict=True)
+        ]
         return (None if reduction is None else reduction.wait(), None, None, None, *grad_weights, *grad_biases)
 
 
@@ -239,17 +243,20 @@ class _WeightProduct:
         gradient.addmm_(self.grad_TO.T, self.source.rows())
 
 
-def _needs(ctx: Any) -> tuple[bool, Sequence[bool], Sequence[bool]]:
-    """Which gradients are wanted: of the input, of each weight, of each bias."""
-    weights, biases = _halves(ctx.needs_input_grad[4:])
+def _needs(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[bool, Sequence[bool], Sequence[bool]]:
+    """Which gradients are wanted: of the input, of each weight, of each bias; none of an output that nobody used."""
+    used = [grad is not None for grad in grads]
+    weights, biases = ([w and u for w, u in zip(half, used, strict=True)] for half in _halves(ctx.needs_input_grad[4:]))
     return ctx.needs_input_grad[0], weights, biases
 
 
-def _input_gradient(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
     """This rank's part of the input gradient: the sum of the products over the weights."""
-    total = rows[0] @ weights[0]
-    for row, weight in zip(rows[1:], weights[1:], strict=True):
-        total.addmm_(row, weight)
+    total: Tensor | None = None
+    for row, weight in zip(rows, weights, strict=True):
+        if row is not None:
+            total = row @ weight if total is None else total.addmm_(row, weight)
+    assert total is not None, "no output was used"
     return total
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megastack.layers.overrides import built_in
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
@@ -53,6 +54,7 @@ class RMSNorm(_Norm):
         sequence_parallel: the input is split over tp, so the gradient is partial over it.
     """
 
+    @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Any shape that ends in ``hidden``."""
         return _RMSNorm.apply(x_BSD, self.weight, self.eps)
@@ -75,6 +77,7 @@ class LayerNorm(_Norm):
         bias = Placement((self.hidden,), partial=self.partial, init=Zeros(), decay=False)
         return {**super().placements(), "bias": bias}
 
+    @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Any shape that ends in ``hidden``."""
         if x_BSD.dtype == self.weight.dtype == _wide(x_BSD):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megastack.layers.overrides import built_in
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
@@ -50,6 +51,7 @@ class LearnedPositions(ParallelModule):
         partial = frozenset({Axis.TP} if self.sequence_parallel else ())
         return {"weight": Placement(self.shape, partial=partial, init=self.init)}
 
+    @built_in
     def forward(self, positions_BS: Tensor) -> Tensor:
         """``(B, S)`` positions to ``(B, S, D)``, or to this rank's ``(B, S/t, D)`` under sequence parallelism."""
         group = self.mesh[Axis.TP]
