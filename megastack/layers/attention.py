@@ -109,7 +109,13 @@ class ParallelAttention(ParallelModule):
 
     @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None) -> Tensor:
-        """``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same."""
+        """``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same.
+
+        Raises:
+            PlacementError: an input of another number of dims, whose heads would be taken for its sequence.
+        """
+        if hidden_BSD.dim() != 3:
+            raise PlacementError(f"input of shape {tuple(hidden_BSD.shape)}: must be (B, S, D); use one row a sequence")
         q_BSHK, kv_BSG2K = column_parallel(hidden_BSD, self.q, self.kv)
         k_BSGK, v_BSGK = kv_BSG2K.unbind(-2)
         if self.rope is not None and self.k_norm is None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megastack.errors import ConfigError
+from megastack.layers.autocast import in_own_dtypes
 from megastack.layers.context import Context
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megastack.layers.overrides import built_in
@@ -108,12 +109,14 @@ class _LogisticGELU(torch.autograd.Function):
     """
 
     @staticmethod
+    @in_own_dtypes
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return _gelu_sigmoid(x).mul_(x)
 
     @staticmethod
     @once_differentiable
+    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         sigmoid = _gelu_sigmoid(x)
@@ -130,6 +133,7 @@ class _SwiGLU(torch.autograd.Function):
     """``silu(gate) * value``, of which only the two are kept: the SiLU is computed again in backward."""
 
     @staticmethod
+    @in_own_dtypes
     def forward(ctx: Any, up: Tensor) -> Tensor:
         ctx.save_for_backward(up)
         gate_BSF, value_BSF = up.unbind(-2)
@@ -137,6 +141,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_dtypes
     def backward(ctx: Any, grad_BSF: Tensor) -> Tensor:
         (up,) = ctx.saved_tensors
         gate_BSF, value_BSF = up.unbind(-2)
