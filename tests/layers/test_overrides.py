@@ -273,6 +273,6 @@ def test_what_runs_the_built_in_functions() -> None:
     linear.forward = ColumnParallelLinear(D, D, mesh).forward
     assert not runs_built_in(linear, "forward")
     del linear.forward
-    linear.compile()
+    linear._compiled_call_impl = linear._call_impl  # as linear.compile() leaves it
     assert not runs_built_in(linear, "forward")
     assert not has_forward_hooks(linear)
