@@ -130,8 +130,17 @@ def _sampler(training: Training) -> Callable[[], tuple[str, str]] | None:
     except ConfigError as error:
         raise ConfigError(f"run.sample_prompt={text!r}: {error}") from None
 
+    said = False
+
     def sample() -> tuple[str, str]:
-        (done,) = training.generator()([prompt], max_new_tokens=new, end=tokenizer.end)
+        nonlocal said
+        generator = training.generator()
+        if generator.uncached_because is not None and not said:
+            said = True
+            Console(enabled=training.mesh.rank == 0).line(
+                f"note      samples without a cache: {generator.uncached_because}"
+            )
+        (done,) = generator([prompt], max_new_tokens=new, end=tokenizer.end)
         return text, tokenizer.decode([*prompt, *done.ids])[len(tokenizer.decode(prompt)) :]
 
     return sample

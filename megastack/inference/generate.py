@@ -93,7 +93,8 @@ class Generator:
         longest: positions that the model has; None is no limit.
 
     Attributes:
-        can_cache: whether every layer takes earlier tokens from a cache; otherwise whole rows are run for every token.
+        uncached_because: why whole rows are run for every token, with the module's name; None where every layer on
+            every rank takes earlier tokens from a cache. Looked at again at every call, for hooks come and go.
         cache_entries: layers in this rank's caches after the last call.
     """
 
@@ -102,11 +103,20 @@ class Generator:
     ) -> None:
         self.stages, self.schedule, self.mesh = stages, schedule, mesh
         self.vocab, self.longest = vocab, longest
-        here = all(stage.uses_cache for stage in stages)
-        self.can_cache = all(all_gather_objects(here, mesh[Axis.PP]))
+        self.uncached_because = self._agreed_obstacle()
         self.cache_entries = 0
         last = schedule.stage_rank(schedule.stages - 1)
         self._chooser = mesh.shape.rank_at(pp=last, dp=0, cp=0, tp=0)
+
+    @property
+    def can_cache(self) -> bool:
+        """Whether every layer takes earlier tokens from a cache."""
+        return self.uncached_because is None
+
+    def _agreed_obstacle(self) -> str | None:
+        """The first reason of any rank, the same on all of them: a hook on one rank makes all run whole rows."""
+        here = next(filter(None, (stage.cache_obstacle for stage in self.stages)), None)
+        return next(filter(None, all_gather_objects(here, self.mesh.world)), None)
 
     @torch.no_grad()
     def __call__(
@@ -137,6 +147,7 @@ class Generator:
         """
         check_prompts(prompts, max_new_tokens, vocab=self.vocab, longest=self.longest)
         rows = _Rows([list(prompt) for prompt in prompts], end, first_sample)
+        self.uncached_because = self._agreed_obstacle()
         steps = self._steps(rows, max_new_tokens, cached=cache and self.can_cache)
         for _ in range(max_new_tokens):
             ids = self._agreed(steps(), rows, sampling)

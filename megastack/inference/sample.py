@@ -21,7 +21,7 @@ from megastack.errors import ConfigError
 from megastack.random import counter_bits, stream_key
 
 NOT_FINITE = -1
-"""Stands for the choice from logits that are no numbers."""
+"""Stands for the choice from logits of which one is not a number or infinitely large, or none is finite."""
 _BITS = 53
 
 
@@ -68,7 +68,9 @@ class Sampling:
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, samples: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """The chosen id of each row, (B,) int64; :data:`NOT_FINITE` where the logits hold something that is no number.
+    """The chosen id of each row, (B,) int64, below V; :data:`NOT_FINITE` where logits allow no choice.
+
+    A logit of minus infinity is a token of probability 0, as long as another one is finite.
 
     Args:
         logits_BV: the logits of the whole vocabulary, without padding.
@@ -77,38 +79,52 @@ def choose(logits_BV: Tensor, sampling: Sampling, samples: Sequence[int], positi
         positions: where each row's chosen token goes.
     """
     logits_BV = logits_BV.double()
+    largest_B = logits_BV.max(-1).values  # not a number if any is none, and minus infinity if all are
     ids_B = _greedy(logits_BV) if sampling.temperature == 0 else _drawn(logits_BV, sampling, samples, positions)
-    finite_B = logits_BV.isnan().logical_or(logits_BV == torch.inf).any(-1).logical_not()
-    return torch.where(finite_B, ids_B, NOT_FINITE)
+    return torch.where(torch.isfinite(largest_B), ids_B, NOT_FINITE)
 
 
 def _greedy(logits_BV: Tensor) -> Tensor:
     """The lowest id with the largest logit, whatever a backend's argmax makes of equal ones."""
-    largest_BV = logits_BV == logits_BV.max(-1, keepdim=True).values
-    return torch.where(largest_BV, _ids(logits_BV), logits_BV.shape[-1]).min(-1).values
+    return _lowest(logits_BV == logits_BV.max(-1, keepdim=True).values)
 
 
 def _drawn(logits_BV: Tensor, sampling: Sampling, samples: Sequence[int], positions: Sequence[int]) -> Tensor:
-    allowed_BV = _allowed(logits_BV / sampling.temperature, sampling)
-    total_BV = torch.where(allowed_BV, (logits_BV / sampling.temperature).softmax(-1), 0.0).cumsum(-1)
+    probabilities_BV = _scaled(logits_BV, sampling.temperature).softmax(-1)
+    allowed_BV = _allowed(logits_BV, probabilities_BV, sampling)
+    total_BV = torch.where(allowed_BV, probabilities_BV, 0.0).cumsum(-1)
     uniform_B1 = _uniform(sampling.seed, samples, positions).to(logits_BV.device)[:, None]
     reached_BV = (total_BV > uniform_B1 * total_BV[:, -1:]) & allowed_BV
-    return torch.where(reached_BV, _ids(logits_BV), logits_BV.shape[-1]).min(-1).values
+    # Where a device adds in another order, the number may be reached by no allowed id; then it is the most probable.
+    return torch.where(reached_BV.any(-1), _lowest(reached_BV), _greedy(logits_BV))
 
 
-def _allowed(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """The ids that may be chosen; both limits look at all probabilities, and the most probable id is always within."""
+def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
+    """The logits over the temperature, the largest 0, so that however small a temperature no other is infinite.
+
+    A denormal temperature, which a processor may take for 0, is as good as the smallest normal number.
+    """
+    below_BV = logits_BV - logits_BV.max(-1, keepdim=True).values
+    return below_BV / max(temperature, torch.finfo(torch.float64).tiny)
+
+
+def _allowed(logits_BV: Tensor, probabilities_BV: Tensor, sampling: Sampling) -> Tensor:
+    """The ids that may be chosen; both limits look at all probabilities, and the most probable id is always within.
+
+    The order is that of the logits, of which a temperature may make equal probabilities.
+    """
     allowed_BV = torch.ones_like(logits_BV, dtype=torch.bool)
-    if sampling.top_k is None and sampling.top_p is None:
+    top_k, top_p = sampling.top_k, sampling.top_p
+    if top_k is None and top_p is None:
         return allowed_BV
     order_BV = torch.sort(logits_BV, dim=-1, descending=True, stable=True).indices
     rank_BV = torch.empty_like(order_BV).scatter_(-1, order_BV, _ids(logits_BV).expand_as(order_BV))
-    if sampling.top_k is not None:
-        allowed_BV &= rank_BV < sampling.top_k
-    if sampling.top_p is not None:
-        sorted_BV = logits_BV.softmax(-1).gather(-1, order_BV)
+    if top_k is not None:
+        allowed_BV &= rank_BV < min(top_k, logits_BV.shape[-1])
+    if top_p is not None and top_p < 1:  # rounding may reach 1 before the last id
+        sorted_BV = probabilities_BV.gather(-1, order_BV)
         before_BV = sorted_BV.cumsum(-1) - sorted_BV
-        allowed_BV &= (before_BV < sampling.top_p).gather(-1, rank_BV)
+        allowed_BV &= ((before_BV < top_p) | (_ids(logits_BV) == 0)).gather(-1, rank_BV)
     return allowed_BV
 
 
@@ -121,3 +137,8 @@ def _uniform(seed: int, samples: Sequence[int], positions: Sequence[int]) -> Ten
 
 def _ids(logits_BV: Tensor) -> Tensor:
     return torch.arange(logits_BV.shape[-1], device=logits_BV.device)
+
+
+def _lowest(chosen_BV: Tensor) -> Tensor:
+    """The lowest id of those that are True in each row; beyond the vocabulary if none is."""
+    return torch.where(chosen_BV, _ids(chosen_BV), chosen_BV.shape[-1]).min(-1).values

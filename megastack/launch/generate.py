@@ -65,9 +65,9 @@ def _generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     new, cache = options.max_new_tokens, not options.no_cache
     console.line(f"generate  {use}, {sampling}")
     request = _Request(use.checkpoint, prompts, new, sampling, tokenizer.end, cache, streams=len(prompts) == 1)
-    done, cached = on_ranks(config, _continue, request)
-    if cache and not cached:
-        console.line("note      without a cache: a layer of the model does not say uses_cache = True")
+    done, uncached_because = on_ranks(config, _continue, request)
+    if cache and uncached_because is not None:
+        console.line(f"note      without a cache: {uncached_because}")
     if not request.streams:
         for text, completion in zip(texts, done, strict=True):
             console.line(f"\n{text}{continuation(tokenizer, completion)}")
@@ -93,8 +93,8 @@ def _ids(
     return prompts
 
 
-def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[Completion], bool]:
-    """On every rank: how the prompts go on, and whether layers could use a cache."""
+def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[Completion], str | None]:
+    """On every rank: how the prompts go on, and why layers could not use a cache, if they could not."""
     schedule = configured_schedule(config, mesh.shape)
     generator = build_generator(config, mesh, load_stages(config, mesh, schedule, request.checkpoint), schedule)
     stream = None
@@ -110,7 +110,7 @@ def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[
     )
     if stream is not None:
         stream.finish()
-    return done, generator.can_cache
+    return done, generator.uncached_because
 
 
 class _Stream:

@@ -15,7 +15,7 @@ Shapes: B microbatch, S sequence, D hidden, H heads, G kv groups, K head dim, t 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +25,7 @@ from megastack.layers.context import Context
 from megastack.layers.dropout import attention_dropout
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megastack.layers.norm import RMSNorm
+from megastack.layers.overrides import built_in
 from megastack.layers.rope import Rope, rotate
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -38,9 +39,9 @@ class ParallelAttention(ParallelModule):
     Subclasses may override :meth:`attend`, which sees this rank's heads only, or build on ``q``, ``kv`` and ``out``.
 
     Attributes:
-        uses_cache: in generation, keys and values of earlier tokens may come from ``context.cache``: :meth:`attend`
-            then sees the queries of the new tokens and the keys of all, and what the context's mask allows. A subclass
-            with an ``attend`` or ``forward`` of its own runs without a cache unless it says ``uses_cache = True``.
+        uses_cache: a subclass with a method of its own sets it to True if generation may call it with the new tokens
+            alone: :meth:`attend` then gets their queries and the keys and values of all tokens, those before them from
+            ``context.cache``, and asks the context for its mask. Not set by the built-in class.
 
     Args:
         hidden: D.
@@ -63,12 +64,7 @@ class ParallelAttention(ParallelModule):
         PlacementError: heads or groups that do not fit the tensor-parallel degree.
     """
 
-    uses_cache: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if {"attend", "forward"} & vars(cls).keys() and "uses_cache" not in vars(cls):
-            cls.uses_cache = False
+    uses_cache: ClassVar[bool]
 
     def __init__(
         self,
@@ -111,8 +107,15 @@ class ParallelAttention(ParallelModule):
             init=out_init or init,
         )
 
+    @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None) -> Tensor:
-        """``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same."""
+        """``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same.
+
+        Raises:
+            PlacementError: an input of another number of dims, whose heads would be taken for its sequence.
+        """
+        if hidden_BSD.dim() != 3:
+            raise PlacementError(f"input of shape {tuple(hidden_BSD.shape)}: must be (B, S, D); use one row a sequence")
         q_BSHK, kv_BSG2K = column_parallel(hidden_BSD, self.q, self.kv)
         k_BSGK, v_BSGK = kv_BSG2K.unbind(-2)
         if self.rope is not None and self.k_norm is None:
@@ -124,6 +127,7 @@ class ParallelAttention(ParallelModule):
         attended_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, context)
         return self.out(attended_BSHK.flatten(-2))
 
+    @built_in
     def attend(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, context: Context | None) -> Tensor:
         """The values that each query attends to, of the queries' shape; all of the sequence, this rank's heads.
 
@@ -139,6 +143,7 @@ class ParallelAttention(ParallelModule):
         )
         return attended_BHSK.transpose(1, 2)
 
+    @built_in
     def _positioned(self, q_BSHK: Tensor, k_BSGK: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
         """Queries and keys, normalised and rotated."""
         if self.q_norm is not None and self.k_norm is not None:
@@ -149,6 +154,7 @@ class ParallelAttention(ParallelModule):
         tables = (context or Context()).tables(self.rope, length, dtype, q_BSHK.device)
         return rotate(q_BSHK, tables), rotate(k_BSGK, tables)
 
+    @built_in
     def _attend_with_dropout(self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, context: Context) -> Tensor:
         """Attention with explicit weights, so that what is dropped is drawn by global head, query and key."""
         batch, heads, length, width = q_BHSK.shape

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.errors import PlacementError
-from megastack.layers.linear_ops import SEQUENCE_DIM, check_sequence, column_product
+from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.linear_ops import SEQUENCE_DIM, check_dims, check_sequence, column_product, rows_of
+from megastack.layers.overrides import built_in
 from megastack.layers.rules import padded_vocab
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -93,9 +95,11 @@ class VocabParallelEmbedding(_VocabParallel):
         PlacementError: tp does not divide the padded vocabulary, or (in forward) the sequence.
     """
 
+    @built_in
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """``(B, S)`` ids to ``(B, S, D)``, or to ``(B, S/t, D)`` with ``sequence_parallel``."""
         group = self.mesh[Axis.TP]
+        check_dims(tokens_BS, "(…, S) ids", least=int(self.sequence_parallel))
         if group.size == 1:
             return _look_up(tokens_BS, self.weight, group.weight_gradients)
         rows = self.weight.shape[0]
@@ -122,12 +126,14 @@ class _LookUp(torch.autograd.Function):
     """``F.embedding`` whose weight gradient is added in place or put off."""
 
     @staticmethod
+    @in_own_dtypes
     def forward(ctx: Any, weight: Tensor, ids_BS: Tensor, target: Target, weight_gradients: WeightGradients) -> Tensor:
         ctx.target, ctx.weight_gradients = target, weight_gradients
         ctx.save_for_backward(ids_BS)
         return F.embedding(ids_BS, weight)
 
     @staticmethod
+    @in_own_dtypes
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
         (ids_BS,) = ctx.saved_tensors
         sums = _RowSums(grad_BSD, ids_BS, ctx.target.weight.shape[0])
@@ -152,7 +158,7 @@ class _RowSums:
     def add_to(self, gradient: Tensor) -> None:
         """On the CPU row by row, without a tensor of the whole vocabulary; elsewhere that is in no certain order."""
         if gradient.is_cpu:
-            gradient.index_add_(0, self.ids_BS.flatten(), self.grad_BSD.flatten(0, -2))
+            gradient.index_add_(0, self.ids_BS.flatten(), rows_of(self.grad_BSD))
         else:
             gradient.add_(self.gradient())
 
@@ -177,6 +183,7 @@ class VocabParallelHead(_VocabParallel):
         PlacementError: tp does not divide the padded vocabulary, or the tied weight has another shape.
     """
 
+    @built_in
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """``(B, S, D)``, or ``(B, S/t, D)`` with ``sequence_parallel``, to ``(B, S, Vp/t)``."""
         return column_product(

@@ -13,9 +13,19 @@ Shapes: B microbatch, S sequence, t tensor-parallel degree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
 from torch import Tensor, nn
 
 from megastack.layers.linear_ops import column_product, row_product
+from megastack.layers.overrides import (
+    built_in,
+    has_backward_hooks,
+    has_forward_hooks,
+    runs_built_in,
+    through_forward_hooks,
+)
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
@@ -76,33 +86,58 @@ class ColumnParallelLinear(ParallelModule):
             declared["bias"] = Placement(self.out_shape, shards, init=Zeros(), decay=False)
         return declared
 
+    @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """``(B, S, in)``, or ``(B, S/t, in)`` with ``sequence_parallel``, to ``(B, S, *local out)``."""
-        return column_parallel(x_BSD, self)[0]
+        return _products(x_BSD, [self])[0]
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_shape}, bias={self.has_bias}, sp={self.sequence_parallel}"
 
 
-def column_parallel(x_BSD: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
-    """The outputs of several column-parallel layers that read the same input, with the communication of one.
+def column_parallel(x_BSD: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """The outputs of several layers that read the same input, with the communication of one.
 
-    The layers' parameters are used, not their ``forward``; they agree about mesh and ``sequence_parallel``.
+    Layers that run the built-in ``forward`` of :class:`ColumnParallelLinear` share one product, which uses their
+    parameters, and forward hooks see its results; these layers agree about mesh and ``sequence_parallel``. All others
+    are called one after another: a ``forward`` of a subclass or of the instance, a module of another class, one with
+    backward hooks. Ranks of a tp group must agree on that, so such a method or hook belongs on all of them.
     """
+    shared = [layer for layer in layers if _can_share(layer)]
+    products = iter(_products(x_BSD, shared) if shared else ())
+    # In the order of the arguments, as if each layer had been called.
+    return tuple(_called(layer, x_BSD, next(products) if layer in shared else None) for layer in layers)
+
+
+def _can_share(layer: nn.Module) -> TypeGuard[ColumnParallelLinear]:
+    return isinstance(layer, ColumnParallelLinear) and runs_built_in(layer, "forward") and not has_backward_hooks(layer)
+
+
+def _called(layer: nn.Module, x_BSD: Tensor, product: Tensor | None) -> Any:
+    """What a call of the layer gives, whose product may be there already."""
+    if product is None:
+        return layer(x_BSD)
+    return through_forward_hooks(layer, x_BSD, product) if has_forward_hooks(layer) else product
+
+
+def _products(x_BSD: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """The outputs of the layers from their parameters."""
     first = layers[0]
     assert all(layer.sequence_parallel == first.sequence_parallel for layer in layers), (
         "layers disagree about the input"
     )
+    weights = [layer.weight for layer in layers]  # once, since a parametrised weight is computed when it is read
+    biases = [layer.bias for layer in layers]
     outputs = column_product(
         x_BSD,
-        [layer.weight.flatten(0, -2) for layer in layers],
-        [None if layer.bias is None else layer.bias.flatten() for layer in layers],
+        [weight.flatten(0, -2) for weight in weights],
+        [None if bias is None else bias.flatten() for bias in biases],
         first.mesh[Axis.TP],
         sequence_parallel=first.sequence_parallel,
     )
     return tuple(
-        out if layer.weight.dim() == 2 else out.unflatten(-1, layer.weight.shape[:-1])
-        for out, layer in zip(outputs, layers, strict=True)
+        out if weight.dim() == 2 else out.unflatten(-1, weight.shape[:-1])
+        for out, weight in zip(outputs, weights, strict=True)
     )
 
 
@@ -155,6 +190,7 @@ class RowParallelLinear(ParallelModule):
             declared["bias"] = Placement((self.out_features,), partial=partial, init=Zeros(), decay=False)
         return declared
 
+    @built_in
     def forward(self, x_BSF: Tensor) -> Tensor:
         """``(B, S, in/t)`` to ``(B, S, out)``, or to ``(B, S/t, out)`` with ``sequence_parallel``."""
         group = self.mesh[Axis.TP]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from megastack.comm.collectives import (
 )
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
+from megastack.layers.autocast import autocast_off, in_own_dtypes, product_dtype
 from megastack.weight_gradients import Target, WeightGradients
 
 SEQUENCE_DIM = -2
@@ -55,12 +56,17 @@ def column_product(
         weights: matrices ``(out/t, in)``; frozen ones cost no product in backward.
         biases: as many vectors ``(out/t,)`` or ``None``.
 
-    Parameters of another dtype than ``x`` enter the product in its dtype.
+    Parameters of another dtype than ``x`` enter the product in its dtype, and all of them in that of ``torch.autocast``
+    where it is on.
 
     Returns:
         One ``(…, S, out/t)`` per weight.
+
+    Raises:
+        PlacementError: an input without features, or without a sequence under sequence parallelism.
     """
-    weights, biases = [_as(x, weight) for weight in weights], [_as(x, bias) for bias in biases]
+    _check_features(x, sequence_parallel)
+    x, weights, biases = _operands(x, weights, biases)
     if group.size == 1:
         pairs = zip(weights, biases, strict=True)
         return tuple(_local_product(x, weight, bias, group.weight_gradients) for weight, bias in pairs)
@@ -85,9 +91,10 @@ def row_product(
         ``(…, S, out)``, replicated over the group, or ``(…, S/t, out)`` with ``sequence_parallel``.
 
     Raises:
-        PlacementError: S is not a multiple of t under sequence parallelism.
+        PlacementError: S is not a multiple of t under sequence parallelism, or an input without features or sequence.
     """
-    weight, bias = _as(x, weight), _as(x, bias)
+    _check_features(x, sequence_parallel)
+    x, (weight,), (bias,) = _operands(x, [weight], [bias])
     if group.size == 1:
         return _local_product(x, weight, bias, group.weight_gradients)
     partial = _local_product(x, weight, None, group.weight_gradients)
@@ -99,17 +106,29 @@ def row_product(
     return out if bias is None else out + bias
 
 
-@overload
-def _as(x: Tensor, parameter: Tensor) -> Tensor: ...
+def _operands(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """Input and parameters in the dtype in which they are multiplied."""
+    dtype = product_dtype(x)
+    return x.to(dtype), [w.to(dtype) for w in weights], [None if b is None else b.to(dtype) for b in biases]
 
 
-@overload
-def _as(x: Tensor, parameter: Tensor | None) -> Tensor | None: ...
+def rows_of(x: Tensor) -> Tensor:
+    """``(…, features)`` as ``(tokens, features)``; a single row if there is no other dim."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
-def _as(x: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """A parameter in the dtype of what it is multiplied with."""
-    return parameter if parameter is None or parameter.dtype == x.dtype else parameter.to(x.dtype)
+def check_dims(x: Tensor, expected: str, *, least: int) -> None:
+    """Refuse an input with fewer dims than a layer needs, ``expected`` in words."""
+    if x.dim() < least:
+        raise PlacementError(
+            f"input of shape {tuple(x.shape)}: must have at least {least} dim{'s' * (least > 1)}; use {expected}"
+        )
+
+
+def _check_features(x: Tensor, sequence_parallel: bool) -> None:
+    check_dims(x, "(…, S, features)" if sequence_parallel else "(…, features)", least=1 + sequence_parallel)
 
 
 def check_sequence(length: int, group: AxisGroup) -> None:
@@ -134,6 +153,7 @@ class _LocalProduct(torch.autograd.Function):
     """``F.linear`` whose weight gradient is added in place or put off."""
 
     @staticmethod
+    @in_own_dtypes
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Target, weight_gradients: WeightGradients
     ) -> Tensor:
@@ -142,10 +162,11 @@ class _LocalProduct(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_input, _, needs_bias = ctx.needs_input_grad[:3]
-        grad_TO = grad.flatten(0, -2)
+        grad_TO = rows_of(grad)
         grad_x = (grad_TO @ weight).view(x.shape) if needs_input else None
         grad_weight = ctx.weight_gradients.give(ctx.target, _WeightProduct(grad_TO, _Input(x)))
         return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None
@@ -159,6 +180,7 @@ class _ColumnProduct(torch.autograd.Function):
     """
 
     @staticmethod
+    @in_own_dtypes
     def forward(
         ctx: Any,
         x: Tensor,
@@ -169,32 +191,37 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = _halves(tensors)
         ctx.group, ctx.sequence_parallel, ctx.targets = group, sequence_parallel, targets
-        ctx.save_for_backward(x if any(_needs(ctx)[1]) else None, *weights)
+        ctx.set_materialize_grads(False)  # an output that nobody used is no work
+        ctx.save_for_backward(x if any(_halves(ctx.needs_input_grad[4:])[0]) else None, *weights)
         whole = all_gather(x, group, SEQUENCE_DIM) if sequence_parallel else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @in_own_dtypes
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         group, gathers = ctx.group, ctx.sequence_parallel
-        needs_input, needs_weights, needs_biases = _needs(ctx)
-        rows = [grad.flatten(0, -2) for grad in grads]
+        needs_input, needs_weights, needs_biases = _needs(ctx, grads)
+        rows = [None if grad is None else rows_of(grad) for grad in grads]
         source = _Input(x, group if gathers else None)
         now = group.weight_gradients.collected is None
         if any(needed and (now or target is None) for needed, target in zip(needs_weights, ctx.targets, strict=True)):
             source.begin()
         reduction = None
         if needs_input:
-            grad_x = _input_gradient(rows, weights).view(*grads[0].shape[:-1], weights[0].shape[1])
+            places = next(grad.shape[:-1] for grad in grads if grad is not None)
+            grad_x = _input_gradient(rows, weights).view(*places, weights[0].shape[1])
             reduction = (
                 start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce(grad_x, group)
             )
         grad_weights = [
-            group.weight_gradients.give(target, _WeightProduct(row, source)) if needed else None
+            group.weight_gradients.give(target, _WeightProduct(row, source)) if row is not None and needed else None
             for row, target, needed in zip(rows, ctx.targets, needs_weights, strict=True)
         ]
-        grad_biases = [row.sum(0) if needed else None for row, needed in zip(rows, needs_biases, strict=True)]
+        grad_biases = [
+            row.sum(0) if row is not None and needed else None for row, needed in zip(rows, needs_biases, strict=True)
+        ]
         return (None if reduction is None else reduction.wait(), None, None, None, *grad_weights, *grad_biases)
 
 
@@ -216,7 +243,7 @@ class _Input:
     def rows(self) -> Tensor:
         """``(tokens, in)``."""
         self.begin()
-        return (self._x if self._whole is None else self._whole.wait()).flatten(0, -2)
+        return rows_of(self._x if self._whole is None else self._whole.wait())
 
 
 @dataclass(eq=False, slots=True)
@@ -232,24 +259,28 @@ class _WeightProduct:
 
     def gradient(self) -> Tensor:
         """``(out, in)``."""
-        return self.grad_TO.T @ self.source.rows()
+        with autocast_off(self.grad_TO):
+            return self.grad_TO.T @ self.source.rows()
 
     def add_to(self, gradient: Tensor) -> None:
         """In the product itself."""
         gradient.addmm_(self.grad_TO.T, self.source.rows())
 
 
-def _needs(ctx: Any) -> tuple[bool, Sequence[bool], Sequence[bool]]:
-    """Which gradients are wanted: of the input, of each weight, of each bias."""
-    weights, biases = _halves(ctx.needs_input_grad[4:])
+def _needs(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[bool, Sequence[bool], Sequence[bool]]:
+    """Which gradients are wanted: of the input, of each weight, of each bias; none of an output that nobody used."""
+    used = [grad is not None for grad in grads]
+    weights, biases = ([w and u for w, u in zip(half, used, strict=True)] for half in _halves(ctx.needs_input_grad[4:]))
     return ctx.needs_input_grad[0], weights, biases
 
 
-def _input_gradient(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
     """This rank's part of the input gradient: the sum of the products over the weights."""
-    total = rows[0] @ weights[0]
-    for row, weight in zip(rows[1:], weights[1:], strict=True):
-        total.addmm_(row, weight)
+    total: Tensor | None = None
+    for row, weight in zip(rows, weights, strict=True):
+        if row is not None:
+            total = row @ weight if total is None else total.addmm_(row, weight)
+    assert total is not None, "no output was used"
     return total
 
 

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from megastack.comm.collectives import all_gather
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
+from megastack.layers.autocast import in_own_dtypes
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 
@@ -127,6 +128,7 @@ class _Columns:
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
+    @in_own_dtypes
     def forward(
         ctx: Any, logits_BSV: Tensor, labels_BS: Tensor, columns: _Columns, smoothing: float, z: float
     ) -> tuple[Tensor, Tensor]:
@@ -143,6 +145,7 @@ class _VocabParallelLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_dtypes
     def backward(ctx: Any, grad_loss: Tensor, grad_z: Tensor) -> tuple[Tensor | None, ...]:
         logits_BSV, labels_BS, log_sum_BS = ctx.saved_tensors
         columns, smoothing = ctx.columns, ctx.smoothing

@@ -10,7 +10,7 @@ Shapes: B microbatch, S sequence, D hidden, F inner features, t tensor-parallel 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megastack.errors import ConfigError
+from megastack.layers.autocast import in_own_dtypes
 from megastack.layers.context import Context
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megastack.layers.overrides import built_in
 from megastack.mesh.mesh import Mesh
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Initialiser, Normal
@@ -35,6 +37,10 @@ class ParallelMLP(ParallelModule):
     Subclasses change the non-linearity by overriding :meth:`activate`, and the shape of the inner features it sees by
     passing one of the two activations.
 
+    Attributes:
+        uses_cache: a subclass with a method of its own sets it to True if generation may call it with the new tokens
+            alone: what it gives for a token depends on no other. Not set by the built-in class.
+
     Args:
         hidden: D.
         ffn: F, a multiple of t.
@@ -49,6 +55,8 @@ class ParallelMLP(ParallelModule):
         ConfigError: an unknown activation.
         PlacementError: t does not divide F.
     """
+
+    uses_cache: ClassVar[bool]
 
     def __init__(
         self,
@@ -71,10 +79,12 @@ class ParallelMLP(ParallelModule):
         self.up = ColumnParallelLinear(hidden, inner, mesh, shard_dim=dim, init=init, **shared)
         self.down = RowParallelLinear(ffn, hidden, mesh, init=out_init or init, **shared)
 
+    @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None) -> Tensor:
         """``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same."""
         return self.down(self.activate(self.up(hidden_BSD)))
 
+    @built_in
     def activate(self, up: Tensor) -> Tensor:
         """The inner features: ``(B, S, 2, F/t)``, gate first, or ``(B, S, F/t)`` without a gate, to ``(B, S, F/t)``."""
         return _SwiGLU.apply(up) if self.gated else _gelu(up)
@@ -99,12 +109,14 @@ class _LogisticGELU(torch.autograd.Function):
     """
 
     @staticmethod
+    @in_own_dtypes
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return _gelu_sigmoid(x).mul_(x)
 
     @staticmethod
     @once_differentiable
+    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         sigmoid = _gelu_sigmoid(x)
@@ -121,6 +133,7 @@ class _SwiGLU(torch.autograd.Function):
     """``silu(gate) * value``, of which only the two are kept: the SiLU is computed again in backward."""
 
     @staticmethod
+    @in_own_dtypes
     def forward(ctx: Any, up: Tensor) -> Tensor:
         ctx.save_for_backward(up)
         gate_BSF, value_BSF = up.unbind(-2)
@@ -128,6 +141,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_dtypes
     def backward(ctx: Any, grad_BSF: Tensor) -> Tensor:
         (up,) = ctx.saved_tensors
         gate_BSF, value_BSF = up.unbind(-2)

@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.linear_ops import rows_of
+from megastack.layers.overrides import built_in
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
@@ -53,6 +56,7 @@ class RMSNorm(_Norm):
         sequence_parallel: the input is split over tp, so the gradient is partial over it.
     """
 
+    @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Any shape that ends in ``hidden``."""
         return _RMSNorm.apply(x_BSD, self.weight, self.eps)
@@ -75,6 +79,7 @@ class LayerNorm(_Norm):
         bias = Placement((self.hidden,), partial=self.partial, init=Zeros(), decay=False)
         return {**super().placements(), "bias": bias}
 
+    @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Any shape that ends in ``hidden``."""
         if x_BSD.dtype == self.weight.dtype == _wide(x_BSD):
@@ -86,6 +91,7 @@ class _RMSNorm(torch.autograd.Function):
     """torch's own keeps the normalised input as well."""
 
     @staticmethod
+    @in_own_dtypes
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(_wide(x))
         scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -94,12 +100,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         grad, normed = grad.to(scale.dtype), x * scale
         grad_weight = grad_x = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+            grad_weight = rows_of(grad * normed).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             scaled = grad * weight
             along = (scaled * normed).mean(-1, keepdim=True)
@@ -111,6 +118,7 @@ class _LayerNorm(torch.autograd.Function):
     """torch's own in a wider dtype than the input's, which is kept as it came."""
 
     @staticmethod
+    @in_own_dtypes
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         dtype = _wide(x)
         normed, mean, scale = torch.native_layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), eps)
@@ -119,6 +127,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, scale = ctx.saved_tensors
         dtype, wanted = mean.dtype, list(ctx.needs_input_grad[:3])

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megastack.layers.linear_ops import check_dims, check_sequence
+from megastack.layers.overrides import built_in
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
@@ -50,9 +52,16 @@ class LearnedPositions(ParallelModule):
         partial = frozenset({Axis.TP} if self.sequence_parallel else ())
         return {"weight": Placement(self.shape, partial=partial, init=self.init)}
 
+    @built_in
     def forward(self, positions_BS: Tensor) -> Tensor:
-        """``(B, S)`` positions to ``(B, S, D)``, or to this rank's ``(B, S/t, D)`` under sequence parallelism."""
+        """``(B, S)`` positions to ``(B, S, D)``, or to this rank's ``(B, S/t, D)`` under sequence parallelism.
+
+        Raises:
+            PlacementError: S is not a multiple of t under sequence parallelism.
+        """
         group = self.mesh[Axis.TP]
-        if self.sequence_parallel and group.size > 1:
-            positions_BS = torch.tensor_split(positions_BS, group.size, dim=1)[group.rank]
+        if self.sequence_parallel:
+            check_dims(positions_BS, "(…, S) positions", least=1)
+            check_sequence(positions_BS.shape[-1], group)
+            positions_BS = torch.tensor_split(positions_BS, group.size, dim=-1)[group.rank]
         return F.embedding(positions_BS, self.weight)

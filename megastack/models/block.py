@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from megastack.layers.context import Context
 from megastack.layers.dropout import dropout
+from megastack.layers.overrides import built_in
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
@@ -45,17 +46,12 @@ class Block(ParallelModule):
         sequence_parallel: hidden states are split along the sequence over tp.
 
     Attributes:
-        uses_cache: in generation, a call may bring new tokens alone, those before them are in ``context.cache``. A
-            subclass with a ``forward`` of its own is run without a cache unless it says ``uses_cache = True``: then it
-            mixes tokens in its attention layers only.
+        uses_cache: a subclass with a method of its own sets it to True if generation may call it with the new tokens
+            alone, those before them being in ``context.cache``: it mixes tokens in its attention layers only. Not set
+            by the built-in class.
     """
 
-    uses_cache: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "forward" in vars(cls) and "uses_cache" not in vars(cls):
-            cls.uses_cache = False
+    uses_cache: ClassVar[bool]
 
     def __init__(
         self,
@@ -79,6 +75,7 @@ class Block(ParallelModule):
         self.mlp_norm = norm()
         self.mlp = mlp()
 
+    @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None, *values: Any) -> Any:
         """Hidden states to hidden states; whatever :meth:`boundary` names is returned beside them, unchanged."""
         context = None if context is None else context.within(f"blocks.{self.layer}")
@@ -87,5 +84,6 @@ class Block(ParallelModule):
         hidden_BSD = hidden_BSD + self._drop(self.mlp(self.mlp_norm(hidden_BSD), context), context, "mlp")
         return (hidden_BSD, *values) if values else hidden_BSD
 
+    @built_in
     def _drop(self, x_BSD: Tensor, context: Context | None, site: str) -> Tensor:
         return dropout(x_BSD, self.dropout, context, site, group=self.sequence_group, training=self.training)

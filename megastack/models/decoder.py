@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from megastack.batch import Microbatch, StageLoss
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
-from megastack.layers.attention import ParallelAttention
 from megastack.layers.cache import KeyValueCache
+from megastack.layers.cacheable import cache_obstacle
 from megastack.layers.context import Context
 from megastack.layers.dropout import dropout
 from megastack.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from megastack.layers.linear_ops import column_product
 from megastack.layers.loss import vocab_parallel_losses
+from megastack.layers.overrides import built_in
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.models.block import Block
 from megastack.models.families import (
     block_factory,
     learned_positions,
@@ -97,6 +97,7 @@ class Decoder(ParallelModule):
         self.norm = norm_factory(config, mesh)() if self.has_head else None
         self.head = vocabulary_layer(VocabParallelHead, config, mesh) if projects else None
 
+    @built_in
     def forward(self, carry: Carry, microbatch: Microbatch) -> dict[str, Any] | StageLoss:
         """Run the stage on one microbatch.
 
@@ -115,6 +116,7 @@ class Decoder(ParallelModule):
         """This rank's columns (B, S, V) of the logits, padded vocabulary included; for a stage with the head."""
         return self._logits(self._run(carry, microbatch)["hidden"])
 
+    @built_in
     def infer(
         self, carry: Carry, microbatch: Microbatch, *, at_B: Tensor, cache: KeyValueCache | None = None
     ) -> dict[str, Any] | Tensor:
@@ -134,15 +136,9 @@ class Decoder(ParallelModule):
         return self._logits(carry["hidden"][rows_B, at_B][:, None])
 
     @property
-    def uses_cache(self) -> bool:
-        """Whether every layer that mixes tokens can take earlier ones from a cache."""
-        return all(
-            isinstance(block, Block)
-            and block.uses_cache
-            and isinstance(block.attention, ParallelAttention)
-            and block.attention.uses_cache
-            for block in self.blocks.values()
-        )
+    def cache_obstacle(self) -> str | None:
+        """Why generation has to run this stage with whole rows for every token; None if a cache gives the same."""
+        return cache_obstacle(self)
 
     def units(self) -> list[nn.Module]:
         """Parts whose parameters are used by calling them alone, in order of use; a tied projection's copy is none."""
@@ -170,6 +166,7 @@ class Decoder(ParallelModule):
         assert self.config.model.tied and first.embedding is not None and self.embedding is not None
         self.embedding = first.embedding
 
+    @built_in
     def _run(self, carry: Carry, microbatch: Microbatch, cache: KeyValueCache | None = None) -> dict[str, Any]:
         context = self._context(microbatch, cache)
         values = {"hidden": self._embed(microbatch, context)} if self.has_embedding else dict(carry)
@@ -178,6 +175,7 @@ class Decoder(ParallelModule):
             values |= _call(block, values, context)
         return values
 
+    @built_in
     def _context(self, microbatch: Microbatch, cache: KeyValueCache | None = None) -> Context:
         if not self.blocks:
             return Context(samples_B=microbatch.samples_B, step=microbatch.step, seed=self.config.seed)
@@ -200,6 +198,7 @@ class Decoder(ParallelModule):
             return own.dtype
         return torch.float64 if self.config.precision.compute == "fp64" else torch.float32
 
+    @built_in
     def _embed(self, microbatch: Microbatch, context: Context) -> Tensor:
         assert self.embedding is not None
         hidden_BSD = self.embedding(microbatch.tokens_BS)
@@ -209,6 +208,7 @@ class Decoder(ParallelModule):
         group = self.mesh[Axis.TP] if self.sequence_parallel else None
         return dropout(hidden_BSD, self.config.model.dropout, context, "embedding", group=group, training=self.training)
 
+    @built_in
     def _logits(self, hidden_BSD: Tensor) -> Tensor:
         assert self.norm is not None, "only the stage with the head has logits"
         hidden_BSD = self.norm(hidden_BSD)

@@ -6,11 +6,11 @@ projection and its reduction) is not done again. Tensors found again go one by o
 
 Collectives inside run again too, in the order of the first time and at the same point of backward on every rank of a
 tensor-parallel group. Dropout is a function of the microbatch (:mod:`megastack.layers.dropout`) and repeats itself; a
-layer that draws from torch's generator finds it as it was, and one that updates a buffer of the recomputed module
-updates it once (:mod:`megastack.models.kept_buffers`). A function that takes gradients itself runs again there and
-then, up to where it is, and what it had saved by then is kept from there on. The second run sees
-``context.recomputing``, so that side effects such as counters can be left to the first. A second run that saves other
-tensors than the first is an error.
+layer that draws from torch's generator finds it as it was, ``torch.autocast`` is on where it was on, and a layer that
+updates a buffer of the recomputed module updates it once (:mod:`megastack.models.kept_buffers`). A function that takes
+gradients itself runs again there and then, up to where it is, and what it had saved by then is kept from there on. The
+second run sees ``context.recomputing``, so that side effects such as counters can be left to the first. A second run
+that saves other tensors than the first is an error.
 
 :func:`recompute_blocks_` chooses the parts. It gives their modules a class of the same name whose ``forward`` (or
 ``attend``) is recomputed, as FSDP does with its own; parameters, their names and users' classes stay what they are.
@@ -34,6 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megastack.errors import ConfigError, MegastackError
 from megastack.layers.attention import ParallelAttention
+from megastack.layers.autocast import AutocastState
 from megastack.layers.context import Context
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megastack.models.kept_buffers import KeptBuffers
@@ -168,6 +169,7 @@ class _Call:
         self.inputs = _Keep.apply(torch.empty(0, requires_grad=True), *tensors)
         self.generators = _Generators(tensors)
         self.buffers = KeptBuffers(function)
+        self.autocast = AutocastState.now(tensors)
         self.places: list[ref[_Place]] = []
 
     def forget(self, x: Tensor) -> _Place:
@@ -200,8 +202,8 @@ class _Call:
 
         args, kwargs = self._arguments()
         hooks = saved_tensors_hooks(take, _as_kept)
-        before = self.generators.as_they_were(), self.buffers.as_they_were()
-        with before[0], before[1], suppress(_Done), torch.enable_grad(), hooks:
+        before = self.generators.as_they_were(), self.buffers.as_they_were(), self.autocast.restored()
+        with before[0], before[1], before[2], suppress(_Done), torch.enable_grad(), hooks:
             self.function(*args, **kwargs)
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import nn
 
 from megastack.assemble.inference import build_generator
 from megastack.assemble.stages import build_stages
@@ -17,8 +18,13 @@ from megastack.config.schema import ParallelOptions, PrecisionOptions, ScheduleO
 from megastack.errors import ConfigError, MegastackError
 from megastack.inference.generate import Completion, Generator
 from megastack.inference.sample import Sampling
+from megastack.layers import attention, embedding, linear, mlp, norm, positions
 from megastack.layers.attention import ParallelAttention
+from megastack.layers.cacheable import METHODS
+from megastack.layers.mlp import ParallelMLP
+from megastack.layers.overrides import is_built_in
 from megastack.mesh.mesh import Mesh
+from megastack.models import block, decoder
 from megastack.models.block import Block
 from megastack.models.stages import configured_schedule
 from megastack.testing.ranks import run_ranks
@@ -181,11 +187,16 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
         each(PROMPTS, max_new_tokens=1)
 
 
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Each token's row at the place of the next token, zeros at the first."""
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+
+
 class Windowed(ParallelAttention):
     """A key is mixed with the one before it, which takes the whole row."""
 
     def attend(self, q_BSHK, k_BSGK, v_BSGK, context):  # type: ignore[no-untyped-def]
-        return super().attend(q_BSHK, k_BSGK + F.pad(k_BSGK, (0, 0, 0, 0, 1, 0))[:, :-1], v_BSGK, context)
+        return super().attend(q_BSHK, k_BSGK + shifted(k_BSGK), v_BSGK, context)
 
 
 class Tempered(ParallelAttention):
@@ -208,11 +219,196 @@ class Outer(Block):
         return super().forward(hidden_BSD, context, *values)
 
 
-def test_what_overrides_nothing_that_matters_is_cached() -> None:
-    assert Renamed.uses_cache and type("Deeper", (Tempered,), {}).uses_cache
-    assert not type("Deeper", (Tempered,), {"attend": Windowed.attend}).uses_cache
-    own = LLAMA | {"block": {"_target_": f"{__name__}.Outer"}}
-    assert not generator(config_of(own), Mesh.single()).can_cache
+class TokenShift(ParallelMLP):
+    """An MLP that also sees the token before."""
+
+    def forward(self, hidden_BSD, context=None):  # type: ignore[no-untyped-def]
+        return super().forward(hidden_BSD, context) + shifted(hidden_BSD)
+
+
+class ShiftedActivation(ParallelMLP):
+    """The same, between the two products."""
+
+    def activate(self, up):  # type: ignore[no-untyped-def]
+        inner_BSF = super().activate(up)
+        return inner_BSF + shifted(inner_BSF)
+
+
+class ShiftMixin:
+    """Shifts tokens in front of whatever it is mixed into."""
+
+    def forward(self, hidden_BSD, *others):  # type: ignore[no-untyped-def]
+        return super().forward(hidden_BSD + shifted(hidden_BSD), *others)  # type: ignore[misc]
+
+
+class MixedMLP(ShiftMixin, ParallelMLP):
+    """A built-in MLP but for the mixin."""
+
+
+class MixedAttention(ShiftMixin, ParallelAttention):
+    """A built-in attention but for the mixin."""
+
+
+class MixedBlock(ShiftMixin, Block):
+    """A built-in block but for the mixin."""
+
+
+class AttendMixin:
+    """An ``attend`` that no class of this package has."""
+
+    def attend(self, q_BSHK, k_BSGK, v_BSGK, context):  # type: ignore[no-untyped-def]
+        return super().attend(q_BSHK, k_BSGK + shifted(k_BSGK), v_BSGK, context)  # type: ignore[misc]
+
+
+class MixedAttend(AttendMixin, Tempered):
+    """What Tempered says does not cover what stands in front of it."""
+
+
+class WrappedMLP(nn.Module):
+    """A built-in MLP in a module of one's own."""
+
+    def __init__(self, *args, **options):  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.inner = ParallelMLP(*args, **options)
+
+    def forward(self, hidden_BSD, context=None):  # type: ignore[no-untyped-def]
+        return self.inner(hidden_BSD + shifted(hidden_BSD), context)
+
+
+class HookedMLP(ParallelMLP):
+    """A built-in MLP whose down projection has a hook."""
+
+    def __init__(self, *args, **options):  # type: ignore[no-untyped-def]
+        super().__init__(*args, **options)
+        self.down.register_forward_hook(lambda module, given, out: out + shifted(out))
+
+
+class SaysItHooks(HookedMLP):
+    """What a class says does not cover hooks."""
+
+    uses_cache = True
+
+
+class SetOnInstance(ParallelMLP):
+    """A built-in MLP with a method of the instance."""
+
+    def __init__(self, *args, **options):  # type: ignore[no-untyped-def]
+        super().__init__(*args, **options)
+        usual = self.activate
+        self.activate = lambda up: usual(up + shifted(up))  # type: ignore[method-assign]
+
+
+class Doubled(ParallelMLP):
+    """Works on each token alone and says so."""
+
+    uses_cache = True
+
+    def __init__(self, hidden, ffn, mesh, **options):  # type: ignore[no-untyped-def]
+        super().__init__(hidden, ffn, mesh, **options)
+        self.scale = nn.Identity()
+
+    def activate(self, up):  # type: ignore[no-untyped-def]
+        return self.scale(super().activate(up) * 2)
+
+
+class DoubledBehind(Doubled):
+    """Inherits what is said with what it is said of."""
+
+
+CACHED = {"mlp": ("Doubled", "DoubledBehind"), "attention": ("Tempered", "Renamed")}
+UNCACHED = {
+    "mlp": (
+        *("TokenShift", "ShiftedActivation", "MixedMLP", "WrappedMLP", "HookedMLP", "SaysItHooks", "SetOnInstance"),
+    ),
+    "attention": ("Windowed", "MixedAttention", "MixedAttend"),
+    "block": ("Outer", "MixedBlock"),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNCACHED.items() for name in names])
+def test_layers_that_do_not_run_the_built_in_functions_are_not_cached(kind: str, name: str) -> None:
+    one = generator(config_of(LLAMA | {kind: {"_target_": f"{__name__}.{name}"}}), Mesh.single())
+    whole = ids_of(one(PROMPTS, max_new_tokens=NEW, cache=False))
+    assert ids_of(one(PROMPTS, max_new_tokens=NEW)) == whole
+    assert not one.can_cache and one.cache_entries == 0
+    assert one.uncached_because is not None and one.uncached_because.startswith("blocks.0")
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CACHED.items() for name in names])
+def test_layers_that_may_use_a_cache_do(kind: str, name: str) -> None:
+    one = generator(config_of(LLAMA | {kind: {"_target_": f"{__name__}.{name}"}}), Mesh.single())
+    whole = ids_of(one(PROMPTS, max_new_tokens=NEW, cache=False))
+    assert ids_of(one(PROMPTS, max_new_tokens=NEW)) == whole
+    assert one.can_cache and one.cache_entries == 4
+
+
+def shift(module: nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor:
+    return out + shifted(out)
+
+
+def shift_before(module: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return given[0] + shifted(given[0]), *given[1:]
+
+
+@pytest.mark.parametrize(
+    "name", ["blocks.1", "blocks.2.mlp", "blocks.3.attention", "blocks.0.mlp_norm", "blocks.0.mlp.up", "norm", "head"]
+)
+def test_a_hook_on_any_module_takes_whole_rows(name: str) -> None:
+    one = generator(config_of(LLAMA), Mesh.single())
+    plain = ids_of(one(PROMPTS, max_new_tokens=NEW))
+    module = one.stages[0].get_submodule(name)
+    for handle in (module.register_forward_hook(shift), module.register_forward_pre_hook(shift_before)):
+        assert ids_of(one(PROMPTS, max_new_tokens=NEW)) == ids_of(one(PROMPTS, max_new_tokens=NEW, cache=False))
+        assert one.uncached_because is not None and name in one.uncached_because
+        handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert ids_of(one(PROMPTS, max_new_tokens=NEW)) == plain and not one.can_cache
+    handle.remove()
+    assert ids_of(one(PROMPTS, max_new_tokens=NEW)) == plain and one.can_cache
+
+
+@pytest.mark.parametrize("name", ["blocks.1", "blocks.2.mlp", "blocks.3.attention", "norm", "blocks.0.attention.out"])
+def test_a_forward_of_the_instance_takes_whole_rows(name: str) -> None:
+    one = generator(config_of(LLAMA), Mesh.single())
+    module = one.stages[0].get_submodule(name)
+    usual = module.forward
+    module.forward = lambda x, *others: usual(x + shifted(x), *others)
+    assert ids_of(one(PROMPTS, max_new_tokens=NEW)) == ids_of(one(PROMPTS, max_new_tokens=NEW, cache=False))
+    assert not one.can_cache
+
+
+def test_replaced_functions_and_modules_take_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = generator(config_of(LLAMA), Mesh.single())
+    for name in ("forward", "activate"):
+        usual = getattr(ParallelMLP, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(ParallelMLP, name, functools.wraps(usual)(lambda *given, _usual=usual: _usual(*given)))
+            one([[1]], max_new_tokens=1)
+            assert not one.can_cache
+    one.stages[0].get_submodule("blocks.1").mlp_norm = nn.Sequential(nn.Identity())
+    one([[1]], max_new_tokens=1)
+    assert one.uncached_because is not None and "blocks.1.mlp_norm" in one.uncached_because
+
+
+def test_every_marked_method_decides() -> None:
+    modules = (attention, embedding, linear, mlp, norm, positions, block, decoder)
+    kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
+    marked = {name for kind in kinds for name, value in vars(kind).items() if is_built_in(value)}
+    assert marked == set(METHODS)
+
+
+def hooked_on_one_rank(config: TrainConfig) -> tuple[Ids, Ids, str | None]:
+    mesh = Mesh.from_environment(mesh_shape(config), device="cpu")
+    each = generator(config, mesh)
+    if mesh.rank == 1:
+        each.stages[0].get_submodule("blocks.2.mlp").register_forward_hook(shift)
+    cached, whole = (ids_of(each(PROMPTS, max_new_tokens=NEW, cache=cache)) for cache in (True, False))
+    return cached, whole, each.uncached_because
+
+
+def test_all_ranks_agree_about_a_hook_on_one_stage() -> None:
+    found = run_ranks(hooked_on_one_rank, 2, config_of(LLAMA, pp=2))
+    assert all(cached == whole and because == found[0][2] is not None for cached, whole, because in found)
 
 
 @pytest.mark.parametrize(("layer", "caches"), [("Windowed", False), ("Tempered", True)])

@@ -73,9 +73,77 @@ def test_logits_that_are_no_numbers_are_no_choice() -> None:
         assert choose(torch.stack([LOGITS, broken]), sampling, [0, 1], [0, 0])[1] == NOT_FINITE
 
 
+EXTREMES = {
+    "usual": LOGITS.double(),
+    "equal": torch.zeros(5, dtype=torch.float64),
+    "masked": torch.tensor([-torch.inf, 0.5, -torch.inf, 0.25, -torch.inf], dtype=torch.float64),
+    "one left": torch.tensor([-torch.inf, -torch.inf, -torch.inf, -torch.inf, -700.0], dtype=torch.float64),
+    "huge": torch.tensor([1e308, -1e308, 1.7e308, -1.7e308, 0.0], dtype=torch.float64),
+    "tiny": torch.tensor([1e-308, 5e-324, 0.0, -5e-324, 2e-308], dtype=torch.float64),
+    "fp16": torch.tensor([65504.0, -65504.0, 0.0, 1.0, 65503.0]),
+}
+LIMITS = [{}, {"top_k": 1}, {"top_k": 10**30}, {"top_p": 5e-324}, {"top_p": 1 - 2**-53}, {"top_p": 1.0}]
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-45, 1e-3, 1.0, 1e30, 1.7e308])
+def test_every_temperature_and_limit_chooses_a_token_that_is_possible(
+    temperature: float, limits: dict[str, float], name: str
+) -> None:
+    logits = EXTREMES[name]
+    found = draw(Sampling(temperature=temperature, **limits), 200, logits)  # type: ignore[arg-type]
+    assert len(found) == len(logits) and float(found.sum()) == pytest.approx(1)
+    assert not (found > 0)[logits == -torch.inf].any()
+    if limits.get("top_k") == 1 or limits.get("top_p") == 5e-324:
+        assert found[choose(logits[None], Sampling(), [0], [0])] == 1
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-45])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.randn(64, 37, generator=torch.Generator().manual_seed(0))
+    for limits in ({}, {"top_k": 5}, {"top_p": 0.9}):
+        drawn = choose(logits, Sampling(temperature=temperature, **limits), range(64), range(64))  # type: ignore[arg-type]
+        assert torch.equal(drawn, choose(logits, Sampling(), range(64), range(64)))
+
+
+def test_of_equal_logits_a_tiny_temperature_draws_any() -> None:
+    assert (draw(Sampling(temperature=1e-308), 200) > 0).tolist() == [True, False, False, False, True]
+
+
+def test_a_tiny_temperature_is_greedy_where_denormal_numbers_are_zero() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor keeps denormal numbers")
+    try:
+        assert choose(LOGITS[1:4][None], Sampling(temperature=1e-308), [0], [0]).tolist() == [1]
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("bad", [[float("inf")], [float("nan")], [float("nan"), float("inf")], [-float("inf")] * 5])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1e-308, top_p=0.5)])
+def test_logits_without_a_choice_are_marked_row_by_row(sampling: Sampling, bad: list[float]) -> None:
+    broken = LOGITS.clone()
+    broken[: len(bad)] = torch.tensor(bad)
+    first, second = choose(torch.stack([broken, LOGITS]), sampling, [0, 1], [0, 0]).tolist()
+    assert first == NOT_FINITE and 0 <= second < len(LOGITS)
+
+
+def test_a_temperature_so_large_that_probabilities_are_equal_keeps_the_order() -> None:
+    assert (draw(Sampling(temperature=1.7e308, top_k=2), 200, LOGITS.flip(0)) > 0).tolist() == [
+        True,
+        *[False] * 3,
+        True,
+    ]
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
+        ({"temperature": float("inf")}, "temperature=inf: must be a number of at least 0"),
+        ({"temperature": float("-inf")}, "temperature=-inf"),
+        ({"temperature": 1.0, "top_p": float("nan")}, "top_p=nan"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": 1.0, "top_k": 0}, "top_k=0"),

@@ -40,22 +40,22 @@ def split_like(layer: ParallelModule, whole: nn.Module) -> ParallelModule:
     return layer
 
 
-def assert_same_gradients(layer: ParallelModule, whole: nn.Module) -> None:
+def assert_same_gradients(layer: ParallelModule, whole: nn.Module, atol: float = 1e-10) -> None:
     """Each parameter's gradient, summed where the placement says so, is this rank's part of the whole one."""
     theirs = dict(whole.named_parameters())
     for name, placement in placements_of(layer).items():
         gradient = _reduced(layer.get_parameter(name).grad, placement, layer.mesh)
         logical, here = _parts(gradient, placement, layer.mesh)
         torch.testing.assert_close(
-            logical, theirs[name].grad[here], rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            logical, theirs[name].grad[here], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
         )
         padding = gradient.clone()
         padding[tuple(slice(size) for size in logical.shape)] = 0
         assert not padding.any(), f"{name}: padding has a gradient"
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+def assert_close(actual: Tensor, expected: Tensor, atol: float = 1e-10) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 
 def piece(x: Tensor, mesh: Mesh, dim: int) -> Tensor:
