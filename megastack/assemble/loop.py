@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megastack.assemble.inference import longest_text
@@ -21,6 +22,7 @@ from megastack.observe.console import Console
 from megastack.observe.devices import peak_flops
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, tensorboard_installed
+from megastack.observe.ownership import OwnershipGuard
 from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop, LoopOptions
 from megastack.training.report import Recorder
@@ -30,14 +32,25 @@ SAMPLE_TOKENS = 32
 """Tokens that a sample during training adds to its prompt."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a run comes from, and who runs it.
+
+    Attributes:
+        resumed: the checkpoint that the state came from.
+        pid: the process to signal when the run is to stop; this one if not given.
+        start: what there is to say about this start of an elastic job.
+        guard: raises where the run folder has another owner by now.
+    """
+
+    resumed: Path | None = None
+    pid: int | None = None
+    start: str | None = None
+    guard: OwnershipGuard | None = None
+
+
 def build_loop(
-    training: Training,
-    folder: RunFolder,
-    stop: StopRequest,
-    hooks: Hooks | None = None,
-    resumed: Path | None = None,
-    pid: int | None = None,
-    start: str | None = None,
+    training: Training, folder: RunFolder, stop: StopRequest, hooks: Hooks | None = None, origin: Origin = Origin()
 ) -> Loop:
     """The loop of a run; the mesh's first rank records.
 
@@ -46,9 +59,7 @@ def build_loop(
         folder: what it writes into.
         stop: this rank's requests to stop.
         hooks: what to call on the way.
-        resumed: the checkpoint that the state came from.
-        pid: the process to signal when the run is to stop; this one if not given.
-        start: what there is to say about this start of an elastic job.
+        origin: where it comes from.
     """
     config, mesh = training.config, training.mesh
     return Loop(
@@ -65,10 +76,10 @@ def build_loop(
         step=training.step,
         stages=training.stages,
         progress=training.progress,
-        recorder=_recorder(training, folder, resumed, pid, start),
+        recorder=_recorder(training, folder, origin),
         stop=stop,
         folder=folder.path,
-        saver=_saver(training, folder),
+        saver=_saver(training, folder, origin),
         state=training.state,
         dump=_dumper(training, folder),
         validation=training.validation,
@@ -77,9 +88,7 @@ def build_loop(
     )
 
 
-def _recorder(
-    training: Training, folder: RunFolder, resumed: Path | None, pid: int | None, start: str | None
-) -> Recorder:
+def _recorder(training: Training, folder: RunFolder, origin: Origin) -> Recorder:
     config, mesh = training.config, training.mesh
     records = mesh.rank == 0
     wanted = config.observe.tensorboard
@@ -97,15 +106,16 @@ def _recorder(
         log_every=config.run.log_every,
         metrics=MetricsWriter(folder.metrics, tensorboard=tensorboard) if records else None,
         status=folder.status if records else None,
-        pid=os.getpid() if pid is None else pid,
-        last_checkpoint=resumed,
+        pid=os.getpid() if origin.pid is None else origin.pid,
+        last_checkpoint=origin.resumed,
         stages={stage.from_step: str(stage) for stage in stages[1:]},
-        elastic=start,
+        elastic=origin.start,
+        guard=origin.guard if records else None,
         baseline=lambda: bigram_loss(split.train.samples, split.validation.samples, size, chosen=chosen),
     )
 
 
-def _saver(training: Training, folder: RunFolder) -> Saver:
+def _saver(training: Training, folder: RunFolder, origin: Origin) -> Saver:
     options = training.config.checkpoint
     return Saver(
         folder.checkpoints,
@@ -113,6 +123,7 @@ def _saver(training: Training, folder: RunFolder) -> Saver:
         asynchronous=options.asynchronous,
         keep=options.keep_last,
         every=options.keep_every,
+        guard=None if origin.guard is None else origin.guard.now,
     )
 
 

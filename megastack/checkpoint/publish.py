@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from megastack.checkpoint.manifest import MANIFEST, RANK_FILE, REPORT_FILE, TRAI
 from megastack.errors import CheckpointError
 
 LATEST = "latest"
+Guard = Callable[[], None]
+"""Raises where this run may no longer write; called by the rank that makes and publishes folders."""
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(writing|replaced|removed)")
 
@@ -37,13 +39,15 @@ def writing_folder(path: Path) -> Path:
     return path.with_name(f".{path.name}.writing")
 
 
-def begin(path: Path) -> None:
+def begin(path: Path, guard: Guard | None = None) -> None:
     """Make the empty folder in which the checkpoint at ``path`` will be written; one rank calls.
 
     Raises:
         CheckpointError: something that is no checkpoint is in the way.
         OSError: the folder cannot be made.
     """
+    if guard is not None:
+        guard()
     for folder in (path, writing_folder(path)):
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             raise CheckpointError(f"{folder}: is no folder; remove it or save elsewhere")
@@ -85,8 +89,10 @@ def note_latest(path: Path) -> None:
     sync_folder(path.parent)
 
 
-def withdraw(path: Path) -> None:
-    """Remove what was written for a checkpoint that is not published."""
+def withdraw(path: Path, guard: Guard | None = None) -> None:
+    """Remove what was written for a checkpoint that is not published; a run that may not write leaves it."""
+    if guard is not None:
+        guard()
     remove(writing_folder(path))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megastack.checkpoint.folder import keep_last
 from megastack.checkpoint.items import State
-from megastack.checkpoint.publish import step_name
+from megastack.checkpoint.publish import Guard, step_name
 from megastack.checkpoint.save import SaveHandle, save
 from megastack.mesh.mesh import Mesh
 
@@ -39,16 +39,25 @@ class Saver:
         asynchronous: write while training goes on; one checkpoint at a time.
         keep: how many of the newest complete checkpoints stay; ``None`` keeps all.
         every: steps that this divides stay as well.
+        guard: raises where this run may no longer write, called on the first rank before it does.
     """
 
     def __init__(
-        self, folder: Path, mesh: Mesh, *, asynchronous: bool = False, keep: int | None = None, every: int | None = None
+        self,
+        folder: Path,
+        mesh: Mesh,
+        *,
+        asynchronous: bool = False,
+        keep: int | None = None,
+        every: int | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._folder = folder
         self._mesh = mesh
         self._asynchronous = asynchronous
         self._keep = keep
         self._every = every
+        self._guard = guard
         self._pending: tuple[int, SaveHandle] | None = None
 
     @property
@@ -64,7 +73,7 @@ class Saver:
         """
         earlier = self.settle()
         path = self._folder / step_name(step)
-        self._pending = step, save(path, state, self._mesh, asynchronous=self._asynchronous)
+        self._pending = step, save(path, state, self._mesh, asynchronous=self._asynchronous, guard=self._guard)
         return earlier if self._asynchronous else [*earlier, *self.settle()]
 
     def settle(self) -> list[Saved]:

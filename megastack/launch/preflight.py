@@ -23,9 +23,12 @@ from megastack.data.continuity import identity_faults
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, Fault, Violation
 from megastack.faults import Faults, ask_data, ask_model, check_fit
+from megastack.launch.environment import job
 from megastack.launch.worker import Assignment
-from megastack.observe.folder import RunFolder, claim
+from megastack.observe.files import replace_text
+from megastack.observe.folder import RunFolder, TakenFolder, claim, claim_exactly
 from megastack.observe.metrics import tensorboard_installed
+from megastack.observe.ownership import FolderInUse, living_owner
 from megastack.observe.status import write_status
 
 DEGREES = ("parallel.pp", "parallel.dp", "parallel.cp", "parallel.tp")
@@ -41,9 +44,10 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that may start."""
+    """A run that may start, and whose folder this process owns: to be released, or undone."""
 
     assignment: Assignment
+    taken: TakenFolder
     dataset: Dataset
     notes: tuple[str, ...]
 
@@ -75,7 +79,9 @@ def inspect(
         faults.ask(lambda: _check_weights(config, shapes), "checkpoint.load_weights", "checkpoint.strict")
     faults.ask(lambda: _check_device(config), "device")
     faults.ask(lambda: _check_tensorboard(config), "observe.tensorboard")
-    if not continues(resume):
+    if resume is not None and continues(resume):
+        faults.ask(lambda: _check_owner(config, resume))
+    else:
         faults.ask(lambda: _check_folder(config), "run.dir", "run.root")
     faults.require_none()
     if dataset is None or resume is None:  # a layer or a source that breaks without a word of its own
@@ -95,14 +101,18 @@ def take(config: TrainConfig, overrides: Sequence[str], found: Inspected) -> Pre
         ConfigError: it cannot be made or written.
     """
     resume = found.resume
-    folder = _folder(config, resume)
+    taken = _folder(config, resume)
+    folder = RunFolder(taken.path)
     try:
         _describe(folder, config, overrides)
         write_status(folder.status, "running", checkpoint=None if resume.checkpoint is None else str(resume.checkpoint))
-    except OSError as error:
-        raise ConfigError(f"run.dir={folder.path}: cannot be written ({error})") from None
-    assignment = Assignment(config, folder.path, resume.checkpoint, os.getpid())
-    return Prepared(assignment, found.dataset, _notes(config, resume, found.dataset))
+    except BaseException as error:
+        taken.undo()
+        if isinstance(error, OSError):
+            raise ConfigError(f"run.dir={folder.path}: cannot be written ({error})") from None
+        raise
+    assignment = Assignment(config, folder.path, resume.checkpoint, os.getpid(), ownership=taken.ownership)
+    return Prepared(assignment, taken, found.dataset, _notes(config, resume, found.dataset))
 
 
 def resolve(config: TrainConfig) -> Resume:
@@ -158,23 +168,39 @@ def _check_folder(config: TrainConfig) -> None:
         raise ConfigError.of([Violation(key, wanted, f"cannot be created ({rule})", ("another folder",))])
 
 
-def _folder(config: TrainConfig, resume: Resume) -> RunFolder:
+def _check_owner(config: TrainConfig, resume: Resume) -> None:
+    if resume.run_dir is not None and (living := living_owner(resume.run_dir, job())) is not None:
+        raise _in_use(config, resume, str(living))
+
+
+def _in_use(config: TrainConfig, resume: Resume, owner: str) -> ConfigError:
+    key, value = ("run.dir", config.run.dir) if config.resume == "auto" else ("resume", config.resume)
+    where = "" if key == "run.dir" else f"the newest run {resume.run_dir} "
+    advice = ("another run.dir", "this one when that process has ended")
+    return ConfigError.of([Violation(key, value, f"{where}is in use by {owner}", advice)])
+
+
+def _folder(config: TrainConfig, resume: Resume) -> TakenFolder:
     """``auto`` and ``last`` continue in the folder of the checkpoint; everything else takes a new one."""
-    if continues(resume) and resume.run_dir is not None:
-        return RunFolder(resume.run_dir)
     try:
-        return claim(config.run.dir, config.run.root)
+        if resume.run_dir is not None:
+            return claim_exactly(resume.run_dir, job())
+        return claim(config.run.dir, config.run.root, job=job())
+    except FolderInUse as error:
+        raise _in_use(config, resume, str(error)) from None
     except OSError as error:
-        raise ConfigError(f"run.dir={config.run.dir or config.run.root}: cannot be created ({error})") from None
+        what = "written" if continues(resume) else "created"
+        where = resume.run_dir or config.run.dir or config.run.root
+        raise ConfigError(f"run.dir={where}: cannot be {what} ({error})") from None
 
 
 def _describe(folder: RunFolder, config: TrainConfig, overrides: Sequence[str]) -> None:
     """The configuration and the choices that it came from; accounts of failures of an earlier try go."""
     folder.hydra.mkdir(exist_ok=True)
     for path in (folder.config, folder.hydra / "config.yaml"):
-        path.write_text(to_yaml(config), encoding="utf-8")
+        replace_text(path, to_yaml(config))
     choices = "".join(f"- {json.dumps(override, ensure_ascii=False)}\n" for override in overrides)
-    (folder.hydra / "overrides.yaml").write_text(choices or "[]\n", encoding="utf-8")
+    replace_text(folder.hydra / "overrides.yaml", choices or "[]\n")
     if config.launch.elastic and folder.starts.exists():
         return  # each start has its own
     for record in (*folder.failures.glob("rank_*.json"), *folder.watch.glob("rank_*.json")):

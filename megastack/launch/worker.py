@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megastack.assemble.loop import build_loop
+from megastack.assemble.loop import Origin, build_loop
 from megastack.assemble.training import Training, build_training
 from megastack.comm.echo import is_echo
 from megastack.comm.ledger import Ledger
@@ -39,6 +39,7 @@ from megastack.mesh.shape import MeshShape
 from megastack.observe.failure import FailureRecord
 from megastack.observe.folder import RunFolder
 from megastack.observe.logging import set_up_logging
+from megastack.observe.ownership import Ownership, OwnershipGuard
 from megastack.observe.watchdog import JOINING, Watchdog
 from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop
@@ -60,6 +61,7 @@ class Assignment:
         pid: the process to signal when the run is to stop.
         restart: of an elastic job, 0 for its first start.
         start: what there is to say about this start of an elastic job.
+        ownership: of the run folder, by the process that decided.
     """
 
     config: TrainConfig
@@ -68,6 +70,12 @@ class Assignment:
     pid: int | None = None
     restart: int = 0
     start: str | None = None
+    ownership: Ownership | None = None
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the run folder is still this run's."""
+        return self.ownership is None or self.ownership.held
 
 
 def work(
@@ -99,7 +107,12 @@ def work(
                 first(rank)
             ledger, place, limit_s = Ledger(), shape.coordinates(rank), config.launch.timeout_s
             report = folder.report(rank)
-            with Watchdog(ledger.trail, report, rank, place, limit_s=limit_s, doing=lambda: _whereabouts(loop)):
+            with Watchdog(
+                *(ledger.trail, report, rank, place),
+                limit_s=limit_s,
+                doing=lambda: _whereabouts(loop),
+                may_write=lambda: assignment.may_write,
+            ):
                 mesh = _join(shape, config, ledger)
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
@@ -107,7 +120,7 @@ def work(
                 if assignment.start is not None:
                     log.info(assignment.start)
                 ready = _ready(assignment, mesh, dataset)
-                loop = build_loop(ready, folder, stop, hooks, assignment.resume, assignment.pid, assignment.start)
+                loop = build_loop(ready, folder, stop, hooks, _origin(assignment))
                 result = loop.run()
             log.info("%s after step %d", result.status, result.step)
         except BaseException as error:
@@ -120,7 +133,7 @@ def work(
                 echo=is_echo(error) or is_of_others(error, rank),
                 refused=loop is None and is_refusal(error),
             )
-            _leave(record, folder.failure(rank), tell)
+            _leave(record, folder.failure(rank), tell, may_write=assignment.may_write)
             raise
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -159,13 +172,23 @@ def _failing(loop: Loop | None, error: BaseException) -> str:
     return _whereabouts(loop) + ("" if waiting is None else f", waiting for {waiting}")
 
 
-def _leave(record: FailureRecord, path: Path, tell: Callable[[FailureRecord], object] | None) -> None:
-    """Leave the account of a failure on the disk, or with somebody else where the disk is full."""
+def _leave(
+    record: FailureRecord, path: Path, tell: Callable[[FailureRecord], object] | None, *, may_write: bool
+) -> None:
+    """Leave the account of a failure on the disk, or with the launcher where the disk is full or the folder lost."""
     try:
-        record.write(path)
+        if may_write:
+            record.write(path)
+            return
     except OSError:
-        if tell is not None:
-            tell(record)
+        pass
+    if tell is not None:
+        tell(record)
+
+
+def _origin(assignment: Assignment) -> Origin:
+    guard = None if assignment.ownership is None else OwnershipGuard(assignment.ownership)
+    return Origin(assignment.resume, assignment.pid, assignment.start, guard)
 
 
 def is_refusal(error: BaseException) -> bool:
