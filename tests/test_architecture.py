@@ -65,7 +65,8 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {
         *("faults", "inference", "interop.saved", "models.stages"),
         *("assemble", "training", "config", "observe", "mesh", "data", "plan.describe", "records"),
-        *("checkpoint.folder", "checkpoint.manifest", "comm.echo", "comm.objects", "comm.ledger"),
+        *("checkpoint.find", "checkpoint.folder", "checkpoint.manifest", "checkpoint.recovery"),
+        *("comm.echo", "comm.objects", "comm.ledger"),
     },
     "testing": {
         *("faults", "assemble", "config", "checkpoint", "comm", "data", "gradients", "mesh", "optim", "placement"),

@@ -124,6 +124,7 @@ def _saver(training: Training, folder: RunFolder, origin: Origin) -> Saver:
         keep=options.keep_last,
         every=options.keep_every,
         guard=None if origin.guard is None else origin.guard.now,
+        loaded=origin.resumed,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -154,23 +155,37 @@ def size_fault(folder: Path, file: FileRecord) -> str | None:
     return None if size == file.size else f"{path}: {size} bytes, must be {file.size} ({kind})"
 
 
-def file_fault(folder: Path, file: FileRecord) -> str | None:
-    """What is wrong with a file's size or content, naming it; ``None`` when it is what the manifest says."""
+class OutOfTimeError(Exception):
+    """A file could not be read in the time that there was."""
+
+
+def file_fault(folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
+    """What is wrong with a file's size or content, naming it; ``None`` when it is what the manifest says.
+
+    Raises:
+        OutOfTimeError: it could not be read before ``deadline``, of the monotonic clock.
+    """
     path = folder / file.name
     if fault := size_fault(folder, file):
         return fault
     try:
-        found = crc32_of(path)
+        found = crc32_of(path, deadline)
     except OSError as error:
         return f"{path}: cannot be read ({error})"
     return None if found == file.crc32 else f"{path}: crc32 {found:08x}, must be {file.crc32:08x} (corrupt)"
 
 
-def crc32_of(path: Path) -> int:
-    """The crc32 of a file's content."""
+def crc32_of(path: Path, deadline: float | None = None) -> int:
+    """The crc32 of a file's content.
+
+    Raises:
+        OutOfTimeError: it could not be read before ``deadline``.
+    """
     crc, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(chunk):
+            if deadline is not None and time.monotonic() > deadline:
+                raise OutOfTimeError
             crc = zlib.crc32(chunk[:count], crc)
     return crc
 
@@ -214,8 +229,8 @@ def _parse(text: bytes) -> Manifest:
     tensors = {name: _parse_tensor(name, mapping(body["tensors"], name)) for name in mapping(body, "tensors")}
     for fault in chain(_tensor_faults(files, tensors), _file_faults(tensors)):
         raise CheckpointError(fault)
-    time = number(body, "time", least=0, most=_LAST_TIME)
-    return Manifest(files, tensors, integer(body, "world_size", least=1), time)
+    written = number(body, "time", least=0, most=_LAST_TIME)
+    return Manifest(files, tensors, integer(body, "world_size", least=1), written)
 
 
 def _parse_file(name: str, file: dict[str, Any]) -> FileRecord:

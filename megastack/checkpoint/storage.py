@@ -28,7 +28,8 @@ from torch.futures import Future
 from megastack.checkpoint.items import DTYPES
 from megastack.checkpoint.manifest import ITEM_SIZES, BoxRecord, Manifest, TensorRecord
 from megastack.checkpoint.parts import Part, read_parts
-from megastack.checkpoint.publish import Guard, begin
+from megastack.checkpoint.publish import Guard
+from megastack.checkpoint.recovery import begin
 from megastack.checkpoint.write import RankReport, complete, trainer_text, write_share
 from megastack.placement.boxes import Box
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from megastack.assemble.data import identity
-from megastack.checkpoint.folder import Resume, checkpoint_fault, resolve_resume
+from megastack.checkpoint.find import CHECKPOINTS, NoCheckpointError, find_checkpoint
+from megastack.checkpoint.folder import Resume, resolve_resume
 from megastack.checkpoint.manifest import read_trainer
+from megastack.checkpoint.recovery import recover
 from megastack.config.compose import to_yaml
 from megastack.config.schema import TrainConfig
 from megastack.data.continuity import identity_faults
@@ -40,6 +42,7 @@ class Inspected:
 
     dataset: Dataset
     resume: Resume
+    weights: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,12 @@ def inspect(
     shapes = ask_model(config, faults)
     dataset = ask_data(config, faults)
     resume = faults.ask(lambda: resolve(config), "resume", "run.dir", "run.root", "checkpoint.on_corrupt")
-    checkpoint = None if resume is None else resume.checkpoint
+    checkpoint, weights = None if resume is None else resume.checkpoint, None
     if checkpoint is not None:
         faults.ask(lambda: _check_identity(config, dataset, checkpoint), "seed", "batch")
         faults.ask(lambda: check_fit("resume", checkpoint, shapes, config.checkpoint.strict), "checkpoint.strict")
     else:
-        faults.ask(lambda: _check_weights(config, shapes), "checkpoint.load_weights", "checkpoint.strict")
+        weights = faults.ask(lambda: _check_weights(config, shapes), "checkpoint.load_weights", "checkpoint.strict")
     faults.ask(lambda: _check_device(config), "device")
     faults.ask(lambda: _check_tensorboard(config), "observe.tensorboard")
     if resume is not None and continues(resume):
@@ -86,7 +89,7 @@ def inspect(
     faults.require_none()
     if dataset is None or resume is None:  # a layer or a source that breaks without a word of its own
         raise ConfigError("the data or the run folder cannot be used")
-    return Inspected(dataset, resume)
+    return Inspected(dataset, resume, weights)
 
 
 def prepare(config: TrainConfig, overrides: Sequence[str] = (), broken: Sequence[Fault] = ()) -> Prepared:
@@ -104,6 +107,7 @@ def take(config: TrainConfig, overrides: Sequence[str], found: Inspected) -> Pre
     taken = _folder(config, resume)
     folder = RunFolder(taken.path)
     try:
+        resume = _recovered(resume)
         _describe(folder, config, overrides)
         write_status(folder.status, "running", checkpoint=None if resume.checkpoint is None else str(resume.checkpoint))
     except BaseException as error:
@@ -111,7 +115,9 @@ def take(config: TrainConfig, overrides: Sequence[str], found: Inspected) -> Pre
         if isinstance(error, OSError):
             raise ConfigError(f"run.dir={folder.path}: cannot be written ({error})") from None
         raise
-    assignment = Assignment(config, folder.path, resume.checkpoint, os.getpid(), ownership=taken.ownership)
+    assignment = Assignment(
+        config, folder.path, resume.checkpoint, os.getpid(), ownership=taken.ownership, weights=found.weights
+    )
     return Prepared(assignment, taken, found.dataset, _notes(config, resume, found.dataset))
 
 
@@ -131,17 +137,20 @@ def _check_identity(config: TrainConfig, dataset: Dataset | None, checkpoint: Pa
         raise ConfigError.of(found)
 
 
-def _check_weights(config: TrainConfig, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
+def _check_weights(config: TrainConfig, shapes: Mapping[str, tuple[int, ...]] | None) -> Path | None:
+    """The checkpoint that the weights come from."""
     key, path = "checkpoint.load_weights", config.checkpoint.load_weights
     if path is None:
-        return
+        return None
     if not Path(path).is_dir():
-        found = "is a file" if Path(path).exists() else "no such folder"
-        raise ConfigError.of([Violation(key, path, found, ("the folder of a checkpoint", None))])
-    if fault := checkpoint_fault(Path(path), content=False):
-        rule = f"is no usable checkpoint ({'; '.join(fault.splitlines())})"
-        raise ConfigError.of([Violation(key, path, rule, ("another checkpoint", None))])
-    check_fit(key, Path(path), shapes, config.checkpoint.strict)
+        what = "is a file" if Path(path).exists() else "no such folder"
+        raise ConfigError.of([Violation(key, path, what, ("the folder of a checkpoint or of a run", None))])
+    try:
+        found = find_checkpoint(Path(path))
+    except NoCheckpointError as error:
+        raise ConfigError.of([Violation(key, path, error.rule, (error.advice, None))]) from None
+    check_fit(key, found, shapes, config.checkpoint.strict)
+    return found
 
 
 def _check_device(config: TrainConfig) -> None:
@@ -166,6 +175,14 @@ def _check_folder(config: TrainConfig) -> None:
     rule = f"{there} is a file, not a folder" if not there.is_dir() else f"{there} cannot be written"
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise ConfigError.of([Violation(key, wanted, f"cannot be created ({rule})", ("another folder",))])
+
+
+def _recovered(resume: Resume) -> Resume:
+    """The same once what a crash cut short in the run's folder is finished, now that it is owned."""
+    if resume.run_dir is None:
+        return resume
+    adopted, checkpoint = recover(resume.run_dir / CHECKPOINTS), resume.checkpoint
+    return resume if checkpoint is None else replace(resume, checkpoint=adopted.get(checkpoint, checkpoint))
 
 
 def _check_owner(config: TrainConfig, resume: Resume) -> None:

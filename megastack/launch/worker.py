@@ -58,6 +58,7 @@ class Assignment:
         config: a legal configuration.
         folder: the run folder, which exists.
         resume: the checkpoint to continue from.
+        weights: the checkpoint to take the first weights from.
         pid: the process to signal when the run is to stop.
         restart: of an elastic job, 0 for its first start.
         start: what there is to say about this start of an elastic job.
@@ -71,6 +72,7 @@ class Assignment:
     restart: int = 0
     start: str | None = None
     ownership: Ownership | None = None
+    weights: Path | None = None
 
     @property
     def may_write(self) -> bool:
@@ -152,8 +154,8 @@ def _ready(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Train
     training = build_training(assignment.config, mesh, dataset)
     if assignment.resume is not None:
         training.restore(assignment.resume)
-    elif assignment.config.checkpoint.load_weights is not None:
-        training.load_weights(Path(assignment.config.checkpoint.load_weights))
+    elif assignment.weights is not None:
+        training.load_weights(assignment.weights)
     return training
 
 

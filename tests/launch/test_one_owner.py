@@ -129,7 +129,8 @@ def test_a_run_that_lost_its_folder_stops_before_it_publishes(
     result = megastack.train(config, hooks=Hooks(on_step=[lose]))
     assert result.status == "failed" and f"was taken over by process {other.pid} on" in str(result.reason)
     assert f"was taken over by process {other.pid}" in capfd.readouterr().err
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step_00000002"]
+    published = {path.name for path in (run / "checkpoints").glob("step_*")}
+    assert published <= {"step_00000002"} and (published or asynchronous)
     assert json.loads((run / "status.json").read_text())["reason"] == "the later owner"
     assert not (run / "failures").exists() and not newest_claim(run).released
 
