@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from megastack.assemble.inference import longest_text
@@ -32,25 +31,16 @@ SAMPLE_TOKENS = 32
 """Tokens that a sample during training adds to its prompt."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a run comes from, and who runs it.
-
-    Attributes:
-        resumed: the checkpoint that the state came from.
-        pid: the process to signal when the run is to stop; this one if not given.
-        start: what there is to say about this start of an elastic job.
-        guard: raises where the run folder has another owner by now.
-    """
-
-    resumed: Path | None = None
-    pid: int | None = None
-    start: str | None = None
-    guard: OwnershipGuard | None = None
-
-
 def build_loop(
-    training: Training, folder: RunFolder, stop: StopRequest, hooks: Hooks | None = None, origin: Origin = Origin()
+    training: Training,
+    folder: RunFolder,
+    stop: StopRequest,
+    hooks: Hooks | None = None,
+    resumed: Path | None = None,
+    *,
+    pid: int | None = None,
+    start: str | None = None,
+    guard: OwnershipGuard | None = None,
 ) -> Loop:
     """The loop of a run; the mesh's first rank records.
 
@@ -59,7 +49,10 @@ def build_loop(
         folder: what it writes into.
         stop: this rank's requests to stop.
         hooks: what to call on the way.
-        origin: where it comes from.
+        resumed: the checkpoint that the state came from.
+        pid: the process to signal when the run is to stop; this one if not given.
+        start: what there is to say about this start of an elastic job.
+        guard: raises where the run folder has another owner by now.
     """
     config, mesh = training.config, training.mesh
     return Loop(
@@ -76,10 +69,10 @@ def build_loop(
         step=training.step,
         stages=training.stages,
         progress=training.progress,
-        recorder=_recorder(training, folder, origin),
+        recorder=_recorder(training, folder, resumed, pid=pid, start=start, guard=guard),
         stop=stop,
         folder=folder.path,
-        saver=_saver(training, folder, origin),
+        saver=_saver(training, folder, resumed, guard),
         state=training.state,
         dump=_dumper(training, folder),
         validation=training.validation,
@@ -88,7 +81,15 @@ def build_loop(
     )
 
 
-def _recorder(training: Training, folder: RunFolder, origin: Origin) -> Recorder:
+def _recorder(
+    training: Training,
+    folder: RunFolder,
+    resumed: Path | None,
+    *,
+    pid: int | None,
+    start: str | None,
+    guard: OwnershipGuard | None,
+) -> Recorder:
     config, mesh = training.config, training.mesh
     records = mesh.rank == 0
     wanted = config.observe.tensorboard
@@ -106,16 +107,16 @@ def _recorder(training: Training, folder: RunFolder, origin: Origin) -> Recorder
         log_every=config.run.log_every,
         metrics=MetricsWriter(folder.metrics, tensorboard=tensorboard) if records else None,
         status=folder.status if records else None,
-        pid=os.getpid() if origin.pid is None else origin.pid,
-        last_checkpoint=origin.resumed,
+        pid=os.getpid() if pid is None else pid,
+        last_checkpoint=resumed,
         stages={stage.from_step: str(stage) for stage in stages[1:]},
-        elastic=origin.start,
-        guard=origin.guard if records else None,
+        elastic=start,
+        guard=guard if records else None,
         baseline=lambda: bigram_loss(split.train.samples, split.validation.samples, size, chosen=chosen),
     )
 
 
-def _saver(training: Training, folder: RunFolder, origin: Origin) -> Saver:
+def _saver(training: Training, folder: RunFolder, resumed: Path | None, guard: OwnershipGuard | None) -> Saver:
     options = training.config.checkpoint
     return Saver(
         folder.checkpoints,
@@ -123,8 +124,8 @@ def _saver(training: Training, folder: RunFolder, origin: Origin) -> Saver:
         asynchronous=options.asynchronous,
         keep=options.keep_last,
         every=options.keep_every,
-        guard=None if origin.guard is None else origin.guard.now,
-        loaded=origin.resumed,
+        guard=None if guard is None else guard.now,
+        loaded=resumed,
     )
 
 

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megastack.assemble.loop import Origin, build_loop
+from megastack.assemble.loop import build_loop
 from megastack.assemble.training import Training, build_training
 from megastack.comm.echo import is_echo
 from megastack.comm.ledger import Ledger
@@ -122,7 +123,7 @@ def work(
                 if assignment.start is not None:
                     log.info(assignment.start)
                 ready = _ready(assignment, mesh, dataset)
-                loop = build_loop(ready, folder, stop, hooks, _origin(assignment))
+                loop = build_loop(ready, folder, stop, hooks, assignment.resume, **_origin(assignment))
                 result = loop.run()
             log.info("%s after step %d", result.status, result.step)
         except BaseException as error:
@@ -188,9 +189,10 @@ def _leave(
         tell(record)
 
 
-def _origin(assignment: Assignment) -> Origin:
+def _origin(assignment: Assignment) -> dict[str, Any]:
+    """What the records of a run say of where it comes from, and what keeps it from writing."""
     guard = None if assignment.ownership is None else OwnershipGuard(assignment.ownership)
-    return Origin(assignment.resume, assignment.pid, assignment.start, guard)
+    return {"pid": assignment.pid, "start": assignment.start, "guard": guard}
 
 
 def is_refusal(error: BaseException) -> bool:
