@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "random": set(),
     "batch": set(),
     "weight_gradients": set(),
+    "records": set(),
     "mesh": {"comm.group", "comm.ledger", "weight_gradients"},
     "comm": {"weight_gradients"},
     "placement": {"mesh", "random"},
@@ -29,10 +30,21 @@ ALLOWED: dict[str, set[str]] = {
     "gradients": {"placement", "comm", "mesh", "optim.groups", "weight_gradients"},
     "optim": {"gradients", "placement"},
     "data": {"random", "batch"},
-    "checkpoint": {"placement", "comm", "mesh"},
-    "observe": {"mesh.shape", "comm.group", "comm.objects", "comm.trail"},
+    "checkpoint": {"placement", "comm", "mesh", "records"},
+    "observe": {"records", "mesh.shape", "comm.group", "comm.objects", "comm.trail"},
     "config": {"mesh.shape", "pipeline.schedules", "layers.rules"},
-    "training": {"batch", "pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
+    "training": {
+        "batch",
+        "pipeline.runtime",
+        "gradients",
+        "optim",
+        "data",
+        "observe",
+        "mesh",
+        "comm",
+        "checkpoint",
+        "records",
+    },
     "inference": {"models.decoder", "pipeline", "layers.cache", "mesh", "comm", "batch", "random"},
     "plan": {"config", "models.activations", "models.profile", "models.stages", "pipeline", "mesh.shape"},
     "assemble": {
@@ -52,8 +64,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "launch": {
         *("faults", "inference", "interop.saved", "models.stages"),
-        *("assemble", "training", "config", "observe", "mesh", "data", "plan.describe"),
-        *("checkpoint.folder", "checkpoint.manifest", "comm.echo", "comm.objects", "comm.ledger"),
+        *("assemble", "training", "config", "observe", "mesh", "data", "plan.describe", "records"),
+        *("checkpoint.find", "checkpoint.folder", "checkpoint.manifest", "checkpoint.recovery"),
+        *("comm.echo", "comm.objects", "comm.ledger"),
     },
     "testing": {
         *("faults", "assemble", "config", "checkpoint", "comm", "data", "gradients", "mesh", "optim", "placement"),
@@ -66,7 +79,16 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 TORCH_FREE = [
-    *("errors", "cli", "mesh.shape", "layers.rules", "models.profile", "models.activations", "models.stages"),
+    *(
+        "errors",
+        "records",
+        "cli",
+        "mesh.shape",
+        "layers.rules",
+        "models.profile",
+        "models.activations",
+        "models.stages",
+    ),
     *("config.schema", "config.rules", "config.compose", "config.explain"),
     *("pipeline.action", "pipeline.schedule", "pipeline.check", "pipeline.simulate", "pipeline.render"),
     *("pipeline.split", "pipeline.communication", "pipeline.schedules.registry"),

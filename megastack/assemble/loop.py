@@ -21,6 +21,7 @@ from megastack.observe.console import Console
 from megastack.observe.devices import peak_flops
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, tensorboard_installed
+from megastack.observe.ownership import OwnershipGuard
 from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop, LoopOptions
 from megastack.training.report import Recorder
@@ -36,8 +37,10 @@ def build_loop(
     stop: StopRequest,
     hooks: Hooks | None = None,
     resumed: Path | None = None,
+    *,
     pid: int | None = None,
     start: str | None = None,
+    guard: OwnershipGuard | None = None,
 ) -> Loop:
     """The loop of a run; the mesh's first rank records.
 
@@ -49,6 +52,7 @@ def build_loop(
         resumed: the checkpoint that the state came from.
         pid: the process to signal when the run is to stop; this one if not given.
         start: what there is to say about this start of an elastic job.
+        guard: raises where the run folder has another owner by now.
     """
     config, mesh = training.config, training.mesh
     return Loop(
@@ -65,10 +69,10 @@ def build_loop(
         step=training.step,
         stages=training.stages,
         progress=training.progress,
-        recorder=_recorder(training, folder, resumed, pid, start),
+        recorder=_recorder(training, folder, resumed, pid=pid, start=start, guard=guard),
         stop=stop,
         folder=folder.path,
-        saver=_saver(training, folder),
+        saver=_saver(training, folder, resumed, guard),
         state=training.state,
         dump=_dumper(training, folder),
         validation=training.validation,
@@ -78,7 +82,13 @@ def build_loop(
 
 
 def _recorder(
-    training: Training, folder: RunFolder, resumed: Path | None, pid: int | None, start: str | None
+    training: Training,
+    folder: RunFolder,
+    resumed: Path | None,
+    *,
+    pid: int | None,
+    start: str | None,
+    guard: OwnershipGuard | None,
 ) -> Recorder:
     config, mesh = training.config, training.mesh
     records = mesh.rank == 0
@@ -101,11 +111,12 @@ def _recorder(
         last_checkpoint=resumed,
         stages={stage.from_step: str(stage) for stage in stages[1:]},
         elastic=start,
+        guard=guard if records else None,
         baseline=lambda: bigram_loss(split.train.samples, split.validation.samples, size, chosen=chosen),
     )
 
 
-def _saver(training: Training, folder: RunFolder) -> Saver:
+def _saver(training: Training, folder: RunFolder, resumed: Path | None, guard: OwnershipGuard | None) -> Saver:
     options = training.config.checkpoint
     return Saver(
         folder.checkpoints,
@@ -113,6 +124,8 @@ def _saver(training: Training, folder: RunFolder) -> Saver:
         asynchronous=options.asynchronous,
         keep=options.keep_last,
         every=options.keep_every,
+        guard=None if guard is None else guard.now,
+        loaded=resumed,
     )
 
 

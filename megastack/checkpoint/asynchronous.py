@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megastack.checkpoint.items import State
 from megastack.checkpoint.kept import Kept
 from megastack.checkpoint.manifest import report_file
-from megastack.checkpoint.publish import withdraw, writing_folder
+from megastack.checkpoint.publish import Guard, withdraw, writing_folder
 from megastack.checkpoint.together import described, gather, said
 from megastack.checkpoint.write import RankReport, complete, write_share
 from megastack.comm.group import AxisGroup
-from megastack.errors import CheckpointError
+from megastack.errors import CheckpointError, MegastackError
+from megastack.records import read_record
 
 PATIENCE_S = 1800.0
 """How long the first rank waits for the reports of the others."""
@@ -46,11 +47,12 @@ class AsynchronousSave:
         held_up_s: how long :func:`~megastack.checkpoint.save.save` kept the caller.
     """
 
-    def __init__(self, path: Path, state: State, world: AxisGroup, kept: Kept) -> None:
+    def __init__(self, path: Path, state: State, world: AxisGroup, kept: Kept, guard: Guard | None = None) -> None:
         began = time.perf_counter()
         self.path = path
         self._world = world
-        share = kept.plan(path, state, world)
+        self._guard = guard
+        share = kept.plan(path, state, world, guard)
         self._share = replace(share, tensors=())
         self._copies: dict[MetadataIndex, Tensor] = {}
         self._copied = threading.Event()
@@ -158,10 +160,10 @@ class AsynchronousSave:
             for rank in others:
                 (writing_folder(self.path) / report_file(rank)).unlink()
             assert self._share.metadata is not None
-            complete(self.path, self._share.metadata, reports, self._share.trainer)
+            complete(self.path, self._share.metadata, reports, self._share.trainer, self._guard)
         except Exception:
-            with suppress(OSError):
-                withdraw(self.path)
+            with suppress(OSError, MegastackError):
+                withdraw(self.path, self._guard)
             raise
 
     def _collect(self) -> dict[int, dict[str, Any]]:
@@ -172,7 +174,7 @@ class AsynchronousSave:
         while len(found) < self._world.size - 1:
             for rank in set(range(1, self._world.size)) - set(found):
                 with suppress(FileNotFoundError):
-                    found[rank] = json.loads((folder / report_file(rank)).read_text(encoding="utf-8"))
+                    found[rank] = read_record(folder / report_file(rank))
                     pause = _POLL_S[0]
             now = time.monotonic()
             if exits is None and not threading.main_thread().is_alive():

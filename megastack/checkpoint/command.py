@@ -10,22 +10,23 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from megastack.checkpoint.folder import CHECKPOINTS, checkpoint_fault, list_checkpoints, read_latest
+from megastack.checkpoint.find import checkpoints_folder, find_checkpoint, is_checkpoint
+from megastack.checkpoint.folder import list_checkpoints, read_latest
 from megastack.checkpoint.manifest import (
     ITEM_SIZES,
-    MANIFEST,
     Manifest,
     file_fault,
     read_manifest,
     read_trainer,
     size_faults,
 )
-from megastack.checkpoint.publish import step_of
+from megastack.checkpoint.usable import checkpoint_fault
 from megastack.errors import CheckpointError
 
 ACTIONS = {
@@ -60,20 +61,23 @@ def checkpoint_command(options: argparse.Namespace) -> int:
 
 def _list(path: Path) -> Answer:
     rows, records = [], []
-    folder = _folder(path)
+    folder = checkpoints_folder(path)
     latest = read_latest(folder)
     for entry in list_checkpoints(folder):
         record: dict[str, Any] = {"path": str(entry.path), "step": entry.step, "fault": entry.fault}
         if entry.fault is None:
-            manifest = read_manifest(entry.path)
-            record |= {"bytes": _size(manifest), "ranks": manifest.world_size, "time": manifest.time}
+            with suppress(CheckpointError):  # its run has just removed it
+                manifest = read_manifest(entry.path)
+                record |= {"bytes": _size(manifest), "ranks": manifest.world_size, "time": manifest.time}
+        if entry.fault is None and "bytes" not in record:
+            continue
         records.append(record | {"latest": entry.path == latest})
         rows.append(_list_row(records[-1], entry.path))
     if not rows:
-        raise CheckpointError(f"{folder}: holds no checkpoints")
+        raise CheckpointError(f"{folder}: holds no checkpoints" if folder.is_dir() else f"{path}: no such folder")
     rows = [("checkpoint", "written", "size", "ranks", "state"), *rows]
     left = [hidden.name for hidden in sorted(folder.glob(".step_*"))]
-    notes = [f"{name}: left over by an unfinished save or removal; the next save clears it" for name in left]
+    notes = [f"{name}: left over by an unfinished save or removal; the next start or save clears it" for name in left]
     faults = [str(record["fault"]) for record in records if record["fault"]]
     good = not faults
     return "\n".join([_table(rows), *faults, *notes]), {"checkpoints": records, "leftovers": left}, good
@@ -87,7 +91,7 @@ def _list_row(record: dict[str, Any], path: Path) -> tuple[str, ...]:
 
 
 def _show(path: Path) -> Answer:
-    chosen = _one(path)
+    chosen = find_checkpoint(path)
     manifest = read_manifest(chosen)
     faults = size_faults(chosen, manifest)
     trainer = {} if faults else read_trainer(chosen)
@@ -120,10 +124,10 @@ def _as_record(path: Path, manifest: Manifest, trainer: dict[str, Any], faults: 
 
 
 def _verify(path: Path) -> Answer:
-    one = step_of(path) is not None or (path / MANIFEST).exists()
-    paths = [path] if one else [entry.path for entry in list_checkpoints(_folder(path))]
-    if not paths:
-        raise CheckpointError(f"{path}: holds no checkpoints")
+    if is_checkpoint(path):
+        paths = [path]
+    else:
+        paths = [entry.path for entry in list_checkpoints(checkpoints_folder(path))] or [find_checkpoint(path)]
     lines, records = [], {}
     for chosen in paths:
         found, faults = _verified(chosen)
@@ -143,24 +147,9 @@ def _verified(path: Path) -> tuple[list[str], list[str]]:
         fault = file_fault(path, file)
         faults += [fault] if fault else []
         lines.append(fault or f"{path / file.name}: {_bytes(file.size)}, crc32 {file.crc32:08x}")
+    if not faults and (fault := checkpoint_fault(path, content=False)):
+        lines, faults = [*lines, fault], [fault]
     return lines, faults
-
-
-def _one(path: Path) -> Path:
-    """The checkpoint at a path, or the newest complete one of a folder."""
-    if step_of(path) is not None or (path / MANIFEST).exists():
-        return path
-    complete = [entry.path for entry in list_checkpoints(_folder(path)) if entry.complete]
-    if not complete:
-        raise CheckpointError(checkpoint_fault(path, content=False) or f"{path}: holds no checkpoints")
-    return complete[-1]
-
-
-def _folder(path: Path) -> Path:
-    """The ``checkpoints`` folder that a path names."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder")
-    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
 def _size(manifest: Manifest) -> int:

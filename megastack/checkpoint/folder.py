@@ -1,7 +1,7 @@
 """The checkpoints of a run: list them, find the newest that is whole, decide where to resume, remove old ones.
 
 Torch-free, so that a launcher can settle all of this before any rank starts. ``checkpoints/step_00000010`` is named for
-the optimizer steps that are done; what is in it counts only if its manifest is there and its files are what that says.
+the optimizer steps that are done; what is in it counts only if it is usable (:mod:`megastack.checkpoint.usable`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megastack.checkpoint.manifest import MANIFEST, file_fault, read_manifest, size_faults
-from megastack.checkpoint.publish import LATEST, listed, remove_leftovers, retire, step_of
+from megastack.checkpoint.find import CHECKPOINTS, NoCheckpointError, find_checkpoint, is_imported
+from megastack.checkpoint.manifest import MANIFEST
+from megastack.checkpoint.publish import LATEST, listed, retire, step_of
+from megastack.checkpoint.recovery import recover, standing, step_folders
+from megastack.checkpoint.usable import Verified, checkpoint_fault, in_a_line, soon
 from megastack.errors import CheckpointError
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Resume:
     """Where to start.
 
     Attributes:
-        checkpoint: the folder to load; ``None`` to start fresh.
+        checkpoint: the folder to load; ``None`` to start fresh. It has a hidden name where a replacement was cut short,
+            until the run that owns the folder recovers it.
         run_dir: the run folder to continue in; ``None`` to make a new one.
         skipped: faults of newer checkpoints that were passed over.
     """
@@ -45,51 +47,36 @@ class Resume:
     skipped: tuple[str, ...] = ()
 
 
-def checkpoint_fault(path: Path, *, content: bool = True) -> str | None:
-    """What is wrong with a checkpoint folder, naming the damaged files; ``None`` when it is whole.
-
-    Args:
-        path: the folder.
-        content: read every byte; otherwise only the manifest and the sizes of the files are checked.
-    """
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError as error:
-        return str(error)
-    faults = size_faults(path, manifest)
-    if content and not faults:
-        faults = [fault for file in manifest.files.values() if (fault := file_fault(path, file))]
-    return "\n".join(faults) or None
-
-
 def list_checkpoints(folder: Path, *, content: bool = False) -> list[Entry]:
     """The checkpoints in a ``checkpoints`` folder, complete or not, by rising step; none where there is no folder."""
-    paths = _step_folders(folder)
+    paths = [path for path in step_folders(folder) if path.is_dir()]
     return [Entry(path, step_of(path) or 0, checkpoint_fault(path, content=content)) for path in paths]
 
 
 def newest_complete(folder: Path, *, content: bool = True) -> Path | None:
     """The whole checkpoint with the highest step, ``None`` where there is none."""
-    return _pick(folder, "previous", content)[0]
+    newest_first = reversed([path for path in step_folders(folder) if path.is_dir()])
+    return next((path for path in newest_first if checkpoint_fault(path, content=content) is None), None)
 
 
 def read_latest(folder: Path) -> Path | None:
     """What the file ``latest`` points to; ``None`` where there is no such file or folder."""
     try:
-        path = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+        name = (folder / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return path if step_of(path) is not None and path.is_dir() else None
+    path = folder / name
+    return path if step_of(path) is not None and path.name == name and path.is_dir() else None
 
 
 def resolve_resume(
     resume: str | None, run_dir: str | Path | None, root: str | Path, *, on_corrupt: str = "previous"
 ) -> Resume:
-    """Decide what a run starts from; called once, by the launcher.
+    """Decide what a run starts from; called once, by the launcher. Nothing is changed.
 
     Args:
         resume: ``None`` starts fresh, ``auto`` takes the newest complete checkpoint of ``run_dir`` if there is one,
-            ``last`` the newest run under ``root``; anything else is the path of a checkpoint.
+            ``last`` the newest run under ``root``; anything else is a path, as :func:`find_checkpoint` takes it.
         run_dir: the run folder that was asked for, if any.
         root: the folder of all runs.
         on_corrupt: ``previous`` passes over damaged checkpoints (auto and last), ``refuse`` does not.
@@ -106,23 +93,51 @@ def resolve_resume(
     return _named(Path(resume))
 
 
-def keep_last(folder: Path, count: int, *, every: int | None = None) -> list[Path]:
-    """Remove all but the newest ``count`` complete checkpoints, on one rank; returns the folders that are gone.
+def keep_last(
+    folder: Path,
+    count: int,
+    *,
+    every: int | None = None,
+    upto: int | None = None,
+    verified: Verified | None = None,
+    limit_s: float | None = None,
+) -> list[Path]:
+    """Remove all but the newest ``count`` usable checkpoints, on one rank; returns the folders that are gone.
 
-    Kept besides: steps that ``every`` divides, what ``latest`` points to, incomplete checkpoints (they are not ours to
-    judge), and folders that hold a file no checkpoint has.
+    A checkpoint counts if ``resume=auto`` would take it: its content is read unless ``verified`` knows it. Nothing is
+    removed before ``count`` of them are found. Kept besides: steps that ``every`` divides, what ``latest`` points to,
+    damaged checkpoints (they are not ours to judge), and folders that hold a file no checkpoint has.
+
+    Args:
+        folder: the ``checkpoints`` folder.
+        count: how many stay.
+        every: steps that this divides stay.
+        upto: the last step of the run as it is; later ones are left over from before it went back. They neither count,
+            since the run may not reach them again, nor are they removed.
+        verified: files that need not be read.
+        limit_s: how long to read; what could not be read by then does not count yet, so that more is kept.
     """
     if count < 1:
         raise CheckpointError(f"keep_last={count}: must be at least 1; use null to keep all")
-    remove_leftovers(folder)
-    complete = [entry for entry in list_checkpoints(folder) if entry.complete]
+    recover(folder)
+    deadline, known = soon(limit_s), Verified() if verified is None else verified
+    old = [path for path in reversed(step_folders(folder)) if upto is None or (step_of(path) or 0) <= upto]
+    found = 0
+    while old and found < count:
+        found += checkpoint_fault(old.pop(0), verified=known, deadline=deadline) is None
     latest = read_latest(folder)
-    old = [e for e in complete[:-count] if not (every and e.step % every == 0) and e.path != latest]
-    return [entry.path for entry in old if retire(entry.path)]
+    superfluous = [
+        path
+        for path in reversed(old)
+        if not (every and (step_of(path) or 0) % every == 0)
+        and path != latest
+        and checkpoint_fault(path, content=False, verified=known) is None
+    ]
+    return [path for path in superfluous if retire(path)]
 
 
 def _fresh(run_dir: Path | None) -> Resume:
-    if run_dir is not None and (found := _step_folders(run_dir / CHECKPOINTS)):
+    if run_dir is not None and (found := step_folders(run_dir / CHECKPOINTS)):
         raise CheckpointError(
             f"resume=null: run.dir={run_dir} already holds checkpoints ({listed([path.name for path in found], 4)}); "
             "use resume=auto to continue, or another run.dir"
@@ -139,56 +154,53 @@ def _auto(run_dir: str | Path | None, on_corrupt: str) -> Resume:
 
 
 def _last(root: Path, on_corrupt: str) -> Resume:
-    found = [path for folder in root.rglob(CHECKPOINTS) for path in _step_folders(folder)] if root.is_dir() else []
+    found = [path for folder in root.rglob(CHECKPOINTS) for path in step_folders(folder)] if root.is_dir() else []
     if not found:
         raise CheckpointError(f"resume=last: there is no checkpoint under run.root={root}; use resume=null or a path")
     folder = max(found, key=lambda path: (_written_at(path), path.name)).parent
     path, skipped = _pick(folder, on_corrupt)
     if path is None:
         raise CheckpointError(
-            f"resume=last: no checkpoint of the newest run {folder.parent} is usable ({_in_a_line(*skipped)}); "
+            f"resume=last: no checkpoint of the newest run {folder.parent} is usable ({in_a_line(*skipped)}); "
             "use the path of another one, or null"
         )
     return Resume(path, folder.parent, skipped)
 
 
 def _named(path: Path) -> Resume:
-    if fault := checkpoint_fault(path):
-        inside = [e.path for folder in (path, path / CHECKPOINTS) for e in list_checkpoints(folder) if e.complete]
-        advice = inside[-1] if inside else "the folder of one, or null"
-        raise CheckpointError(f"resume={path}: is no usable checkpoint ({_in_a_line(fault)}); use {advice}")
-    return Resume(path)
+    try:
+        found = find_checkpoint(path, content=True)
+    except NoCheckpointError as error:
+        raise CheckpointError(f"resume={path}: {error.rule}; use {error.advice}, or null") from None
+    if is_imported(found):
+        rule = "is an import, which holds weights and nothing of a run to continue"
+        raise CheckpointError(f"resume={path}: {rule}; use checkpoint.load_weights={path}")
+    return Resume(found)
 
 
-def _pick(folder: Path, on_corrupt: str, content: bool = True) -> tuple[Path | None, tuple[str, ...]]:
+def _pick(folder: Path, on_corrupt: str) -> tuple[Path | None, tuple[str, ...]]:
     """The newest usable of a run's checkpoints and the faults of those passed over."""
     skipped: list[str] = []
-    for path in reversed(_step_folders(folder)):
-        fault = checkpoint_fault(path, content=content)
+    for path in reversed(step_folders(folder)):
+        place = standing(path)
+        fault = checkpoint_fault(place)
         if fault is None:
-            return path, tuple(skipped)
+            return place, tuple(skipped)
         if on_corrupt == "refuse":
             raise CheckpointError(
-                f"checkpoint.on_corrupt=refuse: {path} is damaged ({_in_a_line(fault)}); "
+                f"checkpoint.on_corrupt=refuse: {path} is damaged ({in_a_line(fault)}); "
                 "use previous to resume from the one before it"
             )
         skipped.append(fault)
     return None, tuple(skipped)
 
 
-def _in_a_line(*faults: str) -> str:
-    return "; ".join(line for fault in faults for line in fault.splitlines())
-
-
-def _step_folders(folder: Path) -> list[Path]:
-    """Folders named for a step, by rising step."""
-    if not folder.is_dir():
-        return []
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
-    return [path for _, path in sorted(found)]
-
-
 def _written_at(path: Path) -> int:
-    """When a checkpoint was written, in ns."""
-    manifest = path / MANIFEST
-    return (manifest if manifest.exists() else path).stat().st_mtime_ns
+    """When a checkpoint was written, in ns; 0 where it has just been removed."""
+    place = standing(path)
+    for candidate in (place / MANIFEST, place):
+        try:
+            return candidate.stat().st_mtime_ns
+        except OSError:
+            continue
+    return 0

@@ -14,11 +14,12 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from megastack.checkpoint.items import State
 from megastack.checkpoint.planners import BoxSavePlanner
-from megastack.checkpoint.publish import begin
+from megastack.checkpoint.publish import Guard
+from megastack.checkpoint.recovery import begin
 from megastack.checkpoint.together import all_true, plan_together
 from megastack.checkpoint.write import trainer_text
 from megastack.comm.group import AxisGroup
-from megastack.errors import CheckpointError
+from megastack.errors import MegastackError
 
 _ALIGNMENT = 16
 
@@ -64,7 +65,7 @@ class Share:
     trainer: str = ""
 
 
-def plan_share(path: Path, state: State, world: AxisGroup) -> Share:
+def plan_share(path: Path, state: State, world: AxisGroup, guard: Guard | None = None) -> Share:
     """Agree on who writes what, and make the folder; all ranks call.
 
     Raises:
@@ -80,7 +81,7 @@ def plan_share(path: Path, state: State, world: AxisGroup) -> Share:
     def everyone(plans: list[SavePlan]) -> list[SavePlan]:
         shares, metadata = planner.create_global_plan(plans)
         whole.append((metadata, trainer_text(state.trainer)))
-        begin(path)
+        begin(path, guard)
         return shares
 
     items = plan_together(f"{path}: was not saved", world, own, everyone).items
@@ -95,7 +96,7 @@ class Kept:
         self._layout: Any = None
         self._share: Share | None = None
 
-    def plan(self, path: Path, state: State, world: AxisGroup) -> Share:
+    def plan(self, path: Path, state: State, world: AxisGroup, guard: Guard | None = None) -> Share:
         """The last plan where no rank's state has changed its layout, else a new one; all ranks call.
 
         Replicas that have to be compared are, since only a new plan does: what is compared counts as layout.
@@ -112,23 +113,23 @@ class Kept:
             )
             for item in state.items
         ]
-        trainer = _opened(path, state, world) if layout == self._layout else None
+        trainer = _opened(path, state, world, guard) if layout == self._layout else None
         if all_true(trainer is not None, world) and self._share is not None:
             tensors = {(item.name, box.offset): tensor for item in state.items for box, tensor in item.boxes}
             found = [tensors[item.index.fqn, tuple(item.index.offset or ())] for item in self._share.items]
             return replace(self._share, tensors=found, trainer=trainer or "")
-        share = plan_share(path, state, world)
+        share = plan_share(path, state, world, guard)
         self._layout, self._share = layout, replace(share, tensors=())
         return share
 
 
-def _opened(path: Path, state: State, world: AxisGroup) -> str | None:
+def _opened(path: Path, state: State, world: AxisGroup, guard: Guard | None) -> str | None:
     """The trainer's text, on the first rank once the folder is made; ``None`` where planning anew says why not."""
     if world.rank:
         return ""
     try:
         text = trainer_text(state.trainer)
-        begin(path)
-    except (CheckpointError, OSError):
+        begin(path, guard)
+    except (MegastackError, OSError):
         return None
     return text

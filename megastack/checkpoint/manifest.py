@@ -12,21 +12,37 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from megastack.checkpoint.cover import cover_fault
+from megastack.checkpoint.trainer import check_trainer
 from megastack.errors import CheckpointError
 from megastack.placement.boxes import Box
+from megastack.records import (
+    MOST,
+    RecordError,
+    integer,
+    integers,
+    mapping,
+    number,
+    parse_record,
+    sequence,
+    shown,
+    string,
+)
 
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
-RANK_FILE = re.compile(r"rank_\d{5,}\.safetensors")
-REPORT_FILE = re.compile(r"rank_\d{5,}\.(json|part)")
+RANK_FILE = re.compile(r"rank_[0-9]{5,}\.safetensors")
+REPORT_FILE = re.compile(r"rank_[0-9]{5,}\.(json|part)")
 """What a rank leaves beside its file until the checkpoint is published."""
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1} | {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1
@@ -35,6 +51,10 @@ ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 
 _FORMAT, _VERSION = "megastack-checkpoint", 1
 _CHUNK_BYTES = 1 << 20
+_CRC32 = re.compile(r"[0-9a-f]{8}")
+_LAST_TIME = 253_402_300_799
+"""The end of the year 9999, in unix seconds."""
+_MOST_DIMS = 64
 
 
 @dataclass(frozen=True)
@@ -110,19 +130,13 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        outer = json.loads(path.read_text(encoding="utf-8"))
-        body, claimed = outer["body"], int(outer["crc32"], 16)
-        _require(body["format"] == _FORMAT, f"format {body['format']!r} is not {_FORMAT!r}")
-        _require(body["version"] <= _VERSION, f"version {body['version']} is newer than {_VERSION}; upgrade megastack")
-        _require(_checksum(body) == claimed, "its checksum does not fit its content (corrupt)")
-        manifest = _parse(body)
+        return _parse(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing; the folder holds no complete checkpoint") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, RecordError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a readable manifest ({type(error).__name__}: {error})") from error
-    return manifest
 
 
 def size_faults(folder: Path, manifest: Manifest) -> list[str]:
@@ -141,23 +155,37 @@ def size_fault(folder: Path, file: FileRecord) -> str | None:
     return None if size == file.size else f"{path}: {size} bytes, must be {file.size} ({kind})"
 
 
-def file_fault(folder: Path, file: FileRecord) -> str | None:
-    """What is wrong with a file's size or content, naming it; ``None`` when it is what the manifest says."""
+class OutOfTimeError(Exception):
+    """A file could not be read in the time that there was."""
+
+
+def file_fault(folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
+    """What is wrong with a file's size or content, naming it; ``None`` when it is what the manifest says.
+
+    Raises:
+        OutOfTimeError: it could not be read before ``deadline``, of the monotonic clock.
+    """
     path = folder / file.name
     if fault := size_fault(folder, file):
         return fault
     try:
-        found = crc32_of(path)
+        found = crc32_of(path, deadline)
     except OSError as error:
         return f"{path}: cannot be read ({error})"
     return None if found == file.crc32 else f"{path}: crc32 {found:08x}, must be {file.crc32:08x} (corrupt)"
 
 
-def crc32_of(path: Path) -> int:
-    """The crc32 of a file's content."""
+def crc32_of(path: Path, deadline: float | None = None) -> int:
+    """The crc32 of a file's content.
+
+    Raises:
+        OutOfTimeError: it could not be read before ``deadline``.
+    """
     crc, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(chunk):
+            if deadline is not None and time.monotonic() > deadline:
+                raise OutOfTimeError
             crc = zlib.crc32(chunk[:count], crc)
     return crc
 
@@ -166,15 +194,15 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     """The trainer state of a checkpoint; the caller has checked the file.
 
     Raises:
-        CheckpointError: the file is missing or no JSON object.
+        CheckpointError: the file is missing, not a JSON object, or has a known field of another type; by name.
     """
     path = folder / TRAINER
     try:
-        trainer = json.loads(path.read_text(encoding="utf-8"))
-        _require(isinstance(trainer, dict), "must hold a JSON object")
-    except (OSError, ValueError, CheckpointError) as error:
+        trainer = parse_record(path.read_bytes())
+        check_trainer(trainer)
+    except (OSError, RecordError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return dict(trainer)
+    return trainer
 
 
 def _checksum(body: Any) -> int:
@@ -189,43 +217,80 @@ def _tensor_json(tensor: TensorRecord) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": boxes}
 
 
-def _parse(body: dict[str, Any]) -> Manifest:
-    files = {name: FileRecord(name, int(f["size"]), int(f["crc32"], 16)) for name, f in body["files"].items()}
-    tensors = {
-        name: TensorRecord(t["dtype"], _ints(t["shape"]), tuple(_parse_box(b) for b in t["boxes"]))
-        for name, t in body["tensors"].items()
-    }
-    for name in files:
-        _require(name == TRAINER or RANK_FILE.fullmatch(name) is not None, f"{name!r} is no file of a checkpoint")
+def _parse(text: bytes) -> Manifest:
+    outer = parse_record(text)
+    body = mapping(outer, "body")
+    _require(body.get("format") == _FORMAT, f"format {shown(body.get('format'))} is not {_FORMAT!r}")
+    version = integer(body, "version")
+    _require(version <= _VERSION, f"version {version} is newer than {_VERSION}; upgrade megastack")
+    _require(_checksum(body) == _crc32(outer), "its checksum does not fit its content (corrupt)")
+    files = {name: _parse_file(name, mapping(body["files"], name)) for name in mapping(body, "files")}
     _require(TRAINER in files, f"{TRAINER} is not among its files")
-    for fault in _tensor_faults(files, tensors):
+    tensors = {name: _parse_tensor(name, mapping(body["tensors"], name)) for name in mapping(body, "tensors")}
+    for fault in chain(_tensor_faults(files, tensors), _file_faults(tensors)):
         raise CheckpointError(fault)
-    return Manifest(files, tensors, int(body["world_size"]), float(body["time"]))
+    written = number(body, "time", least=0, most=_LAST_TIME)
+    return Manifest(files, tensors, integer(body, "world_size", least=1), written)
+
+
+def _parse_file(name: str, file: dict[str, Any]) -> FileRecord:
+    _require(name == TRAINER or RANK_FILE.fullmatch(name) is not None, f"{shown(name)} is no file of a checkpoint")
+    return FileRecord(name, integer(file, "size"), _crc32(file))
+
+
+def _parse_tensor(name: str, tensor: dict[str, Any]) -> TensorRecord:
+    boxes = tuple(_parse_box(mapping({name: box}, name)) for box in sequence(tensor, "boxes"))
+    return TensorRecord(string(tensor, "dtype"), integers(tensor, "shape"), boxes)
 
 
 def _parse_box(box: dict[str, Any]) -> BoxRecord:
-    return BoxRecord(Box(_ints(box["offset"]), _ints(box["size"])), box["file"], int(box["begin"]))
+    return BoxRecord(Box(integers(box, "offset"), integers(box, "size")), string(box, "file"), integer(box, "begin"))
+
+
+def _crc32(record: Mapping[str, Any]) -> int:
+    text = string(record, "crc32")
+    _require(_CRC32.fullmatch(text) is not None, f"crc32 must be eight hexadecimal digits, not {shown(text)}")
+    return int(text, 16)
 
 
 def _tensor_faults(files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
     for name, tensor in tensors.items():
         if tensor.dtype not in ITEM_SIZES:
-            yield f"{name}: dtype {tensor.dtype!r} is not known"
+            yield f"{shown(name)}: dtype {shown(tensor.dtype)} is not known"
+        elif len(tensor.shape) > _MOST_DIMS or _allocated(tensor) > MOST:
+            yield f"{shown(name)}: shape {shown(list(tensor.shape))} is too large"
         elif fault := cover_fault(tensor.shape, [record.box for record in tensor.boxes]):
             yield f"{name}: {fault}"
         else:
-            ends = ((r, r.begin + prod(r.box.size) * ITEM_SIZES[tensor.dtype]) for r in tensor.boxes)
-            yield from (
-                f"{name}: lies outside {r.file}" for r, end in ends if not 0 <= r.begin <= end <= _size(files, r)
-            )
+            ends = ((r, r.begin + _nbytes(tensor, r)) for r in tensor.boxes)
+            yield from (f"{name}: lies outside {shown(r.file)}" for r, end in ends if end > _size(files, r))
+
+
+def _file_faults(tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
+    """Boxes that share bytes of a file."""
+    spans = defaultdict(list)
+    for name, tensor in tensors.items():
+        for record in tensor.boxes:
+            if count := _nbytes(tensor, record):
+                spans[record.file].append((record.begin, record.begin + count, name))
+    for file, found in spans.items():
+        found.sort()
+        for (_, end, first), (begin, _, second) in pairwise(found):
+            if begin < end:
+                yield f"{first} and {second}: share bytes of {file}"
+
+
+def _allocated(tensor: TensorRecord) -> int:
+    """What torch computes strides and sizes from, also where an extent is 0."""
+    return prod(max(1, extent) for extent in tensor.shape) * ITEM_SIZES[tensor.dtype]
+
+
+def _nbytes(tensor: TensorRecord, record: BoxRecord) -> int:
+    return prod(record.box.size) * ITEM_SIZES[tensor.dtype]
 
 
 def _size(files: Mapping[str, FileRecord], record: BoxRecord) -> int:
     return files[record.file].size if record.file in files else -1
-
-
-def _ints(values: list[int]) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
 
 
 def _require(condition: bool, message: str) -> None:

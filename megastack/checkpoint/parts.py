@@ -78,9 +78,18 @@ def read_parts(path: Path, parts: Sequence[Part], *, check: FileRecord | None = 
         check: what the whole file must be; given, all of it is read.
 
     Raises:
-        CheckpointError: the file is not what ``check`` says (targets are filled nevertheless), or ends too early.
-        OSError: it cannot be read.
+        CheckpointError: the file is not what ``check`` says (targets are filled nevertheless), ends too early, or is
+            not readable; it may be gone, since a run removes checkpoints while others read them.
     """
+    try:
+        _read_parts(path, parts, check)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing; its run may have removed the checkpoint meanwhile") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+
+
+def _read_parts(path: Path, parts: Sequence[Part], check: FileRecord | None) -> None:
     filled = sorted((part for part in parts if part.target.numel()), key=lambda part: part.begin)
     with _Scan(path) as scan:
         for part in filled:

@@ -1,24 +1,25 @@
 """How a checkpoint appears and disappears on disk.
 
 A checkpoint is written into a hidden sibling of its folder and published by one rename, so that a folder with its final
-name is always whole. What a crash leaves behind is a hidden folder that nobody reads and the next save removes. Only
-files that megastack writes are ever deleted: a folder that holds anything else is refused or left alone.
+name is always whole. What a crash leaves behind is a hidden folder, which the next start or save of the run puts in
+order (:mod:`megastack.checkpoint.recovery`). Only files that megastack writes are ever deleted: a folder that holds
+anything else is refused or left alone.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from megastack.checkpoint.manifest import MANIFEST, RANK_FILE, REPORT_FILE, TRAINER
-from megastack.errors import CheckpointError
 
 LATEST = "latest"
-_STEP_FOLDER = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"\.step_\d{8,}\.(writing|replaced|removed)")
+Guard = Callable[[], None]
+"""Raises where this run may no longer write; called by the rank that makes and publishes folders."""
+_STEP_FOLDER = re.compile(r"step_([0-9]{8,})")
 
 
 def step_name(step: int) -> str:
@@ -37,20 +38,14 @@ def writing_folder(path: Path) -> Path:
     return path.with_name(f".{path.name}.writing")
 
 
-def begin(path: Path) -> None:
-    """Make the empty folder in which the checkpoint at ``path`` will be written; one rank calls.
+def replaced_folder(path: Path) -> Path:
+    """Where a former checkpoint at ``path`` is until the new one has its name."""
+    return path.with_name(f".{path.name}.replaced")
 
-    Raises:
-        CheckpointError: something that is no checkpoint is in the way.
-        OSError: the folder cannot be made.
-    """
-    for folder in (path, writing_folder(path)):
-        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-            raise CheckpointError(f"{folder}: is no folder; remove it or save elsewhere")
-        if strangers := foreign_content(folder):
-            raise CheckpointError(f"{folder}: holds {', '.join(strangers[:4])}, no checkpoint; save elsewhere")
-    remove(writing_folder(path))
-    writing_folder(path).mkdir(parents=True)
+
+def removed_folder(path: Path) -> Path:
+    """Where the checkpoint at ``path`` is while it is removed."""
+    return path.with_name(f".{path.name}.removed")
 
 
 def publish(path: Path) -> None:
@@ -58,10 +53,10 @@ def publish(path: Path) -> None:
 
     :func:`note_latest` flushes the rename.
     """
-    written, former = writing_folder(path), path.with_name(f".{path.name}.replaced")
+    written, former = writing_folder(path), replaced_folder(path)
     sync_folder(written)
-    remove(former)
     if path.exists():
+        remove(former)
         os.rename(path, former)
     try:
         os.rename(written, path)
@@ -85,25 +80,20 @@ def note_latest(path: Path) -> None:
     sync_folder(path.parent)
 
 
-def withdraw(path: Path) -> None:
-    """Remove what was written for a checkpoint that is not published."""
+def withdraw(path: Path, guard: Guard | None = None) -> None:
+    """Remove what was written for a checkpoint that is not published; a run that may not write leaves it."""
+    if guard is not None:
+        guard()
     remove(writing_folder(path))
 
 
 def retire(path: Path) -> bool:
     """Remove a published checkpoint, first from sight and then from disk; False where it holds foreign files."""
-    hidden = path.with_name(f".{path.name}.removed")
+    hidden = removed_folder(path)
     if path.is_symlink() or foreign_content(path) or not remove(hidden):
         return False
     os.rename(path, hidden)
     return remove(hidden)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the hidden folders that crashed saves and removals left in ``folder``."""
-    for hidden in folder.glob(".step_*"):
-        if _LEFTOVER.fullmatch(hidden.name):
-            remove(hidden)
 
 
 def remove(folder: Path) -> bool:

@@ -21,6 +21,7 @@ from megastack.checkpoint.manifest import (
 )
 from megastack.checkpoint.parts import Part, read_parts
 from megastack.checkpoint.publish import listed
+from megastack.checkpoint.usable import checkpoint_fault
 from megastack.errors import CheckpointError
 
 
@@ -82,9 +83,8 @@ class CheckpointReader:
         Raises:
             CheckpointError: naming each damaged file.
         """
-        faults = [fault for file in self._manifest.files.values() if (fault := file_fault(self.path, file))]
-        if faults:
-            raise CheckpointError("\n".join(faults))
+        if fault := checkpoint_fault(self.path):
+            raise CheckpointError(fault)
 
     def _record(self, name: str) -> TensorRecord:
         if name not in self._manifest.tensors:

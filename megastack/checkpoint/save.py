@@ -20,10 +20,10 @@ from megastack.checkpoint.asynchronous import AsynchronousSave
 from megastack.checkpoint.items import State
 from megastack.checkpoint.kept import Kept
 from megastack.checkpoint.planners import BoxSavePlanner
-from megastack.checkpoint.publish import withdraw
+from megastack.checkpoint.publish import Guard, withdraw
 from megastack.checkpoint.storage import BoxWriter
 from megastack.checkpoint.together import gather, one_error
-from megastack.errors import CheckpointError
+from megastack.errors import CheckpointError, MegastackError
 from megastack.mesh.mesh import Mesh
 
 
@@ -76,7 +76,9 @@ _WRITERS: WeakKeyDictionary[Mesh, _Writer] = WeakKeyDictionary()
 """By mesh, which goes with it: two saves at a time would not know of each other's folders and failures."""
 
 
-def save(path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = False) -> SaveHandle:
+def save(
+    path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = False, guard: Guard | None = None
+) -> SaveHandle:
     """Write ``state`` as the checkpoint folder ``path``, which appears whole or not at all.
 
     A checkpoint that is already there is replaced once the new one is complete; a folder that holds anything else is
@@ -88,6 +90,8 @@ def save(path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = Fal
         mesh: all of its ranks call.
         asynchronous: return when this rank's share is copied, and write while training goes on. An earlier one is
             waited for first.
+        guard: called on the first rank before the folder is made and before it is published; what it raises is an error
+            of the save.
 
     Raises:
         CheckpointError: on every rank and with the same message, when any rank fails; nothing is published then and
@@ -98,10 +102,10 @@ def save(path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = Fal
     if writer.last is not None and not writer.last.told:
         writer.last.wait()
     if asynchronous:
-        writing = AsynchronousSave(target, state, world, writer.kept)
+        writing = AsynchronousSave(target, state, world, writer.kept, guard)
         writer.last = SaveHandle(target, time.perf_counter() - began, writing)
         return writer.last
-    storage = BoxWriter(target, world.rank, state.trainer)
+    storage = BoxWriter(target, world.rank, state.trainer, guard)
     try:
         with one_error(f"{target}: was not saved"), world.blocks("checkpoint_save"):
             dcp.save(
@@ -113,8 +117,8 @@ def save(path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = Fal
             )
     except CheckpointError:
         if world.rank == 0:
-            with suppress(OSError):
-                withdraw(target)
+            with suppress(OSError, MegastackError):
+                withdraw(target, guard)
         gather(True, world)
         raise
     return SaveHandle(target, time.perf_counter() - began)

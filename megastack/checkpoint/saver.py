@@ -8,9 +8,13 @@ from pathlib import Path
 
 from megastack.checkpoint.folder import keep_last
 from megastack.checkpoint.items import State
-from megastack.checkpoint.publish import step_name
+from megastack.checkpoint.publish import Guard, step_name
 from megastack.checkpoint.save import SaveHandle, save
+from megastack.checkpoint.usable import Verified
 from megastack.mesh.mesh import Mesh
+
+VERIFIES_S = 30.0
+"""For how long a save may read checkpoints of earlier processes to find out whether they count."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,30 @@ class Saver:
         asynchronous: write while training goes on; one checkpoint at a time.
         keep: how many of the newest complete checkpoints stay; ``None`` keeps all.
         every: steps that this divides stay as well.
+        guard: raises where this run may no longer write, called on the first rank before it does.
+        loaded: a checkpoint that was read in full just now, and need not be read again to count.
     """
 
     def __init__(
-        self, folder: Path, mesh: Mesh, *, asynchronous: bool = False, keep: int | None = None, every: int | None = None
+        self,
+        folder: Path,
+        mesh: Mesh,
+        *,
+        asynchronous: bool = False,
+        keep: int | None = None,
+        every: int | None = None,
+        guard: Guard | None = None,
+        loaded: Path | None = None,
     ) -> None:
         self._folder = folder
         self._mesh = mesh
         self._asynchronous = asynchronous
         self._keep = keep
         self._every = every
+        self._guard = guard
+        self._verified = Verified()
+        if keep is not None and loaded is not None and mesh.rank == 0:
+            self._verified.trust(loaded)
         self._pending: tuple[int, SaveHandle] | None = None
 
     @property
@@ -64,7 +82,7 @@ class Saver:
         """
         earlier = self.settle()
         path = self._folder / step_name(step)
-        self._pending = step, save(path, state, self._mesh, asynchronous=self._asynchronous)
+        self._pending = step, save(path, state, self._mesh, asynchronous=self._asynchronous, guard=self._guard)
         return earlier if self._asynchronous else [*earlier, *self.settle()]
 
     def settle(self) -> list[Saved]:
@@ -79,6 +97,15 @@ class Saver:
         began = time.perf_counter()
         path = handle.wait()
         waited = time.perf_counter() - began
-        if self._keep is not None and self._mesh.rank == 0:
-            keep_last(self._folder, self._keep, every=self._every)
+        if self._mesh.rank == 0:
+            self._thin_out(step, path)
         return [Saved(step, path, handle.held_up_s + waited, handle.seconds)]
+
+    def _thin_out(self, step: int, path: Path) -> None:
+        """Remove what the policy does not keep; what this process wrote or loaded is not read again."""
+        if self._keep is None:
+            return
+        if self._guard is not None:
+            self._guard()
+        self._verified.trust(path)
+        keep_last(self._folder, self._keep, every=self._every, upto=step, verified=self._verified, limit_s=VERIFIES_S)

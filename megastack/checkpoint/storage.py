@@ -28,7 +28,8 @@ from torch.futures import Future
 from megastack.checkpoint.items import DTYPES
 from megastack.checkpoint.manifest import ITEM_SIZES, BoxRecord, Manifest, TensorRecord
 from megastack.checkpoint.parts import Part, read_parts
-from megastack.checkpoint.publish import begin
+from megastack.checkpoint.publish import Guard
+from megastack.checkpoint.recovery import begin
 from megastack.checkpoint.write import RankReport, complete, trainer_text, write_share
 from megastack.placement.boxes import Box
 
@@ -40,13 +41,15 @@ class BoxWriter(StorageWriter):
         path: the folder that the checkpoint will be.
         rank: this rank; it names the file.
         trainer: the trainer's state; the coordinator's is written.
+        guard: the coordinator's, as for :func:`~megastack.checkpoint.save.save`.
     """
 
-    def __init__(self, path: Path, rank: int, trainer: dict[str, Any]) -> None:
+    def __init__(self, path: Path, rank: int, trainer: dict[str, Any], guard: Guard | None = None) -> None:
         self._path = path
         self._rank = rank
         self._trainer = trainer
         self._trainer_text = ""
+        self._guard = guard
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """A writer serves one checkpoint."""
@@ -61,7 +64,7 @@ class BoxWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder; only the coordinator is asked, and nobody writes before it answers."""
         self._trainer_text = trainer_text(self._trainer)
-        begin(self._path)
+        begin(self._path, self._guard)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -81,7 +84,7 @@ class BoxWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Add the trainer's state and the manifest, and publish; called on the coordinator after all ranks wrote."""
         reports: list[RankReport] = [result.storage_data for rank in results for result in rank]
-        complete(self._path, metadata, reports, self._trainer_text)
+        complete(self._path, metadata, reports, self._trainer_text, self._guard)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

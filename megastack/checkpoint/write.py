@@ -32,7 +32,7 @@ from megastack.checkpoint.manifest import (
     dump_manifest,
     rank_file,
 )
-from megastack.checkpoint.publish import note_latest, publish, write_texts, writing_folder
+from megastack.checkpoint.publish import Guard, note_latest, publish, write_texts, writing_folder
 from megastack.checkpoint.tensorfile import Block, write_tensors
 from megastack.errors import CheckpointError
 from megastack.placement.boxes import Box
@@ -86,11 +86,15 @@ def write_share(path: Path, rank: int, items: Sequence[WriteItem], tensor: Calla
     return RankReport(file, tuple(records))
 
 
-def complete(path: Path, metadata: Metadata, reports: Sequence[RankReport], trainer: str) -> None:
+def complete(
+    path: Path, metadata: Metadata, reports: Sequence[RankReport], trainer: str, guard: Guard | None = None
+) -> None:
     """Add the trainer's state and the manifest to what all ranks wrote, and publish; one rank calls."""
     data = trainer.encode()
     manifest = _manifest(metadata, reports, FileRecord(TRAINER, len(data), zlib.crc32(data)))
     write_texts(writing_folder(path), {TRAINER: trainer, MANIFEST: dump_manifest(manifest)})
+    if guard is not None:
+        guard()
     publish(path)
     note_latest(path)
 

@@ -313,11 +313,12 @@ class CheckpointOptions:
     every: int | None = option(None, "Optimizer steps between checkpoints; null for none.", least=1)
     at_end: bool = option(True, "Save when the run ends.")
     asynchronous: bool = option(False, "Write while the next steps run.")
-    keep_last: int | None = option(None, "How many of the newest checkpoints stay; null keeps all.", least=1)
+    keep_last: int | None = option(None, "How many of the newest usable checkpoints stay; null keeps all.", least=1)
     keep_every: int | None = option(None, "Checkpoints of steps that this divides stay beside `keep_last`.", least=1)
     load_weights: str | None = option(
         None,
-        "Start a new run from the weights of this checkpoint; with `resume=auto`, while there is none of its own.",
+        "Start a new run from the weights of this checkpoint (or of a run's newest, or of an imported folder); with "
+        "`resume=auto`, while there is none of its own.",
     )
     on_corrupt: OnCorrupt = option(
         OnCorrupt.previous, "Where `resume` is auto or last: fall back to the previous checkpoint, or refuse."
@@ -356,7 +357,7 @@ class TrainConfig:
     resume: str | None = option(
         None,
         "null starts fresh; `auto` continues in `run.dir` when it holds a checkpoint; `last` continues the newest run "
-        "under `run.root`; a path continues that checkpoint in a new folder.",
+        "under `run.root`; a path continues that checkpoint, or the newest of that run folder, in a new folder.",
     )
     compile: bool = option(False, "Compile the blocks.")
     run: RunOptions = required("The run: its folder, its length, what it reports and when it stops.")

@@ -12,7 +12,7 @@ from megastack.config.compose import compose, from_yaml
 from megastack.config.schema import TrainConfig
 from megastack.errors import CheckpointError, ConfigError
 from megastack.interop.proof import ProofError
-from megastack.interop.saved import RUN_CONFIG, find_checkpoint
+from megastack.interop.saved import RUN_CONFIG, checkpoint_of
 from megastack.interop.transfer import HUB, MODEL, WEIGHTS, Transfer, export_model, import_model
 from megastack.observe.console import Console
 
@@ -72,7 +72,7 @@ def _import(options: argparse.Namespace, console: Console) -> Transfer:
 
 
 def _export(options: argparse.Namespace, console: Console) -> Transfer:
-    checkpoint = find_checkpoint(Path(options.source))
+    checkpoint = checkpoint_of(options.source)
     done = export_model(
         checkpoint,
         options.out,

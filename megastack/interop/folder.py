@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a Hugging Face folder has one") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold a JSON object")

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megastack.checkpoint.folder import CHECKPOINTS, newest_complete
-from megastack.checkpoint.manifest import MANIFEST
+from megastack.checkpoint.find import find_checkpoint
 from megastack.config.compose import Draft, draft, from_yaml
 from megastack.config.convert import replace_values, value_of
-from megastack.errors import ConfigError
-from megastack.interop.transfer import HUB, MODEL, WEIGHTS
+from megastack.errors import CheckpointError, ConfigError
+from megastack.interop.transfer import HUB, MODEL
 
 RUN_CONFIG = "config.yaml"
 ALONE = {
@@ -83,14 +82,16 @@ class Saved:
         return from_yaml(beside.read_text(encoding="utf-8")).schedule.chunks == 1
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that is meant: the folder itself, what an import made in it, or the newest of a run."""
-    if not (path / MANIFEST).is_file():
-        if (path / WEIGHTS / MANIFEST).is_file():
-            return path / WEIGHTS
-        if newest := newest_complete(path / CHECKPOINTS, content=False):
-            return newest
-    return path
+def checkpoint_of(path: str | Path) -> Path:
+    """The checkpoint that a path on the command line means; its content is checked when it is loaded.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return find_checkpoint(Path(path))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
 
 
 def find_saved(path: str | Path, *, config_dir: str | None = None, config_name: str = "train") -> Saved:
@@ -99,9 +100,7 @@ def find_saved(path: str | Path, *, config_dir: str | None = None, config_name: 
     Raises:
         ConfigError: no checkpoint, or no configuration.
     """
-    checkpoint = find_checkpoint(Path(path))
-    if not (checkpoint / MANIFEST).is_file():
-        raise ConfigError(f"{path}: no checkpoint, no run with one and no imported model; use the folder of one")
+    checkpoint = checkpoint_of(path)
     if config_dir is not None or config_name != "train":
         return Saved(checkpoint, None if config_dir is None else Path(config_dir), config_name)
     beside = checkpoint.absolute().parent

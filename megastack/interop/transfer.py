@@ -22,6 +22,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from megastack.checkpoint.find import IMPORTED
 from megastack.checkpoint.items import DTYPE_NAMES
 from megastack.checkpoint.tensorfile import Block
 from megastack.config.rules import violations
@@ -38,7 +39,7 @@ from megastack.models.profile import total_parameters
 from megastack.placement.boxes import Box
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WEIGHTS, MODEL, HUB = "weights", "model", "huggingface"
+WEIGHTS, MODEL, HUB = IMPORTED, "model", "huggingface"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
+from megastack.observe.claims import Job
+from megastack.observe.process import Process
+
 BASE_PORT, PORTS = 20000, 20000
 
 
@@ -75,6 +78,16 @@ def shares_store(environment: Mapping[str, str] | None = None) -> bool:
     """Whether the ranks' store is one that elastic agents keep over all starts."""
     env = os.environ if environment is None else environment
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def job(environment: Mapping[str, str] | None = None) -> Job:
+    """What this process is a start of: torchrun's rendezvous or its own agent, and the Slurm job."""
+    env = os.environ if environment is None else environment
+    group, requeues = None, env.get("SLURM_RESTART_COUNT", "0")
+    if has_agent(env):
+        name = env["TORCHELASTIC_RUN_ID"]
+        group = f"agent {Process.parent().key}" if name in ("", "none") else f"rendezvous {name}"
+    return Job(group, env.get("SLURM_JOB_ID"), int(requeues) if requeues.isdecimal() else 0)
 
 
 def _tasks_here(env: Mapping[str, str]) -> str:

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, Fault, MeshError
+from megastack.errors import ConfigError, Fault, MegastackError, MeshError
 from megastack.launch.account import Seen, account_of
 from megastack.launch.environment import adopt_slurm, has_agent, nodes, shares_store
 from megastack.launch.meeting import meet
 from megastack.launch.preflight import inspect, prepare
 from megastack.launch.refusal import any_broken, refuse
-from megastack.launch.restarts import Guard, how_it_ended, is_taken_over, note_start
+from megastack.launch.restarts import Guard, how_it_ended, note_start
 from megastack.launch.spare import dismiss, wait_out
 from megastack.launch.start import NotStarted, die_with_parent
 from megastack.launch.worker import Assignment, work
@@ -35,6 +35,7 @@ from megastack.mesh.shape import describe_coordinates
 from megastack.observe.console import Console
 from megastack.observe.failure import read_failures
 from megastack.observe.folder import RunFolder
+from megastack.observe.ownership import Heartbeat
 from megastack.observe.status import update_status
 from megastack.observe.watchdog import read_reports
 from megastack.training.hooks import Hooks
@@ -128,23 +129,33 @@ def _train(
     backend = backend_of(pick_device(config.device.value))
     dist.init_process_group(backend, store=world.store, rank=rank, world_size=world.ranks, timeout=limit)
     found: list[Assignment | Sequence[Fault] | None] = [None]
-    if rank == 0:
-        found = [_decide(config, overrides, opening)]
-    dist.broadcast_object_list(found, src=0)
-    if not isinstance(found[0], Assignment):
-        dist.destroy_process_group()
-        raise ConfigError.of(found[0] or ())
-    folder = RunFolder(found[0].folder, found[0].restart)
+    with contextlib.ExitStack() as owned:
+        if rank == 0:
+            found = [decided := _decide(config, overrides, opening)]
+            if isinstance(decided, Assignment) and decided.ownership is not None:
+                owned.enter_context(Heartbeat(decided.ownership))
+        dist.broadcast_object_list(found, src=0)
+        if not isinstance(found[0], Assignment):
+            dist.destroy_process_group()
+            raise ConfigError.of(found[0] or ())
+        return _work(found[0], rank, hooks)
+
+
+def _work(assignment: Assignment, rank: int, hooks: Hooks | None) -> RunResult:
+    config, folder = assignment.config, RunFolder(assignment.folder, assignment.restart)
     if config.launch.elastic and rank == 0:
         given = hooks or Hooks()
         hooks = replace(given, on_step=[Guard(folder), *given.on_step])
     with StopRequest(signals=SIGNALS):  # a launcher that ends the others lets this rank finish what it has to say
         try:
-            return work(found[0], hooks=hooks, signals=SIGNALS)
-        except Exception:
+            return work(assignment, hooks=hooks, signals=SIGNALS)
+        except Exception as error:
+            if not assignment.may_write:
+                Console(stderr=True, enabled=rank == 0).line(str(error), style="red")
+                return RunResult("failed", 0, None, folder.path, str(error))
             if not folder.failure(rank).exists():
                 raise  # not even that could be written
-            return _failed(folder, config, rank, kept=not (config.launch.elastic and is_taken_over(folder)))
+            return _failed(folder, config, rank)
 
 
 def _decide(config: TrainConfig, overrides: Sequence[str], opening: str) -> Assignment | Sequence[Fault]:
@@ -155,7 +166,11 @@ def _decide(config: TrainConfig, overrides: Sequence[str], opening: str) -> Assi
         return error.faults
     assignment, notes = prepared.assignment, prepared.notes
     if config.launch.elastic:
-        assignment = _elastic(assignment, after)
+        try:
+            assignment = _elastic(assignment, after)
+        except (MegastackError, OSError) as error:
+            prepared.taken.undo()
+            return [str(error)]
         notes = (*notes, *_warnings(config), str(assignment.start))
     console = Console()
     for line in (opening, *notes, f"run folder {assignment.folder}"):
@@ -203,24 +218,22 @@ def _alone(config: TrainConfig, rank: int, started: int, error: NotStarted) -> R
     return RunResult("failed", 0, None, _place(config), str(error))
 
 
-def _failed(folder: RunFolder, config: TrainConfig, rank: int, *, kept: bool) -> RunResult:
+def _failed(folder: RunFolder, config: TrainConfig, rank: int) -> RunResult:
     """Keep the failure that began it in ``status.json`` and show it, last of all and on one rank.
 
     A rank that failed by itself shows its own. Where ranks only miss others, the first of them that has waited for the
-    accounts of the rest puts these together, and the others are silent. ``kept``: the folder is still this start's.
+    accounts of the rest puts these together, and the others are silent.
     """
     shape = mesh_shape(config, dist.get_world_size())
     own = next(record for record in read_failures(folder.failures) if record.rank == rank)
     if own.refused:
-        if kept:
-            _keep(folder, own.step, own.message, own.rank, own.coordinates, 78)
+        _keep(folder, own.step, own.message, own.rank, own.coordinates, 78)
         raise ConfigError(own.message)
     if own.echo:
         _await_accounts(folder, shape.world_size, config.launch.timeout_s)
     records = read_failures(folder.failures)
     account = account_of(records, read_reports(folder.watch), Seen(rank, {}), shape, config.launch.timeout_s)
-    if kept:
-        _keep(folder, account.step, account.reason, account.rank, account.coordinates, 1)
+    _keep(folder, account.step, account.reason, account.rank, account.coordinates, 1)
     if not own.echo:
         Console(stderr=True).line(own.describe(), style="red")
     elif records[0].echo and _first_to_tell(folder):

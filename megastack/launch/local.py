@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from megastack.launch.worker import Assignment, threads_per_rank, work
 from megastack.observe.console import Console
 from megastack.observe.failure import FailureRecord, by_cause, read_failures
 from megastack.observe.folder import RunFolder
+from megastack.observe.ownership import Heartbeat
 from megastack.observe.status import read_status, update_status
 from megastack.observe.watchdog import read_reports
 from megastack.training.hooks import Hooks
@@ -68,16 +69,31 @@ def launch(
     if place is not None:
         config = replace(config, run=replace(config.run, dir=place()))
     prepared = take(config, overrides, found)
-    console, folder = Console(), RunFolder(prepared.assignment.folder)
-    for line in (opening, *prepared.notes, f"run folder {folder.path}"):
-        if line:
-            console.line(line)
-    world_size = mesh_shape(config).world_size
-    named = config.model.attention or config.model.mlp or config.model.block  # imported here, whatever that may run
-    method = "fork" if (cold and not named) or threads_per_rank(config, world_size) == 1 else "forkserver"
-    with StopForwarder(config.launch.grace_s) as stop:
-        result = _result(prepared, agent(config, world_size, method), hooks, stop)
-    return replace(result, interrupted=stop.received is not None)
+    with Heartbeat(prepared.taken.ownership), _told_how_it_ended(prepared.assignment):
+        console, folder = Console(), RunFolder(prepared.assignment.folder)
+        for line in (opening, *prepared.notes, f"run folder {folder.path}"):
+            if line:
+                console.line(line)
+        world_size = mesh_shape(config).world_size
+        named = config.model.attention or config.model.mlp or config.model.block  # imported here, whatever that may run
+        method = "fork" if (cold and not named) or threads_per_rank(config, world_size) == 1 else "forkserver"
+        with StopForwarder(config.launch.grace_s) as stop:
+            result = _result(prepared, agent(config, world_size, method), hooks, stop)
+        return replace(result, interrupted=stop.received is not None)
+
+
+@contextlib.contextmanager
+def _told_how_it_ended(assignment: Assignment) -> Iterator[None]:
+    """A run that ends with an error of its launcher is not left as running."""
+    folder = RunFolder(assignment.folder)
+    try:
+        yield
+    except BaseException as error:
+        status = read_status(folder.status)
+        if status is not None and status["status"] == "running" and assignment.may_write:
+            with contextlib.suppress(OSError):
+                update_status(folder.status, "failed", reason=f"{type(error).__name__}: {error}".rstrip(": "))
+        raise
 
 
 def _require_room(config: TrainConfig) -> None:
@@ -162,16 +178,17 @@ def _failed(prepared: Prepared, seen: Seen, records: Sequence[FailureRecord]) ->
     account = account_of(records, read_reports(folder.watch), seen, mesh_shape(config), config.launch.timeout_s)
     step = account.step or (read_status(folder.status) or {}).get("step") or 0
     with contextlib.suppress(OSError):  # a full disk may be the very reason
-        update_status(
-            folder.status,
-            "failed",
-            step=step,
-            reason=account.reason,
-            rank=account.rank,
-            coordinates=account.coordinates,
-            exit_code=78 if account.refused else 1,
-            pid=os.getpid(),
-        )
+        if prepared.assignment.may_write:
+            update_status(
+                folder.status,
+                "failed",
+                step=step,
+                reason=account.reason,
+                rank=account.rank,
+                coordinates=account.coordinates,
+                exit_code=78 if account.refused else 1,
+                pid=os.getpid(),
+            )
     if account.refused:
         raise ConfigError(account.reason)
     Console(stderr=True).line(f"failed after step {step}; everything is in {folder.path}\n{account.text}", style="red")

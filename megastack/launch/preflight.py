@@ -9,23 +9,28 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from megastack.assemble.data import identity
-from megastack.checkpoint.folder import Resume, checkpoint_fault, resolve_resume
+from megastack.checkpoint.find import CHECKPOINTS, NoCheckpointError, find_checkpoint
+from megastack.checkpoint.folder import Resume, resolve_resume
 from megastack.checkpoint.manifest import read_trainer
+from megastack.checkpoint.recovery import recover
 from megastack.config.compose import to_yaml
 from megastack.config.schema import TrainConfig
 from megastack.data.continuity import identity_faults
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, Fault, Violation
 from megastack.faults import Faults, ModelShapes, ask_data, ask_model, check_fit, check_moments
+from megastack.launch.environment import job
 from megastack.launch.worker import Assignment
-from megastack.observe.folder import RunFolder, claim
+from megastack.observe.files import replace_text
+from megastack.observe.folder import RunFolder, TakenFolder, claim, claim_exactly
 from megastack.observe.metrics import tensorboard_installed
+from megastack.observe.ownership import FolderInUse, living_owner
 from megastack.observe.status import write_status
 
 DEGREES = ("parallel.pp", "parallel.dp", "parallel.cp", "parallel.tp")
@@ -37,13 +42,15 @@ class Inspected:
 
     dataset: Dataset
     resume: Resume
+    weights: Path | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that may start."""
+    """A run that may start, and whose folder this process owns: to be released, or undone."""
 
     assignment: Assignment
+    taken: TakenFolder
     dataset: Dataset
     notes: tuple[str, ...]
 
@@ -67,22 +74,24 @@ def inspect(
     shapes = ask_model(config, faults)
     dataset = ask_data(config, faults)
     resume = faults.ask(lambda: resolve(config), "resume", "run.dir", "run.root", "checkpoint.on_corrupt")
-    checkpoint = None if resume is None else resume.checkpoint
+    checkpoint, weights = None if resume is None else resume.checkpoint, None
     if checkpoint is not None:
         faults.ask(lambda: _check_identity(config, dataset, checkpoint), "seed", "batch")
         faults.ask(lambda: check_fit("resume", checkpoint, shapes, config.checkpoint.strict), "checkpoint.strict")
         if config.checkpoint.strict:
             faults.ask(lambda: check_moments(checkpoint, shapes, config), "checkpoint.strict", "optim")
     else:
-        faults.ask(lambda: _check_weights(config, shapes), "checkpoint.load_weights", "checkpoint.strict")
+        weights = faults.ask(lambda: _check_weights(config, shapes), "checkpoint.load_weights", "checkpoint.strict")
     faults.ask(lambda: _check_device(config), "device")
     faults.ask(lambda: _check_tensorboard(config), "observe.tensorboard")
-    if not continues(resume):
+    if resume is not None and continues(resume):
+        faults.ask(lambda: _check_owner(config, resume))
+    else:
         faults.ask(lambda: _check_folder(config), "run.dir", "run.root")
     faults.require_none()
     if dataset is None or resume is None:  # a layer or a source that breaks without a word of its own
         raise ConfigError("the data or the run folder cannot be used")
-    return Inspected(dataset, resume)
+    return Inspected(dataset, resume, weights)
 
 
 def prepare(config: TrainConfig, overrides: Sequence[str] = (), broken: Sequence[Fault] = ()) -> Prepared:
@@ -97,14 +106,21 @@ def take(config: TrainConfig, overrides: Sequence[str], found: Inspected) -> Pre
         ConfigError: it cannot be made or written.
     """
     resume = found.resume
-    folder = _folder(config, resume)
+    taken = _folder(config, resume)
+    folder = RunFolder(taken.path)
     try:
+        resume = _recovered(resume)
         _describe(folder, config, overrides)
         write_status(folder.status, "running", checkpoint=None if resume.checkpoint is None else str(resume.checkpoint))
-    except OSError as error:
-        raise ConfigError(f"run.dir={folder.path}: cannot be written ({error})") from None
-    assignment = Assignment(config, folder.path, resume.checkpoint, os.getpid())
-    return Prepared(assignment, found.dataset, _notes(config, resume, found.dataset))
+    except BaseException as error:
+        taken.undo()
+        if isinstance(error, OSError):
+            raise ConfigError(f"run.dir={folder.path}: cannot be written ({error})") from None
+        raise
+    assignment = Assignment(
+        config, folder.path, resume.checkpoint, os.getpid(), ownership=taken.ownership, weights=found.weights
+    )
+    return Prepared(assignment, taken, found.dataset, _notes(config, resume, found.dataset))
 
 
 def resolve(config: TrainConfig) -> Resume:
@@ -123,17 +139,20 @@ def _check_identity(config: TrainConfig, dataset: Dataset | None, checkpoint: Pa
         raise ConfigError.of(found)
 
 
-def _check_weights(config: TrainConfig, shapes: ModelShapes | None) -> None:
+def _check_weights(config: TrainConfig, shapes: ModelShapes | None) -> Path | None:
+    """The checkpoint that the weights come from."""
     key, path = "checkpoint.load_weights", config.checkpoint.load_weights
     if path is None:
-        return
+        return None
     if not Path(path).is_dir():
-        found = "is a file" if Path(path).exists() else "no such folder"
-        raise ConfigError.of([Violation(key, path, found, ("the folder of a checkpoint", None))])
-    if fault := checkpoint_fault(Path(path), content=False):
-        rule = f"is no usable checkpoint ({'; '.join(fault.splitlines())})"
-        raise ConfigError.of([Violation(key, path, rule, ("another checkpoint", None))])
-    check_fit(key, Path(path), shapes, config.checkpoint.strict)
+        what = "is a file" if Path(path).exists() else "no such folder"
+        raise ConfigError.of([Violation(key, path, what, ("the folder of a checkpoint or of a run", None))])
+    try:
+        found = find_checkpoint(Path(path))
+    except NoCheckpointError as error:
+        raise ConfigError.of([Violation(key, path, error.rule, (error.advice, None))]) from None
+    check_fit(key, found, shapes, config.checkpoint.strict)
+    return found
 
 
 def _check_device(config: TrainConfig) -> None:
@@ -160,23 +179,47 @@ def _check_folder(config: TrainConfig) -> None:
         raise ConfigError.of([Violation(key, wanted, f"cannot be created ({rule})", ("another folder",))])
 
 
-def _folder(config: TrainConfig, resume: Resume) -> RunFolder:
+def _recovered(resume: Resume) -> Resume:
+    """The same once what a crash cut short in the run's folder is finished, now that it is owned."""
+    if resume.run_dir is None:
+        return resume
+    adopted, checkpoint = recover(resume.run_dir / CHECKPOINTS), resume.checkpoint
+    return resume if checkpoint is None else replace(resume, checkpoint=adopted.get(checkpoint, checkpoint))
+
+
+def _check_owner(config: TrainConfig, resume: Resume) -> None:
+    if resume.run_dir is not None and (living := living_owner(resume.run_dir, job())) is not None:
+        raise _in_use(config, resume, str(living))
+
+
+def _in_use(config: TrainConfig, resume: Resume, owner: str) -> ConfigError:
+    key, value = ("run.dir", config.run.dir) if config.resume == "auto" else ("resume", config.resume)
+    where = "" if key == "run.dir" else f"the newest run {resume.run_dir} "
+    advice = ("another run.dir", "this one when that process has ended")
+    return ConfigError.of([Violation(key, value, f"{where}is in use by {owner}", advice)])
+
+
+def _folder(config: TrainConfig, resume: Resume) -> TakenFolder:
     """``auto`` and ``last`` continue in the folder of the checkpoint; everything else takes a new one."""
-    if continues(resume) and resume.run_dir is not None:
-        return RunFolder(resume.run_dir)
     try:
-        return claim(config.run.dir, config.run.root)
+        if resume.run_dir is not None:
+            return claim_exactly(resume.run_dir, job())
+        return claim(config.run.dir, config.run.root, job=job())
+    except FolderInUse as error:
+        raise _in_use(config, resume, str(error)) from None
     except OSError as error:
-        raise ConfigError(f"run.dir={config.run.dir or config.run.root}: cannot be created ({error})") from None
+        what = "written" if continues(resume) else "created"
+        where = resume.run_dir or config.run.dir or config.run.root
+        raise ConfigError(f"run.dir={where}: cannot be {what} ({error})") from None
 
 
 def _describe(folder: RunFolder, config: TrainConfig, overrides: Sequence[str]) -> None:
     """The configuration and the choices that it came from; accounts of failures of an earlier try go."""
     folder.hydra.mkdir(exist_ok=True)
     for path in (folder.config, folder.hydra / "config.yaml"):
-        path.write_text(to_yaml(config), encoding="utf-8")
+        replace_text(path, to_yaml(config))
     choices = "".join(f"- {json.dumps(override, ensure_ascii=False)}\n" for override in overrides)
-    (folder.hydra / "overrides.yaml").write_text(choices or "[]\n", encoding="utf-8")
+    replace_text(folder.hydra / "overrides.yaml", choices or "[]\n")
     if config.launch.elastic and folder.starts.exists():
         return  # each start has its own
     for record in (*folder.failures.glob("rank_*.json"), *folder.watch.glob("rank_*.json")):

@@ -6,6 +6,7 @@ are an agent's own failures, not the job's starts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,13 @@ from typing import Any
 
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.errors import MegastackError
 from megastack.observe.failure import read_failures, silent_ranks
 from megastack.observe.files import LineFile
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, row
+from megastack.observe.ownership import TakenOver
 from megastack.observe.status import read_status, update_status
+from megastack.records import RecordError, integer, parse_record, string
 
 MOST_TOLD = 160
 """Characters of an earlier reason that a restart repeats."""
@@ -78,16 +80,20 @@ def read_starts(folder: RunFolder) -> list[Start]:
     """The starts so far; a line that a crash cut short is passed over."""
     found = []
     try:
-        lines = folder.starts.read_text(encoding="utf-8").splitlines()
+        lines = folder.starts.read_bytes().splitlines()
     except OSError:
         return []
     for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        found.append(Start(**{name: record[name] for name in Start.__dataclass_fields__}))
+        with contextlib.suppress(RecordError):
+            found.append(_start_of(parse_record(line)))
     return found
+
+
+def _start_of(record: Mapping[str, Any]) -> Start:
+    nodes = None if record.get("nodes") is None else integer(record, "nodes")
+    after = None if record.get("after") is None else string(record, "after")
+    counts = ("restart", "started", "ranks", "dp", "accumulation", "step")
+    return Start(nodes=nodes, after=after, **{name: integer(record, name) for name in counts})
 
 
 def how_it_ended(folder: RunFolder) -> str | None:
@@ -157,10 +163,6 @@ def _record(folder: RunFolder, start: Start, last: Start) -> None:
     metrics = MetricsWriter(folder.metrics, tensorboard=False)
     metrics.write(row("event", start.step, {"name": "restart"} | asdict(start) | fields))
     metrics.close()
-
-
-class TakenOver(MegastackError):
-    """A later start of the job has the run folder."""
 
 
 def is_taken_over(folder: RunFolder) -> bool:

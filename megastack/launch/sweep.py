@@ -7,12 +7,14 @@ leave to the next. An illegal job is listed as refused with its reason and the r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 from megastack.config.compose import draft
 from megastack.config.convert import replace_values
@@ -20,11 +22,12 @@ from megastack.config.overrides import sweep_jobs
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
-from megastack.launch.environment import is_worker
+from megastack.launch.environment import is_worker, job
 from megastack.launch.local import launch
 from megastack.observe.console import Console, number
-from megastack.observe.folder import RunFolder, claim
+from megastack.observe.folder import RunFolder, TakenFolder, claim
 from megastack.observe.metrics import read_metrics
+from megastack.observe.ownership import Heartbeat
 from megastack.plan.describe import short
 from megastack.training.state import RunResult
 
@@ -53,13 +56,14 @@ def sweep_command(options: argparse.Namespace) -> int:
         raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun or srun")
     jobs = sweep_jobs(options.overrides, config_dir=options.config_dir)
     varied = [key for key in _keys(jobs[0]) if len({_value(job, key) for job in jobs}) > 1]
-    folders, done = _Folders(), list[Job]()
-    for position, overrides in enumerate(jobs, 1):
-        shown = "  ".join(f"{key}={_value(overrides, key)}" for key in varied)
-        Console().line(f"\njob {position} of {len(jobs)}  {shown}", style="bold")
-        done.append(_run(options, overrides, position, folders))
-        if done[-1].interrupted:
-            break
+    done = list[Job]()
+    with _Folders() as folders:
+        for position, overrides in enumerate(jobs, 1):
+            shown = "  ".join(f"{key}={_value(overrides, key)}" for key in varied)
+            Console().line(f"\njob {position} of {len(jobs)}  {shown}", style="bold")
+            done.append(_run(options, overrides, position, folders))
+            if done[-1].interrupted:
+                break
     _show(done, varied, left_out=len(jobs) - len(done))
     if options.json:
         Path(options.json).write_text(json.dumps([_record(job) for job in done], indent=1) + "\n", encoding="utf-8")
@@ -71,21 +75,35 @@ class _Folders:
     """The folder of a sweep, taken with its first legal job, and in it one for each job."""
 
     def __init__(self) -> None:
-        self._root: Path | None = None
+        self._taken: TakenFolder | None = None
+        self._beats = contextlib.ExitStack()
 
     def intended(self, config: TrainConfig, position: int) -> TrainConfig:
         """The configuration of the job at ``position``, in a folder that nobody has made yet."""
-        root = self._root or Path(config.run.dir or Path(config.run.root) / "multirun") / "sweep"
+        given = config.run.dir or Path(config.run.root) / "multirun"
+        root = Path(given) / "sweep" if self._taken is None else self._taken.path
         return replace_values(config, {"run.dir": str(root / str(position))})
 
     def job(self, config: TrainConfig, position: int) -> str:
         """Where the job at ``position`` goes, now that it is legal."""
-        if self._root is None:
+        if self._taken is None:
             try:
-                self._root = claim(config.run.dir, Path(config.run.root) / "multirun").path
+                self._taken = claim(config.run.dir, Path(config.run.root) / "multirun", job=job())
             except OSError as error:
                 raise ConfigError(f"run.dir={config.run.dir or config.run.root}: cannot be made ({error})") from None
-        return str(self._root / str(position))
+            self._beats.enter_context(Heartbeat(self._taken.ownership))
+        return str(self._taken.path / str(position))
+
+    def __enter__(self) -> _Folders:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The folder is no longer the sweep's to fill; one that no job came to is removed."""
+        self._beats.close()
+        if self._taken is not None:
+            self._taken.undo()
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str], position: int, folders: _Folders) -> Job:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from megastack.mesh.shape import MeshShape
 from megastack.observe.failure import FailureRecord
 from megastack.observe.folder import RunFolder
 from megastack.observe.logging import set_up_logging
+from megastack.observe.ownership import Ownership, OwnershipGuard
 from megastack.observe.watchdog import JOINING, Watchdog
 from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop
@@ -57,9 +59,11 @@ class Assignment:
         config: a legal configuration.
         folder: the run folder, which exists.
         resume: the checkpoint to continue from.
+        weights: the checkpoint to take the first weights from.
         pid: the process to signal when the run is to stop.
         restart: of an elastic job, 0 for its first start.
         start: what there is to say about this start of an elastic job.
+        ownership: of the run folder, by the process that decided.
     """
 
     config: TrainConfig
@@ -68,6 +72,13 @@ class Assignment:
     pid: int | None = None
     restart: int = 0
     start: str | None = None
+    ownership: Ownership | None = None
+    weights: Path | None = None
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the run folder is still this run's."""
+        return self.ownership is None or self.ownership.held
 
 
 def work(
@@ -99,7 +110,12 @@ def work(
                 first(rank)
             ledger, place, limit_s = Ledger(), shape.coordinates(rank), config.launch.timeout_s
             report = folder.report(rank)
-            with Watchdog(ledger.trail, report, rank, place, limit_s=limit_s, doing=lambda: _whereabouts(loop)):
+            with Watchdog(
+                *(ledger.trail, report, rank, place),
+                limit_s=limit_s,
+                doing=lambda: _whereabouts(loop),
+                may_write=lambda: assignment.may_write,
+            ):
                 mesh = _join(shape, config, ledger)
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
@@ -107,7 +123,7 @@ def work(
                 if assignment.start is not None:
                     log.info(assignment.start)
                 ready = _ready(assignment, mesh, dataset)
-                loop = build_loop(ready, folder, stop, hooks, assignment.resume, assignment.pid, assignment.start)
+                loop = build_loop(ready, folder, stop, hooks, assignment.resume, **_origin(assignment))
                 result = loop.run()
             log.info("%s after step %d", result.status, result.step)
         except BaseException as error:
@@ -120,7 +136,7 @@ def work(
                 echo=is_echo(error) or is_of_others(error, rank),
                 refused=loop is None and is_refusal(error),
             )
-            _leave(record, folder.failure(rank), tell)
+            _leave(record, folder.failure(rank), tell, may_write=assignment.may_write)
             raise
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -139,8 +155,8 @@ def _ready(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Train
     training = build_training(assignment.config, mesh, dataset)
     if assignment.resume is not None:
         training.restore(assignment.resume)
-    elif assignment.config.checkpoint.load_weights is not None:
-        training.load_weights(Path(assignment.config.checkpoint.load_weights))
+    elif assignment.weights is not None:
+        training.load_weights(assignment.weights)
     return training
 
 
@@ -159,13 +175,24 @@ def _failing(loop: Loop | None, error: BaseException) -> str:
     return _whereabouts(loop) + ("" if waiting is None else f", waiting for {waiting}")
 
 
-def _leave(record: FailureRecord, path: Path, tell: Callable[[FailureRecord], object] | None) -> None:
-    """Leave the account of a failure on the disk, or with somebody else where the disk is full."""
+def _leave(
+    record: FailureRecord, path: Path, tell: Callable[[FailureRecord], object] | None, *, may_write: bool
+) -> None:
+    """Leave the account of a failure on the disk, or with the launcher where the disk is full or the folder lost."""
     try:
-        record.write(path)
+        if may_write:
+            record.write(path)
+            return
     except OSError:
-        if tell is not None:
-            tell(record)
+        pass
+    if tell is not None:
+        tell(record)
+
+
+def _origin(assignment: Assignment) -> dict[str, Any]:
+    """What the records of a run say of where it comes from, and what keeps it from writing."""
+    guard = None if assignment.ownership is None else OwnershipGuard(assignment.ownership)
+    return {"pid": assignment.pid, "start": assignment.start, "guard": guard}
 
 
 def is_refusal(error: BaseException) -> bool:

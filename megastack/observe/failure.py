@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megastack.mesh.shape import Axis, describe_coordinates
 from megastack.observe.files import replace_text
+from megastack.records import RecordError, integer, read_record, string
 
 TRACE_KEPT = 10_000
 
@@ -73,6 +74,19 @@ class FailureRecord:
             refused=refused,
         )
 
+    @classmethod
+    def read(cls, path: Path) -> FailureRecord | None:
+        """The record in a file; ``None`` where there is none to be read."""
+        try:
+            record = read_record(path)
+            for name in ("rank", "time_ns", "step"):
+                integer(record, name)
+            for name in ("coordinates", "action", "error", "trace", "message"):
+                string(record, name)
+            return cls(**record)
+        except (OSError, RecordError, TypeError):
+            return None
+
     def write(self, path: Path) -> None:
         """Write the record; readers see all of it or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,8 +109,8 @@ class FailureRecord:
 
 def read_failures(folder: Path) -> list[FailureRecord]:
     """The records in a folder, in order of importance (:func:`by_cause`)."""
-    paths = folder.glob("rank_*.json")
-    return by_cause([FailureRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths])
+    found = [FailureRecord.read(path) for path in folder.glob("rank_*.json")]
+    return by_cause(record for record in found if record is not None)
 
 
 def by_cause(records: Iterable[FailureRecord]) -> list[FailureRecord]:

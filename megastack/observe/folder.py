@@ -1,15 +1,22 @@
 """The run folder: its layout, and how one is taken.
 
-``config.yaml``, ``.hydra/``, ``metrics.jsonl``, TensorBoard events, ``checkpoints/``, ``logs/``, ``dump/`` and
-``status.json`` live in it. A folder is created exclusively: of runs that start in the same second each gets its own.
+``config.yaml``, ``.hydra/``, ``metrics.jsonl``, TensorBoard events, ``checkpoints/``, ``logs/``, ``dump/``,
+``status.json`` and ``owner/`` live in it. A folder is created exclusively: of runs that start in the same second each
+gets its own. One that is there belongs to one process at a time (:mod:`megastack.observe.ownership`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megastack.observe.claims import NO_JOB, Job
+from megastack.observe.ownership import Ownership, claim_new, take_ownership
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class RunFolder:
 
     @property
     def hydra(self) -> Path:
-        """The command line's choices; whoever makes this folder owns the run."""
+        """The command line's choices."""
         return self.path / ".hydra"
 
     @property
@@ -93,21 +100,54 @@ class RunFolder:
         return self.path / "dump" / f"step_{step}.safetensors"
 
 
-def claim(directory: str | Path | None, root: str | Path, now: float | None = None) -> RunFolder:
+@dataclass(frozen=True)
+class TakenFolder:
+    """A run folder that a start owns.
+
+    Attributes:
+        path: the folder.
+        ownership: of this start.
+        made: the folders that were made for it, outermost first.
+        empty: whether there was nothing in it.
+    """
+
+    path: Path
+    ownership: Ownership
+    made: tuple[Path, ...] = ()
+    empty: bool = True
+
+    def undo(self) -> None:
+        """Leave the folder as it was before a start that cannot go on: what it wrote into an empty one goes."""
+        if not self.empty:
+            return self.ownership.discard() if self.ownership.number == 1 else self.ownership.release()
+        folder = RunFolder(self.path)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder.hydra)
+        for file in (folder.config, folder.status, folder.starts):
+            with contextlib.suppress(OSError):
+                file.unlink()
+        self.ownership.discard()
+        _remove_empty(self.made)
+
+
+def claim(
+    directory: str | Path | None, root: str | Path, now: float | None = None, *, job: Job = NO_JOB
+) -> TakenFolder:
     """Create the folder of a new run.
 
-    A folder belongs to whoever makes ``.hydra`` in it, so an empty one that was there already will do, for one run.
+    A folder belongs to whoever makes the first claim to it, so an empty one that was there will do, for one run.
 
     Args:
         directory: ``run.dir``; ``None`` makes ``root/<date>/<time>``.
         root: ``run.root``.
         now: unix seconds, for the name.
+        job: what this is a start of.
 
     Returns:
         The folder, which no other run has; a taken name gets ``-2``, ``-3``, …
 
     Raises:
-        OSError: it cannot be made, or what is there is no folder.
+        OSError: it cannot be made, or what is there is not a folder.
     """
     if directory is None:
         moment = time.localtime(now)
@@ -115,22 +155,64 @@ def claim(directory: str | Path | None, root: str | Path, now: float | None = No
     base = Path(directory)
     if base.exists() and not base.is_dir():
         raise NotADirectoryError(f"{base} is a file, not a folder")
-    base.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         path = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        if _take(path):
-            return RunFolder(path)
+        if (taken := _take(path, job)) is not None:
+            return taken
     raise AssertionError("unreachable")
 
 
-def _take(path: Path) -> bool:
+def claim_exactly(directory: str | Path, job: Job = NO_JOB) -> TakenFolder:
+    """Claim a run folder under its own name, making it where it is not there; what it holds stays.
+
+    Raises:
+        FolderInUse: it has an owner that lives.
+        OSError: it cannot be made or claimed; nothing is left of the attempt.
+    """
+    path = Path(directory)
+    made = _make(path)
     try:
-        path.mkdir()
-    except FileExistsError:
+        empty = not any(path.iterdir())
+        return TakenFolder(path, take_ownership(path, job), made, empty)
+    except BaseException:
+        _remove_empty(made)
+        raise
+
+
+def _take(path: Path, job: Job) -> TakenFolder | None:
+    """Claim a folder that is new or empty, and that nobody has claimed."""
+    made = _make(path)
+    try:
         if not path.is_dir() or any(path.iterdir()):
-            return False
+            return None
+        if (ownership := claim_new(path, job)) is not None:
+            return TakenFolder(path, ownership, made)
+        return None
+    except BaseException:
+        _remove_empty(made)
+        raise
+
+
+def _make(path: Path) -> tuple[Path, ...]:
+    """Make a folder and those above it; the ones that were not there, outermost first.
+
+    Raises:
+        OSError: one cannot be made; none is left.
+    """
+    missing = list(itertools.takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
+    made: list[Path] = []
     try:
-        (path / ".hydra").mkdir()
-    except FileExistsError:
-        return False
-    return True
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another start was faster
+                folder.mkdir()
+                made.append(folder)
+    except OSError:
+        _remove_empty(made)
+        raise
+    return tuple(made)
+
+
+def _remove_empty(made: Sequence[Path]) -> None:
+    with contextlib.suppress(OSError):  # not empty: somebody else's
+        for path in reversed(made):
+            path.rmdir()

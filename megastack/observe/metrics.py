@@ -6,6 +6,7 @@ beyond the resumed step are superseded; :func:`read_metrics` keeps the last row 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megastack.observe.files import LineFile
+from megastack.records import RecordError, integer, parse_record, string
 
 Row = dict[str, Any]
 
@@ -98,10 +100,11 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path, kind: str = "train") -> list[Row]:
-    """The rows of a kind by ascending step, the last one of each step."""
+    """The rows of a kind by ascending step, the last one of each step; a line that is not a row is passed over."""
     rows: dict[int, Row] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        found = json.loads(line)
-        if found["kind"] == kind:
-            rows[found["step"]] = found
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(RecordError):
+            found = parse_record(line)
+            if string(found, "kind") == kind:
+                rows[integer(found, "step")] = found
     return [rows[step] for step in sorted(rows)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megastack.observe.files import replace_text
+from megastack.records import MOST, RecordError, integer, read_record, string
 
 FIELDS = ("status", "step", "checkpoint", "reason", "rank", "coordinates", "exit_code", "pid", "start", "time")
 EXIT_CODES = {"completed": 0, "preempted": 75, "failed": 1, "diverged": 1}
@@ -32,9 +33,14 @@ def update_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
-    """The record, or ``None`` where there is none to be read."""
+    """The record with all its fields, or ``None`` where there is none to be read."""
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = dict.fromkeys(FIELDS) | read_record(path)
+        string(record, "status")
+        for name in ("step", "pid", "rank", "exit_code"):
+            record[name] is None or integer(record, name, least=-MOST)
+        for name in ("checkpoint", "reason", "coordinates", "start"):
+            record[name] is None or string(record, name)
+    except (OSError, RecordError):
         return None
     return record

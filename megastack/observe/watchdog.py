@@ -7,6 +7,7 @@ together: operations are numbered alike on all ranks, so it can be seen who did 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 from megastack.comm.trail import Operation, Trail
 from megastack.mesh.shape import Axis, describe_coordinates
 from megastack.observe.files import replace_text
+from megastack.records import RecordError, integer, integers, mapping, number, read_record, sequence, string
 
 LOOKS = 10
 """How often the thread looks within the time-out, at most once a second."""
@@ -61,12 +63,32 @@ class Report:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Report:
-        """The inverse of ``dataclasses.asdict``, after a journey as JSON."""
-        waiting = record["waiting"]
-        if waiting is not None:
-            axis, op, number, shape, ranks = waiting
-            waiting = Operation(axis, op, number, tuple(shape), tuple(ranks))
-        return cls(**{**record, "waiting": waiting})
+        """The inverse of ``dataclasses.asdict``, after a journey as JSON.
+
+        Raises:
+            RecordError: it is not such a record.
+        """
+        waiting = None
+        if record.get("waiting") is not None:
+            parts = dict(zip(Operation._fields, sequence(record, "waiting"), strict=False))
+            waiting = Operation(
+                string(parts, "axis"),
+                string(parts, "op"),
+                integer(parts, "number"),
+                integers(parts, "shape"),
+                integers(parts, "ranks"),
+            )
+        counts = mapping(record, "counts")
+        return cls(
+            rank=integer(record, "rank"),
+            coordinates=string(record, "coordinates"),
+            time_ns=integer(record, "time_ns"),
+            doing=string(record, "doing"),
+            seconds=number(record, "seconds"),
+            waiting=waiting,
+            counts={line: integer(counts, line) for line in counts},
+            **{name: [str(each) for each in sequence(record, name)] for name in ("operations", "actions", "stack")},
+        )
 
     @property
     def who(self) -> str:
@@ -93,6 +115,7 @@ class Watchdog:
         coordinates: its place on the mesh.
         limit_s: how long nothing may move.
         doing: what the rank is busy with, in words.
+        may_write: whether its run still has the folder.
     """
 
     def __init__(
@@ -104,9 +127,11 @@ class Watchdog:
         *,
         limit_s: float,
         doing: Callable[[], str],
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         self._trail, self._path, self._doing, self._limit_s = trail, path, doing, limit_s
         self._rank, self._coordinates = rank, describe_coordinates(coordinates)
+        self._may_write = may_write
         self._over = threading.Event()
         self._written: float | None = None
         self._main = threading.get_ident()
@@ -126,7 +151,7 @@ class Watchdog:
 
     def write(self) -> None:
         """Write the report, unless one is there: what was true when the time was over tells more."""
-        if self._written is not None:
+        if self._written is not None or not self._may_write():
             return
         self._written = time.monotonic()
         try:
@@ -170,9 +195,12 @@ def _stack(thread: int) -> list[str]:
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """The reports in a folder, by rank."""
-    paths = sorted(folder.glob("rank_*.json"))
-    return [Report.from_record(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    """The reports in a folder, by rank; a file that is not a report is passed over."""
+    found = []
+    for path in sorted(folder.glob("rank_*.json")):
+        with contextlib.suppress(OSError, RecordError):
+            found.append(Report.from_record(read_record(path)))
+    return found
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Recorder:
         pid: the process to signal when the run is to stop.
         last_checkpoint: the newest one that the run can be resumed from.
         elastic: what there is to say about this start of an elastic job, for the status.
+        guard: raises where this run may no longer write; called before it does.
         baseline: nats per token of a bigram model on the validation split, computed when it is asked for.
         stages: by the 0-based step at which it begins, what a later stage of the data is.
     """
@@ -53,6 +54,7 @@ class Recorder:
     pid: int | None = None
     last_checkpoint: Path | None = None
     elastic: str | None = None
+    guard: Callable[[], None] | None = None
     baseline: Callable[[], float | None] | None = None
     stages: Mapping[int, str] = field(default_factory=dict)
     _trained_s: float = 0.0
@@ -159,8 +161,13 @@ class Recorder:
     def _write(self, entry: Row) -> bool:
         """Write a row where this rank records; whether it does."""
         if self.metrics is not None:
+            self._require_writable()
             self.metrics.write(entry)
         return self.metrics is not None
+
+    def _require_writable(self) -> None:
+        if self.guard is not None:
+            self.guard()
 
     def _running(self, step: int) -> None:
         self._status_at = time.monotonic()
@@ -168,6 +175,7 @@ class Recorder:
 
     def _status(self, status: str, **fields: Any) -> None:
         if self.status is not None:
+            self._require_writable()
             last = self.last_checkpoint
             path = None if last is None else str(last)
             write_status(self.status, status, checkpoint=path, pid=self.pid, start=self.elastic, **fields)

@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megastack.errors import CheckpointError
+from megastack.records import RecordError, integer
+
 
 @dataclass
 class Progress:
@@ -31,8 +34,15 @@ class Progress:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Progress:
-        """The inverse of :meth:`as_json`; other keys of a trainer record are ignored."""
-        return cls(**{name: int(record[name]) for name in cls.__dataclass_fields__})
+        """The inverse of :meth:`as_json`; other keys of a trainer record are ignored.
+
+        Raises:
+            CheckpointError: a count is missing or not a count.
+        """
+        try:
+            return cls(**{name: integer(record, name) for name in cls.__dataclass_fields__})
+        except RecordError as error:
+            raise CheckpointError(f"the trainer's state: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """Which checkpoint counts: listing, falling back, resuming, removing."""
 
 import os
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megastack.checkpoint import usable
 from megastack.checkpoint.folder import (
     Resume,
     checkpoint_fault,
@@ -16,7 +19,9 @@ from megastack.checkpoint.folder import (
     resolve_resume,
 )
 from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.manifest import FileRecord, dump_manifest, read_manifest
 from megastack.checkpoint.save import save
+from megastack.checkpoint.usable import Verified
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 
@@ -124,9 +129,10 @@ def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{file}: crc32"):
         resolve_resume(str(at(folder, 4)), None, tmp_path)
     for inside in (folder, tmp_path / "run"):
-        with pytest.raises(CheckpointError, match=rf"is no usable checkpoint \(.*\); use {at(folder, 4)}$"):
+        said = rf"={inside}: is no usable checkpoint \({file}: crc32 .*\); use {at(folder, 2)}, or null"
+        with pytest.raises(CheckpointError, match=said):
             resolve_resume(str(inside), None, tmp_path)
-    with pytest.raises(CheckpointError, match=r"nowhere/manifest\.json: missing"):
+    with pytest.raises(CheckpointError, match=r"nowhere: is no usable checkpoint \(no such folder\)"):
         resolve_resume(str(tmp_path / "nowhere"), None, tmp_path)
 
 
@@ -176,3 +182,72 @@ def test_damaged_checkpoints_do_not_count_among_the_kept(tmp_path: Path) -> None
     damage(folder, 6, "truncate")
     assert keep_last(folder, 1) == [at(folder, 2)]
     assert [entry.step for entry in list_checkpoints(folder)] == [4, 6]
+
+
+def test_a_checkpoint_counts_among_the_kept_if_a_resume_would_take_it(tmp_path: Path) -> None:
+    """Damage that only the content shows: what is kept is what resume=auto falls back to."""
+    folder = write(tmp_path, 2, 4, 6, 8)
+    damage(folder, 8)
+    damage(folder, 6)
+    assert keep_last(folder, 2) == []
+    assert resolve_resume("auto", tmp_path, tmp_path).checkpoint == at(folder, 4)
+    assert keep_last(folder, 1) == [at(folder, 2)]
+    assert [entry.step for entry in list_checkpoints(folder)] == [4, 6, 8]
+    damage(folder, 4)
+    write(tmp_path, 2)
+    assert keep_last(folder, 1) == []
+    assert resolve_resume("auto", tmp_path, tmp_path).checkpoint == at(folder, 2)
+
+
+def test_trainer_state_that_cannot_be_used_is_damage_too(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2, 4)
+    path = at(folder, 4)
+    manifest = read_manifest(path)
+    text = '{"step": -4}\n'
+    (path / "trainer.json").write_text(text)
+    record = FileRecord("trainer.json", len(text), zlib.crc32(text.encode()))
+    (path / "manifest.json").write_text(dump_manifest(replace(manifest, files={**manifest.files, record.name: record})))
+    assert resolve_resume("auto", tmp_path, tmp_path).checkpoint == at(folder, 2)
+    assert keep_last(folder, 1) == []
+
+
+def test_what_a_process_has_verified_is_read_again_only_when_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, verified, read = write(tmp_path, 2, 4, 6), Verified(), list[str]()
+    whole = usable.file_fault
+    monkeypatch.setattr(usable, "file_fault", lambda f, file, *given: read.append(f.name) or whole(f, file, *given))
+    verified.trust(at(folder, 6))
+    assert keep_last(folder, 3, verified=verified) == []
+    assert set(read) == {"step_00000002", "step_00000004"}
+    read.clear()
+    assert keep_last(folder, 3, verified=verified) == [] and read == []
+    damage(folder, 6)
+    os.utime(at(folder, 6) / "rank_00000.safetensors", (1, 1))
+    assert keep_last(folder, 1, verified=verified) == [at(folder, 2)] and set(read) == {"step_00000006"}
+
+
+def test_what_could_not_be_read_in_time_does_not_count_yet(tmp_path: Path) -> None:
+    folder, verified = write(tmp_path, 2, 4, 6, 8), Verified()
+    assert keep_last(folder, 1, verified=verified, limit_s=-1.0) == []
+    verified.trust(at(folder, 6))
+    assert keep_last(folder, 1, verified=verified, limit_s=-1.0) == [at(folder, 2), at(folder, 4)]
+    assert keep_last(folder, 1, verified=verified) == [at(folder, 6)]
+
+
+def test_steps_of_a_future_that_the_run_left_neither_count_nor_go(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2, 4, 10, 12, 6)
+    assert keep_last(folder, 1, upto=6) == [at(folder, 2), at(folder, 4)]
+    assert [entry.step for entry in list_checkpoints(folder)] == [6, 10, 12]
+
+
+def test_latest_has_to_be_a_name_of_a_checkpoint_beside_it(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2)
+    write(tmp_path / "other", 4)
+    elsewhere = b"../other/checkpoints/step_00000004"
+    for content in (elsewhere, b"\xff", b"step_0000000\xd9\xa2", b"step_00000002\0", b"{}", b"/"):
+        (folder / "latest").write_bytes(content)
+        assert read_latest(folder) is None
+    (folder / "latest").unlink()
+    (folder / "latest").mkdir()
+    assert read_latest(folder) is None

@@ -11,7 +11,7 @@ from megastack.checkpoint import asynchronous, write
 from megastack.checkpoint.folder import list_checkpoints, newest_complete
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.saver import Saver
-from megastack.errors import CheckpointError
+from megastack.errors import CheckpointError, MegastackError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.testing.ranks import run_ranks
@@ -73,3 +73,40 @@ def test_an_error_of_the_writer_comes_with_the_next_save(tmp_path: Path, monkeyp
     assert newest_complete(tmp_path) == tmp_path / "step_00000004"
     assert [saved.step for saved in [*saver.save(8, state(8)), *saver.settle()]] == [8]
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000004", "step_00000008"]
+
+
+def test_a_damaged_newest_does_not_cost_the_one_that_resumes(tmp_path: Path) -> None:
+    """Of an earlier process, with the right size; and of this one, damaged after it was written."""
+    for step in (2, 4, 6):
+        Saver(tmp_path, Mesh.single()).save(step, state(step))
+    _flip(tmp_path, 6)
+    saver = Saver(tmp_path, Mesh.single(), keep=2, loaded=tmp_path / "step_00000004")
+    saver.save(5, state(5))
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [4, 5, 6]
+    _flip(tmp_path, 5)
+    saver.save(7, state(7))
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [4, 5, 6, 7]
+
+
+def _flip(folder: Path, step: int) -> None:
+    file = folder / f"step_{step:08d}" / "rank_00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_saver_that_may_no_longer_write_removes_nothing(tmp_path: Path) -> None:
+    """Neither a checkpoint, nor what is being written where its own was."""
+    for step in (2, 4):
+        Saver(tmp_path, Mesh.single()).save(step, state(step))
+
+    def lost() -> None:
+        raise MegastackError("taken over")
+
+    for beside in (False, True):
+        saver = Saver(tmp_path, Mesh.single(), asynchronous=beside, keep=1, guard=lost)
+        (tmp_path / ".step_00000006.writing").mkdir(exist_ok=True)
+        with pytest.raises(CheckpointError, match="taken over"):
+            saver.save(6, state(6))
+            saver.settle()
+        assert sorted(os.listdir(tmp_path)) == [".step_00000006.writing", "latest", "step_00000002", "step_00000004"]

@@ -12,7 +12,7 @@ import torch
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.config.compose import compose
 from megastack.errors import MegastackError
-from megastack.launch.restarts import Guard, note_start
+from megastack.launch.restarts import Guard, note_start, read_starts
 from megastack.observe.folder import RunFolder
 from megastack.observe.status import write_status
 from tests.faulty_mlp import fault
@@ -99,6 +99,15 @@ def test_spare_ranks_share_a_refusal(tmp_path: Path, capfd: pytest.CaptureFixtur
 def test_without_the_key_another_world_stays_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert join(tmp_path, torchrun, 1, "parallel.dp=2", "resume=auto") == [78]
     assert "parallel.dp=2: pp·dp·cp·tp = 2 must be the world of 1 ranks" in capfd.readouterr().err
+
+
+def test_starts_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    good = {"restart": 0, "nodes": None, "started": 2, "ranks": 2, "dp": 1, "accumulation": 4, "step": 0, "after": None}
+    wrong = [b"", b"{", b"[" * 100_000, b"[]", b"\xff", *(json.dumps(good | {name: "1"}).encode() for name in good)]
+    wrong.remove(json.dumps(good | {"after": "1"}).encode())
+    folder.starts.write_bytes(b"\n".join([*wrong, json.dumps(good | {"time": 1.0}).encode(), b'{"restart": 1']))
+    assert [start.started for start in read_starts(folder)] == [2]
 
 
 def test_a_start_ends_when_a_later_one_has_the_folder(tmp_path: Path) -> None:

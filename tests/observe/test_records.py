@@ -12,6 +12,8 @@ from megastack.observe.console import Console
 from megastack.observe.failure import FailureRecord, read_failures, silent_ranks
 from megastack.observe.logging import set_up_logging
 from megastack.observe.status import FIELDS, read_status, update_status, write_status
+from megastack.observe.watchdog import read_reports
+from tests.test_records import BROKEN
 
 HERE = {Axis.PP: 1, Axis.DP: 0, Axis.CP: 0, Axis.TP: 1}
 
@@ -52,6 +54,17 @@ def test_status_has_all_fields_and_keeps_what_an_update_does_not_say(tmp_path):
     assert (found["exit_code"], found["rank"], found["coordinates"]) == (1, 1, None)
     assert [write_status(path, name)["exit_code"] for name in ("completed", "preempted", "diverged")] == [0, 75, 1]
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_records_that_cannot_be_read_count_as_absent(tmp_path, text):
+    path = tmp_path / "rank_00000.json"
+    for wrong in (text, b'{"status": 1}', b'{"status": "running", "pid": "7"}', b'{"rank": 0}', b'{"counts": []}'):
+        path.write_bytes(wrong)
+        assert read_status(path) is None
+        assert read_failures(tmp_path) == [] and read_reports(tmp_path) == []
+    update_status(path, "running", step=2)
+    assert read_status(path) == dict.fromkeys(FIELDS) | json.loads(path.read_text())
 
 
 def test_a_log_for_each_rank_and_only_warnings_on_the_screen(tmp_path, capsys):

@@ -1,0 +1,145 @@
+"""The identity of a process, so that another one can tell whether it is still running.
+
+A process id alone says little: it is used again, it means another process in another container, and nothing on another
+machine. With the kernel's boot id and the id namespace beside it, it is known where the number is valid; with the time
+at which the process started, that it is the same process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megastack.records import integer, number, string
+
+PROC = Path("/proc")
+_DEAD = ("Z", "X", "x")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process.
+
+    Attributes:
+        host: the host's name, for people; it decides nothing.
+        boot: the kernel's boot id; empty where the system has none.
+        namespace: of process ids, which a container has its own of; empty where the system has none.
+        pid: the process id.
+        ticks: when it started, in clock ticks since boot; 0 where that cannot be known.
+        started: when it started, unix seconds.
+    """
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    ticks: int
+    started: float
+
+    @classmethod
+    def current(cls) -> Process:
+        """This process."""
+        return cls._of(os.getpid())
+
+    @classmethod
+    def parent(cls) -> Process:
+        """The process that started this one."""
+        return cls._of(os.getppid())
+
+    @classmethod
+    def _of(cls, pid: int) -> Process:
+        ticks = (_stat(pid) or ("", 0))[1]
+        return cls(socket.gethostname(), _boot_id(), _namespace(), pid, ticks, _unix_time(ticks))
+
+    @property
+    def key(self) -> str:
+        """A text that no other process has, on this machine or another."""
+        return f"{self.host} {self.boot} {self.namespace} {self.pid} {self.ticks}"
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Process:
+        """The inverse of :meth:`as_json`.
+
+        Raises:
+            RecordError: it is not such a record.
+        """
+        words = {name: string(record, name) for name in ("host", "boot", "namespace")}
+        pid, ticks = integer(record, "pid", least=1, most=2**31), integer(record, "ticks")
+        return cls(**words, pid=pid, ticks=ticks, started=number(record, "started", least=0))
+
+    def as_json(self) -> dict[str, Any]:
+        """The process as a JSON object."""
+        return asdict(self)
+
+    def is_alive(self, observer: Process) -> bool | None:
+        """Whether it is running, as far as ``observer``, this process, can tell; ``None`` where it cannot.
+
+        It cannot where the process id is not one of its own kernel and namespace, whatever the host is called, nor of
+        itself: a program that replaced itself (``exec``) keeps id and start time.
+        """
+        same_place = (self.boot, self.namespace) == (observer.boot, observer.namespace) and bool(self.boot)
+        if not same_place or (self.pid, self.ticks) == (observer.pid, observer.ticks):
+            return None
+        found = _stat(self.pid)
+        if not _exists(self.pid):
+            return False
+        if found is None or not self.ticks:
+            return None  # hidden from this user
+        state, ticks = found
+        return state not in _DEAD and ticks == self.ticks
+
+    def __str__(self) -> str:
+        try:
+            when = datetime.fromtimestamp(self.started).astimezone().isoformat(" ", "seconds")
+        except (ValueError, OverflowError, OSError):
+            when = "an unknown time"
+        return f"process {self.pid} on host {self.host}, started {when}"
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # another user's process
+    return True
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State and start time of a process; ``None`` where they cannot be read."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+        return fields[0], int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _namespace() -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(PROC / "self/ns/pid")
+    return ""
+
+
+def _unix_time(ticks: int) -> float:
+    """When a process started; now, where that is not known."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (PROC / "stat").read_text(encoding="ascii").splitlines()
+        booted = int(next(line for line in lines if line.startswith("btime ")).split()[1])
+        if ticks:
+            return booted + ticks / os.sysconf("SC_CLK_TCK")
+    return time.time()
