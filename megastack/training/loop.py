@@ -18,10 +18,9 @@ from megastack.checkpoint.items import State
 from megastack.checkpoint.saver import Saved, Saver
 from megastack.comm.collectives import all_reduce
 from megastack.data.validation import ValidationBatches
-from megastack.errors import DataError
 from megastack.mesh.mesh import Mesh
 from megastack.observe.memory import peak_memory_bytes
-from megastack.training.agreement import Signature, require_alike
+from megastack.training.agreement import Signature, are_different, fingerprints, require_alike, require_data
 from megastack.training.hooks import Hooks
 from megastack.training.nonfinite import Origin, locate
 from megastack.training.report import Recorder, Spent
@@ -74,6 +73,8 @@ class Loop:
     _saved: int = -1
     _validated: int = -1
     _asked: float = 0.0
+    _unread: Exception | None = None
+    _any_unread: float = 0.0
     _origin: Origin = field(default_factory=lambda: Origin(""))
 
     def __post_init__(self) -> None:
@@ -107,6 +108,8 @@ class Loop:
     def _train_step(self) -> StepOutcome:
         number = self.progress.step + 1
         self.doing = f"training step {number}"
+        if self._any_unread:
+            require_data(self._unread, number, self.mesh)
         self.recorder.step(self.progress.step)
         self.mesh.ledger.reset()
         wanted = number in self.options.dump_steps
@@ -120,22 +123,29 @@ class Loop:
 
         Also compares what the ranks bring to the 0-based step that is coming.
         """
-        memory, signature = float(peak_memory_bytes(self.mesh.device)), self._signature(coming)
-        mark = signature.fingerprint
-        own = torch.tensor([self.stop.code, memory, float(self.saver.busy), mark, -mark], dtype=torch.float64)
-        code, memory, busy, most, least = all_reduce(own.to(self.mesh.device), self.mesh.world, "max").tolist()
-        if most != -least:
+        signature = self._signature(coming)
+        flags = [self.stop.code, float(peak_memory_bytes(self.mesh.device)), self.saver.busy, self._unread is not None]
+        own = torch.tensor([*map(float, flags), *fingerprints(signature)], dtype=torch.float64)
+        reduced = all_reduce(own.to(self.mesh.device), self.mesh.world, "max").tolist()
+        code, memory, busy, self._any_unread, most, least = reduced
+        if are_different(most, least):
             require_alike(signature, self.mesh)
         if not busy:
             self._published(self.saver.settle())
         return code, int(memory)
 
-    def _signature(self, step: int) -> Signature:
-        """What this rank brings to a 0-based step; a step whose data cannot be used fails when it is its turn."""
+    def _signature(self, step: int) -> Signature | None:
+        """What this rank brings to a 0-based step; None, and the error kept, where it cannot read its data.
+
+        The error is raised when it is the turn of the step, if that comes: what was trained before is reported,
+        validated and saved first.
+        """
+        self._unread = None
         try:
             data = self.step.prepare(step)
-        except DataError:
-            return Signature.of(step + 1, [], 0, self._scored)
+        except Exception as error:
+            self._unread = error
+            return None
         return Signature.of(step + 1, data.microbatches, data.tokens, self._scored)
 
     def _report(self, outcome: StepOutcome, spent: Spent) -> bool:
