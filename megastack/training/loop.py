@@ -23,7 +23,7 @@ from megastack.observe.memory import peak_memory_bytes
 from megastack.training.agreement import Signature, are_different, fingerprints, require_alike, require_data
 from megastack.training.hooks import Hooks
 from megastack.training.nonfinite import Origin, locate
-from megastack.training.report import Recorder, Spent
+from megastack.training.report import Losses, Recorder, Spent
 from megastack.training.signals import StopRequest, describe_stop
 from megastack.training.state import Progress, RunResult
 from megastack.training.step import StepOutcome, TrainStep
@@ -150,6 +150,10 @@ class Loop:
 
     def _report(self, outcome: StepOutcome, spent: Spent) -> bool:
         """Count the step and write its row; False, and nothing counted, where the run is to end here."""
+        if outcome.loss is None or outcome.grad_norm is None:
+            self.recorder.no_labels(self.progress.step + 1)
+            self._count(outcome, (None, None), spent, skipped=True)
+            return True
         number, loss, norm = self.progress.step, float(outcome.loss), float(outcome.grad_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         overflow = not finite and math.isfinite(loss) and self.step.loss_scale.may_overflow(outcome.loss_scale)
@@ -161,18 +165,20 @@ class Loop:
             self.recorder.nonfinite(number + 1, (loss, norm), self._origin)
         return counted
 
-    def _count(self, outcome: StepOutcome, losses: tuple[float, float], spent: Spent, *, skipped: bool) -> None:
+    def _count(self, outcome: StepOutcome, losses: Losses, spent: Spent, *, skipped: bool) -> None:
         self.progress.step += 1
         self.progress.skipped += skipped
         self.progress.consumed_tokens += outcome.tokens
         self.progress.consumed_samples += self.options.samples_per_step
-        self._loss = losses[0] if math.isfinite(losses[0]) else None
+        if losses[0] is not None:
+            self._loss = losses[0] if math.isfinite(losses[0]) else None
         row = self.recorder.train(self.progress, outcome, losses, spent, self.mesh.ledger)
         for hook in self.hooks.on_step:
             hook(row)
 
     def _every(self, period: int, action: Callable[[], None]) -> None:
-        if period and self.progress.step % period == 0 and self.progress.step < self.options.steps:
+        """Every ``period`` steps, the last step of the run included; an action is done once for each step."""
+        if period and self.progress.step % period == 0:
             action()
 
     def _validate(self) -> None:
@@ -183,13 +189,11 @@ class Loop:
         if self.validation is None or not self.validation.samples or self._validated == self.progress.step:
             return
         self.doing, self._validated = f"validation after step {self.progress.step}", self.progress.step
-        _set_training(self.stages, False)
-        total = self._score(self.validation)
-        _set_training(self.stages, True)
+        tokens = self.validation.valid_tokens
+        loss = self._score(self.validation) / tokens if tokens else None
         if self._asked:
             return
-        tokens = self.validation.valid_tokens
-        row = self.recorder.validation(self.progress.step, total / tokens, tokens, self.validation.samples)
+        row = self.recorder.validation(self.progress.step, loss, tokens, self.validation.samples)
         for hook in self.hooks.on_validation:
             hook(row)
         if self.sample is not None:
@@ -198,6 +202,7 @@ class Loop:
 
     def _score(self, batches: ValidationBatches) -> float:
         """The sum of the losses of all batches, or of those before the ranks agreed to stop."""
+        _set_training(self.stages, False)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for batch in batches:
             total += self.step.pipeline.evaluate([microbatch.to(self.mesh.device) for microbatch in batch])
@@ -205,6 +210,7 @@ class Loop:
             self._asked = float(all_reduce(own, self.mesh.world, "max"))
             if self._asked:
                 break
+        _set_training(self.stages, True)
         return float(total)
 
     def _checkpoint(self) -> None:

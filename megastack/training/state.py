@@ -17,7 +17,7 @@ class Progress:
         step: completed optimizer steps.
         consumed_tokens: valid targets seen so far, each once.
         consumed_samples: sequences seen so far.
-        skipped: steps whose update was left out because of a non-finite gradient.
+        skipped: steps without an update, because of a non-finite gradient or a global batch without a valid label.
     """
 
     step: int = 0
@@ -42,7 +42,7 @@ class RunResult:
     Attributes:
         status: ``completed``, ``preempted``, ``diverged`` or ``failed``.
         step: completed optimizer steps.
-        loss: the last training loss, mean nats per valid token; ``None`` when no step was made.
+        loss: the last training loss, mean nats per valid token; ``None`` where no step had one, or it is not finite.
         folder: the run folder.
         reason: why, unless it completed.
         interrupted: a signal asked the launcher to stop.
