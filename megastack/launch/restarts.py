@@ -17,7 +17,7 @@ from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import MegastackError
 from megastack.observe.failure import read_failures, silent_ranks
-from megastack.observe.files import LineFile
+from megastack.observe.files import LineFile, read_records
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, row
 from megastack.observe.status import read_status, update_status
@@ -76,18 +76,12 @@ def _change(name: str, before: int | None, now: int) -> str:
 
 def read_starts(folder: RunFolder) -> list[Start]:
     """The starts so far; a line that a crash cut short is passed over."""
-    found = []
+    names = Start.__dataclass_fields__
     try:
-        lines = folder.starts.read_text(encoding="utf-8").splitlines()
+        records = read_records(folder.starts)
     except OSError:
         return []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        found.append(Start(**{name: record[name] for name in Start.__dataclass_fields__}))
-    return found
+    return [Start(**{name: record[name] for name in names}) for record in records if names.keys() <= record.keys()]
 
 
 def how_it_ended(folder: RunFolder) -> str | None:

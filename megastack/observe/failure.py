@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megastack.mesh.shape import Axis, describe_coordinates
-from megastack.observe.files import replace_text
+from megastack.observe.files import read_record, replace_text
 
 TRACE_KEPT = 10_000
 
@@ -94,9 +94,9 @@ class FailureRecord:
 
 
 def read_failures(folder: Path) -> list[FailureRecord]:
-    """The records in a folder, in order of importance (:func:`by_cause`)."""
-    paths = folder.glob("rank_*.json")
-    return by_cause([FailureRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths])
+    """The records in a folder, in order of importance (:func:`by_cause`); what cannot be read is passed over."""
+    found = (read_record(path) for path in folder.glob("rank_*.json"))
+    return by_cause([FailureRecord(**record) for record in found if record is not None])
 
 
 def by_cause(records: Iterable[FailureRecord]) -> list[FailureRecord]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megastack.observe.files import LineFile
+from megastack.observe.files import LineFile, read_records
 
 Row = dict[str, Any]
 
@@ -98,10 +98,9 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path, kind: str = "train") -> list[Row]:
-    """The rows of a kind by ascending step, the last one of each step."""
+    """The rows of a kind by ascending step, the last one of each step; torn rows are passed over."""
     rows: dict[int, Row] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        found = json.loads(line)
-        if found["kind"] == kind:
+    for found in read_records(path):
+        if found.get("kind") == kind and isinstance(found.get("step"), int):
             rows[found["step"]] = found
     return [rows[step] for step in sorted(rows)]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megastack.observe.files import replace_text
+from megastack.observe.files import read_record, replace_text
 
 FIELDS = ("status", "step", "checkpoint", "reason", "rank", "coordinates", "exit_code", "pid", "start", "time")
 EXIT_CODES = {"completed": 0, "preempted": 75, "failed": 1, "diverged": 1}
@@ -33,8 +33,4 @@ def update_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
 
 def read_status(path: Path) -> dict[str, Any] | None:
     """The record, or ``None`` where there is none to be read."""
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record
+    return read_record(path)

@@ -20,7 +20,7 @@ from typing import Any
 
 from megastack.comm.trail import Operation, Trail
 from megastack.mesh.shape import Axis, describe_coordinates
-from megastack.observe.files import replace_text
+from megastack.observe.files import read_record, replace_text
 
 LOOKS = 10
 """How often the thread looks within the time-out, at most once a second."""
@@ -170,9 +170,9 @@ def _stack(thread: int) -> list[str]:
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """The reports in a folder, by rank."""
-    paths = sorted(folder.glob("rank_*.json"))
-    return [Report.from_record(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    """The reports in a folder, by rank; what cannot be read is passed over."""
+    found = (read_record(path) for path in sorted(folder.glob("rank_*.json")))
+    return [Report.from_record(record) for record in found if record is not None]
 
 
 @dataclass(frozen=True)

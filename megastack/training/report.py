@@ -77,9 +77,7 @@ class Recorder:
             self.event(step, "stage", data=self.stages[step])
             self.console.line(f"  after step {step}: {self.stages[step]}")
 
-    def train(
-        self, progress: Progress, outcome: StepOutcome, losses: Losses, spent: Spent, ledger: Ledger
-    ) -> Row:
+    def train(self, progress: Progress, outcome: StepOutcome, losses: Losses, spent: Spent, ledger: Ledger) -> Row:
         """The row of a step that was just counted in ``progress``; ``losses`` are its loss and gradient norm."""
         self._trained_s, self._data_s = self._trained_s + spent.seconds, self._data_s + outcome.data_seconds
         fields = self._train_fields(progress, outcome, losses, spent)
@@ -91,9 +89,7 @@ class Recorder:
                 self._running(progress.step)
         return entry
 
-    def _train_fields(
-        self, progress: Progress, outcome: StepOutcome, losses: Losses, spent: Spent
-    ) -> dict[str, Any]:
+    def _train_fields(self, progress: Progress, outcome: StepOutcome, losses: Losses, spent: Spent) -> dict[str, Any]:
         rate = outcome.tokens / spent.seconds
         used = rate * self.flops_per_token(progress.step - 1) / self.devices
         return {

@@ -9,7 +9,6 @@ from megastack.batch import IGNORED_LABEL
 from megastack.data.packing import PackedSamples, SingleSamples
 from megastack.data.stream import stream_of
 from megastack.data.validation import ValidationBatches, evenly_spread
-from megastack.errors import DataError
 
 SIZE, VOCAB = 3, 100
 

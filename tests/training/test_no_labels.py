@@ -155,8 +155,6 @@ def test_a_validation_without_a_label_has_no_loss(tmp_path: Path) -> None:
     assert told == [None, None] and all(row["samples"] > 0 for row in found)
 
 
-
-
 def test_evaluating_such_a_split_or_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_by_hand(tmp_path / "tail", [[7] * 40 for _ in range(20)] + [[7]] * 50, 8)
     held = [f"data.paths=[{tmp_path}/tail]", "data.source=bin", "data.validation_fraction=0.05", "run.steps=1"]
