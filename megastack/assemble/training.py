@@ -16,6 +16,7 @@ from megastack.checkpoint.collect import items_of, optimizer_items, part_items, 
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.comm.objects import all_gather_objects
+from megastack.config.convert import to_plain
 from megastack.config.schema import TrainConfig
 from megastack.data.blend import History
 from megastack.data.continuity import identity_faults, restored_histories
@@ -73,7 +74,7 @@ class Training:
             *(StateItem.replicated(name, x) for name, x in scalars.items()),
         ]
         trainer = self.progress.as_json() | identity(self.config, self.dataset, self.histories)
-        return State(items, trainer)
+        return State(items, trainer | {"config": to_plain(self.config)})
 
     def weight_items(self) -> list[StateItem]:
         """The weights as checkpoint items; gathers that are under way are waited for."""

@@ -23,6 +23,7 @@ from megastack.data.continuity import identity_faults
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, Fault, Violation
 from megastack.faults import Faults, ask_data, ask_model, check_fit
+from megastack.launch.continuing import resume_notes, weights_notes
 from megastack.launch.worker import Assignment
 from megastack.observe.folder import RunFolder, claim
 from megastack.observe.metrics import tensorboard_installed
@@ -37,6 +38,7 @@ class Inspected:
 
     dataset: Dataset
     resume: Resume
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def inspect(
     faults.require_none()
     if dataset is None or resume is None:  # a layer or a source that breaks without a word of its own
         raise ConfigError("the data or the run folder cannot be used")
-    return Inspected(dataset, resume)
+    return Inspected(dataset, resume, _notes(config, resume, dataset))
 
 
 def prepare(config: TrainConfig, overrides: Sequence[str] = (), broken: Sequence[Fault] = ()) -> Prepared:
@@ -102,7 +104,7 @@ def take(config: TrainConfig, overrides: Sequence[str], found: Inspected) -> Pre
     except OSError as error:
         raise ConfigError(f"run.dir={folder.path}: cannot be written ({error})") from None
     assignment = Assignment(config, folder.path, resume.checkpoint, os.getpid())
-    return Prepared(assignment, found.dataset, _notes(config, resume, found.dataset))
+    return Prepared(assignment, found.dataset, found.notes)
 
 
 def resolve(config: TrainConfig) -> Resume:
@@ -185,7 +187,9 @@ def _describe(folder: RunFolder, config: TrainConfig, overrides: Sequence[str]) 
 def _notes(config: TrainConfig, resume: Resume, dataset: Dataset) -> tuple[str, ...]:
     notes = [f"passed over: {fault}" for fault in resume.skipped]
     if resume.checkpoint is not None:
-        notes.append(f"resumes from {resume.checkpoint}")
+        notes += resume_notes(config, resume.checkpoint)
+    elif config.checkpoint.load_weights is not None:
+        notes += weights_notes(config, Path(config.checkpoint.load_weights))
     if config.observe.tensorboard is None:
         notes.append(f"TensorBoard events: {'on' if tensorboard_installed() else 'off (tensorboard is not installed)'}")
     return (*dataset.describe().splitlines(), *notes)

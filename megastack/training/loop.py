@@ -25,7 +25,7 @@ from megastack.training.hooks import Hooks
 from megastack.training.nonfinite import Origin, locate
 from megastack.training.report import Losses, Recorder, Spent
 from megastack.training.signals import StopRequest, describe_stop
-from megastack.training.state import Progress, RunResult
+from megastack.training.state import Progress, RunResult, nothing_to_train
 from megastack.training.step import StepOutcome, TrainStep
 
 
@@ -83,7 +83,7 @@ class Loop:
 
     def run(self) -> RunResult:
         """Train until the last step, a request to stop, or a loss that is not finite."""
-        self._saved = self.progress.step if self.progress.step else -1
+        self._saved, done = self.progress.step if self.progress.step else -1, self.progress.step
         self.recorder.start(self.progress.step)
         reason, _ = self._agree(self.progress.step)
         while self.progress.step < self.options.steps and not reason:
@@ -103,7 +103,8 @@ class Loop:
             return self._end("preempted", describe_stop(reason or self._asked))
         if self.options.save_at_end:
             self._checkpoint()
-        return self._end("completed", None)
+        idle = done >= self.options.steps
+        return self._end("completed", nothing_to_train(done, self.options.steps) if idle else None)
 
     def _train_step(self) -> StepOutcome:
         number = self.progress.step + 1
