@@ -110,8 +110,10 @@ class Conversion:
         if found is not None:
             return found
         advice: tuple[Any, ...] = ("quotes around it",) if kind is str else ()
-        if kind is int and isinstance(value, float) and value.is_integer():
+        if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             advice = (int(value),)
+        if nullable:
+            advice += next((each.null_hint for each in keys(TrainConfig) if each.name == key), ())
         return self._wrong(key, value, f"{rule} or null" if nullable else rule, advice)
 
     def _missing(self, key: str) -> Unusable:
@@ -134,19 +136,21 @@ def _needs_building(member: dataclasses.Field[Any], kind: Any) -> bool:
 
 def _integer(value: Any) -> int | None:
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
-        return int(value)
+        try:
+            return int(value)
+        except ValueError:  # more digits than Python converts
+            return None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, str):
-        try:
-            value = float(value.replace("_", "x"))
-        except ValueError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
-    return float(value)
+    try:
+        found = float(value.replace("_", "x") if isinstance(value, str) else value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
 
 
 def _truth(value: Any) -> bool | None:

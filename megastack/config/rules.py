@@ -9,7 +9,7 @@ checkpoints) is not asked here, but for the file of a custom schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -80,22 +80,23 @@ def _items_out_of_range(name: str, kind: type, items: Any) -> Iterator[Violation
 
 def _range_violations(name: str, key: Key, value: Any) -> Iterator[Violation]:
     for item in value if isinstance(value, list) else [value]:
+        each = "each " if isinstance(value, list) else ""
         if isinstance(item, float) and not math.isfinite(item):
-            yield Violation(name, value, "must be a finite number")
-        elif item is UNUSABLE or item is None or isinstance(item, str):
+            yield Violation(name, value, f"{each}must be a finite number", key.null_hint)
+            return
+        if item is UNUSABLE or item is None or isinstance(item, str):
             continue
-        elif not all(COMPARISONS[bound][1](item, limit) for bound, limit in key.bounds.items()):
-            each = "each " if isinstance(value, list) else ""
-            yield Violation(name, value, f"{each}must be {describe_bounds(key.bounds)}", _nearest(key, item))
+        broken = {bound: limit for bound, limit in key.bounds.items() if not COMPARISONS[bound][1](item, limit)}
+        if broken:
+            rule = f"at most {broken['limit']}" if "limit" in broken else describe_bounds(key.bounds)
+            yield Violation(name, value, f"{each}must be {rule}", (*_nearest(broken), *key.null_hint))
             return
 
 
-def _nearest(key: Key, value: float) -> tuple[Any, ...]:
+def _nearest(broken: Mapping[str, float]) -> tuple[str, ...]:
     """The bound that was passed, where that is itself legal."""
-    for bound, limit in key.bounds.items():
-        if bound in ("least", "most") and not COMPARISONS[bound][1](value, limit):
-            return (f"{limit} or more" if bound == "least" else f"{limit} or less",)
-    return ()
+    words = {"least": "more", "most": "less", "limit": "less"}
+    return tuple(f"{limit} or {words[bound]}" for bound, limit in broken.items() if bound in words)[:1]
 
 
 def _ask(rule: Rule, config: TrainConfig, world_size: int | None) -> list[Violation]:
