@@ -19,6 +19,7 @@ from megastack.config.fields import COMPARISONS, Key, describe_bounds, keys
 from megastack.config.layout_rules import LAYOUT_RULES
 from megastack.config.schema import BlendSource, DataStage, OptimGroup, TrainConfig
 from megastack.config.stage_rules import STAGE_RULES
+from megastack.config.text_rules import texts_name_something
 from megastack.config.value_rules import VALUE_RULES
 from megastack.errors import ConfigError
 from megastack.errors import Violation as Violation
@@ -43,7 +44,7 @@ def violations(
     """
     if ranks_per_node is not None and config.cluster.ranks_per_node is None:
         config = replace_values(config, {"cluster.ranks_per_node": ranks_per_node})
-    found = list(out_of_range(config))
+    found = [*out_of_range(config), *texts_name_something(config)]
     usable = replace_values(config, {violation.key.partition("[")[0]: UNUSABLE for violation in found})
     for rule in RULES:
         found += _ask(rule, usable, world_size)

@@ -113,6 +113,9 @@ def claim(directory: str | Path | None, root: str | Path, now: float | None = No
         moment = time.localtime(now)
         directory = Path(root) / time.strftime("%Y-%m-%d", moment) / time.strftime("%H-%M-%S", moment)
     base = Path(directory)
+    base = base if base.name not in ("", "..") else base.resolve()  # as of the current folder
+    if not base.name:
+        raise IsADirectoryError(f"{base} is not a folder of its own")
     if base.exists() and not base.is_dir():
         raise NotADirectoryError(f"{base} is a file, not a folder")
     base.parent.mkdir(parents=True, exist_ok=True)
