@@ -20,6 +20,7 @@ from megastack.config.layout_rules import LAYOUT_RULES
 from megastack.config.schema import BlendSource, DataStage, OptimGroup, TrainConfig
 from megastack.config.stage_rules import STAGE_RULES
 from megastack.config.text_rules import texts_name_something
+from megastack.config.typed import typed
 from megastack.config.value_rules import VALUE_RULES
 from megastack.errors import ConfigError
 from megastack.errors import Violation as Violation
@@ -38,14 +39,17 @@ def violations(
     """Everything that stands against running this configuration; empty when it is legal.
 
     Args:
-        config: the configuration; values that stand for something unusable are passed over.
+        config: the configuration, also one that was changed after it was composed; values that stand for something
+            unusable are passed over.
         world_size: the number of ranks where a launcher has fixed it, None where it follows from the degrees.
         ranks_per_node: what a launcher has started on each node; ``cluster.ranks_per_node`` comes first.
     """
+    config, mistyped = typed(config)
     if ranks_per_node is not None and config.cluster.ranks_per_node is None:
         config = replace_values(config, {"cluster.ranks_per_node": ranks_per_node})
-    found = [*out_of_range(config), *texts_name_something(config)]
-    usable = replace_values(config, {violation.key.partition("[")[0]: UNUSABLE for violation in found})
+    found = [*mistyped, *out_of_range(config), *texts_name_something(config)]
+    broken = {violation.key.partition("[")[0] for violation in found}
+    usable = replace_values(config, {key: UNUSABLE for key in ORDER if key in broken})
     for rule in RULES:
         found += _ask(rule, usable, world_size)
     return sorted(found, key=lambda violation: ORDER.get(violation.key.partition("[")[0], len(ORDER)))
@@ -59,6 +63,19 @@ def require_legal(config: TrainConfig, world_size: int | None = None, *, ranks_p
     """
     if found := violations(config, world_size, ranks_per_node=ranks_per_node):
         raise ConfigError.of(found)
+
+
+def with_legal_values(config: TrainConfig, *sections: str) -> TrainConfig:
+    """The configuration with values of the types of the schema, for who reads only some of its sections or keys.
+
+    Raises:
+        ConfigError: a value in them has another type, or is out of its range.
+    """
+    config, mistyped = typed(config)
+    found = [*mistyped, *out_of_range(config)]
+    if read := [each for each in found if any(f"{each.key}.".startswith(f"{name}.") for name in sections)]:
+        raise ConfigError.of(read)
+    return config
 
 
 def out_of_range(config: TrainConfig) -> Iterator[Violation]:

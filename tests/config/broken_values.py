@@ -6,6 +6,8 @@ from megastack.config.choices import Period
 from megastack.config.schema import BlendSource, OptimGroup
 from tests.config.config_cases import LEARNED, LLAMA3, Broken
 
+FINITE = "must be a finite number or null"
+
 VALUES: list[Broken] = [
     # ranges
     ({"parallel.tp": 0}, None, "parallel.tp=0: must be at least 1 and at most 1048576; use 1 or more"),
@@ -50,8 +52,12 @@ VALUES: list[Broken] = [
         None,
         "run.steps=9223372036854775808: must be at most 100000000000; use 100000000000 or less",
     ),
-    ({"optim.clip_norm": float("inf")}, None, "optim.clip_norm=inf: must be a finite number; use null for no clipping"),
-    ({"optim.betas": [0.9, float("nan")]}, None, "optim.betas=[0.9, nan]: each must be a finite number"),
+    (
+        {"optim.clip_norm": float("inf")},
+        None,
+        "optim.clip_norm=inf: must be a finite number or null; use null for no clipping",
+    ),
+    ({"optim.betas": [0.9, float("nan")]}, None, "optim.betas[1]=nan: must be a finite number"),
     ({"lr.floor": 1.5}, None, "lr.floor=1.5: must be at least 0 and at most 1; use 1 or less"),
     ({"optim.lr": float("nan")}, None, "optim.lr=nan: must be a finite number"),
     ({"optim.betas": [0.9, 1.0]}, None, "optim.betas=[0.9, 1.0]: each must be at least 0 and below 1"),
