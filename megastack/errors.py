@@ -48,6 +48,10 @@ class Violation:
         return f"{self.key}={spell(self.value)}: {self.rule}{advice}"
 
 
+_MOST_BITS = 10_000
+"""Python writes out no whole number of many thousands of digits."""
+
+
 def spell(value: Any) -> str:
     """A value as one would write it on the command line: ``null``, ``true``, ``[1, 2]``."""
     if value is None or isinstance(value, bool):
@@ -58,6 +62,8 @@ def spell(value: Any) -> str:
         return "[" + ", ".join(spell(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {spell(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}…"
     return str(value)
 
 

@@ -17,6 +17,7 @@ from megastack.checkpoint.collect import buffer_items, items_of, optimizer_items
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.comm.objects import all_gather_objects
+from megastack.config.convert import to_plain
 from megastack.config.schema import TrainConfig
 from megastack.data.blend import History
 from megastack.data.continuity import identity_faults, restored_histories
@@ -75,7 +76,8 @@ class Training:
             *optimizer_items(kinds, placements, self.mesh),
             *(StateItem.replicated(name, x) for name, x in scalars.items()),
         ]
-        trainer = self.progress.as_json() | identity(self.config, self.dataset, self.histories)
+        described = {"config": to_plain(self.config)} | identity(self.config, self.dataset, self.histories)
+        trainer = self.progress.as_json() | described
         return State(items, trainer | ({STARTS: optimizer.starts} if optimizer.starts else {}))
 
     def weight_items(self) -> list[StateItem]:

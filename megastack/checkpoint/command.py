@@ -102,7 +102,8 @@ def _show(path: Path) -> Answer:
         shape = "×".join(map(str, tensor.shape)) or "scalar"
         size = prod(tensor.shape) * ITEM_SIZES[tensor.dtype]
         tensors.append((name, tensor.dtype, shape, str(len(tensor.boxes)), _bytes(size)))
-    state = [("trainer", "value"), *((key, json.dumps(value)) for key, value in trainer.items())]
+    told = {key: value for key, value in trainer.items() if key != "config"}  # pages of it; --json has it
+    state = [("trainer", "value"), *((key, json.dumps(value)) for key, value in told.items())]
     text = "\n\n".join([head, _table(files), _table(tensors), _table(state), *faults])
     return text, _as_record(chosen, manifest, trainer, faults), not faults
 

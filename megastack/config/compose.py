@@ -164,8 +164,8 @@ def _merge(hydra: Session, config_name: str, given: Overrides) -> DictConfig:
         files = ", ".join(map(str, hydra.undecodable()))
         raise _unmergeable(config_name, f"a file that it takes in is no UTF-8 text: {files}", given) from error
     except Exception as error:  # a YAML parser raises classes of its own
-        if type(error).__module__.partition(".")[0] != "yaml":
-            raise
+        if type(error).__module__.partition(".")[0] != "yaml" and not isinstance(error, ValueError):
+            raise  # a ValueError is a number of thousands of digits
         raise _unmergeable(config_name, f"a file that it takes in is no YAML: {error}", given) from error
 
 

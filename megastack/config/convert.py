@@ -14,6 +14,8 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral, Real
+from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
 from megastack.config.fields import REQUIRED, hints, keys, without_null
@@ -48,9 +50,15 @@ UNUSABLE = Unusable()
 
 @dataclass
 class Conversion:
-    """Turns nested plain values into one configuration object; afterwards ``faults`` lists what was wrong."""
+    """Turns nested plain values into one configuration object; afterwards ``faults`` lists what was wrong.
+
+    Attributes:
+        faults: what was wrong so far.
+        strict: a text is no number and no truth value, whatever it spells.
+    """
 
     faults: list[Violation] = field(default_factory=list)
+    strict: bool = False
 
     def section(self, cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
         """An object of ``cls``, with :data:`UNUSABLE` for each value that is missing or of the wrong type."""
@@ -107,11 +115,16 @@ class Conversion:
     def _scalar(self, kind: type, value: Any, key: str, nullable: bool) -> Any:
         read, rule = SCALARS[kind]
         found = read(value)
-        if found is not None:
+        misplaced = self.strict and isinstance(value, str) and kind is not str
+        if found is not None and not misplaced:
             return found
         advice: tuple[Any, ...] = ("quotes around it",) if kind is str else ()
-        if kind is int and isinstance(value, float) and value.is_integer():
+        if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             advice = (int(value),)
+        if misplaced and found is not None:
+            advice = (found,)
+        if nullable:
+            advice += next((each.null_hint for each in keys(TrainConfig) if each.name == key), ())
         return self._wrong(key, value, f"{rule} or null" if nullable else rule, advice)
 
     def _missing(self, key: str) -> Unusable:
@@ -134,19 +147,21 @@ def _needs_building(member: dataclasses.Field[Any], kind: Any) -> bool:
 
 def _integer(value: Any) -> int | None:
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+        try:
+            return int(value)
+        except ValueError:  # more digits than Python converts
+            return None
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, str):
-        try:
-            value = float(value.replace("_", "x"))
-        except ValueError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real | str):
         return None
-    return float(value)
+    try:
+        found = float(value.replace("_", "x") if isinstance(value, str) else value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
 
 
 def _truth(value: Any) -> bool | None:
@@ -156,8 +171,8 @@ def _truth(value: Any) -> bool | None:
 
 
 def _text(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | PurePath):
+        return str(value)
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 

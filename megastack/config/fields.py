@@ -8,6 +8,7 @@ general.
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +25,13 @@ COMPARISONS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
     "above": ("above", lambda value, bound: value > bound),
     "most": ("at most", lambda value, bound: value <= bound),
     "below": ("below", lambda value, bound: value < bound),
+    "limit": ("at most", lambda value, bound: value <= bound),
 }
 """Each kind of bound in words, and whether a value keeps it."""
+
+LIMITS: Mapping[Any, float] = {int: 10**11, float: 1e6}
+"""The limit of a number whose field states no upper bound, by type. So many steps of the largest batch are a number of
+samples that int64 holds, and no half precision or time overflows by a factor of a million."""
 
 
 def option(default: Any, doc: str, **bounds: float) -> Any:
@@ -35,7 +41,9 @@ def option(default: Any, doc: str, **bounds: float) -> Any:
         default: the value when neither YAML nor the command line names the key; a list is copied, a class is called.
         doc: its meaning, with the unit.
         bounds: ``least`` (value ≥), ``above`` (value >), ``most`` (value ≤), ``below`` (value <); applied to each item
-            of a list, not to null. Checked by ``rules.py``.
+            of a list, not to null. ``limit`` is a ``most`` without a meaning of its own: what lies beyond it would
+            overflow somewhere; a number without ``most``, ``below`` or ``limit`` has that of :data:`LIMITS`. Checked by
+            ``rules.py``.
     """
     metadata = {"doc": doc, "bounds": bounds}
     if isinstance(default, type):
@@ -69,6 +77,11 @@ class Key:
     bounds: Mapping[str, float]
 
     @property
+    def null_hint(self) -> tuple[str, ...]:
+        """What null is for, as its meaning says it: ``null for no limit``; empty where it does not."""
+        return tuple(re.findall(r"\bnull for [^.;,]+", self.doc)[:1])
+
+    @property
     def is_section(self) -> bool:
         """Whether this is a group of keys and no value."""
         return dataclasses.is_dataclass(self.type)
@@ -89,9 +102,19 @@ def keys(cls: type, prefix: str = "") -> Iterator[Key]:
     for member in dataclasses.fields(cls):
         kind = hints(cls)[member.name]
         name = prefix + member.name
-        yield Key(name, kind, _default(member, kind), member.metadata["doc"], member.metadata["bounds"])
+        doc, bounds = member.metadata["doc"], _limited(member.metadata["bounds"], kind)
+        yield Key(name, kind, _default(member, kind), doc, bounds)
         if dataclasses.is_dataclass(kind):
             yield from keys(typing.cast(type, kind), name + ".")
+
+
+def _limited(bounds: Mapping[str, float], kind: Any) -> Mapping[str, float]:
+    """The bounds of a field, with an upper one if it is a number or a list of numbers."""
+    bare, _ = without_null(kind)
+    item = typing.get_args(bare)[0] if typing.get_origin(bare) is list else bare
+    if item not in LIMITS or {"most", "below", "limit"} & bounds.keys():
+        return bounds
+    return {**bounds, "limit": LIMITS[item]}
 
 
 def _default(member: dataclasses.Field[Any], kind: Any) -> Any:
@@ -127,5 +150,6 @@ def describe_type(kind: Any) -> str:
 
 
 def describe_bounds(bounds: Mapping[str, float]) -> str:
-    """A range in words: ``at least 0 and below 1``; empty where there is none."""
-    return " and ".join(f"{COMPARISONS[bound][0]} {limit}" for bound, limit in bounds.items())
+    """A range in words: ``at least 0 and below 1``; empty where there is none, and without a mere limit."""
+    stated = {bound: limit for bound, limit in bounds.items() if bound != "limit"}
+    return " and ".join(f"{COMPARISONS[bound][0]} {limit}" for bound, limit in stated.items())

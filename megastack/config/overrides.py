@@ -33,7 +33,7 @@ def read_overrides(overrides: Sequence[str], hydra: Session) -> Overrides:
     for text in overrides:
         try:
             override = hydra.parse(text)
-        except HydraException:
+        except (HydraException, ValueError):  # ValueError: a number of thousands of digits
             result.faults.append(Violation(*_halves(text), "cannot be read", ("key=value", "group=option")))
             continue
         fault = _fault(override, groups, hydra)
@@ -57,7 +57,7 @@ def sweep_jobs(overrides: Sequence[str], *, config_dir: str | Path | None = None
         for text in overrides:
             try:
                 choices.append(_choices(text, hydra.parse(text)))
-            except HydraException:
+            except (HydraException, ValueError):  # ValueError: a number of thousands of digits
                 faults.append(Violation(*_halves(text), "cannot be read as a sweep", ("key=1,2", "group=a,b")))
     if faults:
         raise ConfigError.of(faults)

@@ -9,7 +9,7 @@ checkpoints) is not asked here, but for the file of a custom schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from megastack.config.fields import COMPARISONS, Key, describe_bounds, keys
 from megastack.config.layout_rules import LAYOUT_RULES
 from megastack.config.schema import BlendSource, DataStage, OptimGroup, TrainConfig
 from megastack.config.stage_rules import STAGE_RULES
+from megastack.config.text_rules import texts_name_something
+from megastack.config.typed import typed
 from megastack.config.value_rules import VALUE_RULES
 from megastack.errors import ConfigError
 from megastack.errors import Violation as Violation
@@ -37,14 +39,17 @@ def violations(
     """Everything that stands against running this configuration; empty when it is legal.
 
     Args:
-        config: the configuration; values that stand for something unusable are passed over.
+        config: the configuration, also one that was changed after it was composed; values that stand for something
+            unusable are passed over.
         world_size: the number of ranks where a launcher has fixed it, None where it follows from the degrees.
         ranks_per_node: what a launcher has started on each node; ``cluster.ranks_per_node`` comes first.
     """
+    config, mistyped = typed(config)
     if ranks_per_node is not None and config.cluster.ranks_per_node is None:
         config = replace_values(config, {"cluster.ranks_per_node": ranks_per_node})
-    found = list(out_of_range(config))
-    usable = replace_values(config, {violation.key.partition("[")[0]: UNUSABLE for violation in found})
+    found = [*mistyped, *out_of_range(config), *texts_name_something(config)]
+    broken = {violation.key.partition("[")[0] for violation in found}
+    usable = replace_values(config, {key: UNUSABLE for key in ORDER if key in broken})
     for rule in RULES:
         found += _ask(rule, usable, world_size)
     return sorted(found, key=lambda violation: ORDER.get(violation.key.partition("[")[0], len(ORDER)))
@@ -58,6 +63,19 @@ def require_legal(config: TrainConfig, world_size: int | None = None, *, ranks_p
     """
     if found := violations(config, world_size, ranks_per_node=ranks_per_node):
         raise ConfigError.of(found)
+
+
+def with_legal_values(config: TrainConfig, *sections: str) -> TrainConfig:
+    """The configuration with values of the types of the schema, for who reads only some of its sections or keys.
+
+    Raises:
+        ConfigError: a value in them has another type, or is out of its range.
+    """
+    config, mistyped = typed(config)
+    found = [*mistyped, *out_of_range(config)]
+    if read := [each for each in found if any(f"{each.key}.".startswith(f"{name}.") for name in sections)]:
+        raise ConfigError.of(read)
+    return config
 
 
 def out_of_range(config: TrainConfig) -> Iterator[Violation]:
@@ -80,22 +98,23 @@ def _items_out_of_range(name: str, kind: type, items: Any) -> Iterator[Violation
 
 def _range_violations(name: str, key: Key, value: Any) -> Iterator[Violation]:
     for item in value if isinstance(value, list) else [value]:
+        each = "each " if isinstance(value, list) else ""
         if isinstance(item, float) and not math.isfinite(item):
-            yield Violation(name, value, "must be a finite number")
-        elif item is UNUSABLE or item is None or isinstance(item, str):
+            yield Violation(name, value, f"{each}must be a finite number", key.null_hint)
+            return
+        if item is UNUSABLE or item is None or isinstance(item, str):
             continue
-        elif not all(COMPARISONS[bound][1](item, limit) for bound, limit in key.bounds.items()):
-            each = "each " if isinstance(value, list) else ""
-            yield Violation(name, value, f"{each}must be {describe_bounds(key.bounds)}", _nearest(key, item))
+        broken = {bound: limit for bound, limit in key.bounds.items() if not COMPARISONS[bound][1](item, limit)}
+        if broken:
+            rule = f"at most {broken['limit']}" if "limit" in broken else describe_bounds(key.bounds)
+            yield Violation(name, value, f"{each}must be {rule}", (*_nearest(broken), *key.null_hint))
             return
 
 
-def _nearest(key: Key, value: float) -> tuple[Any, ...]:
+def _nearest(broken: Mapping[str, float]) -> tuple[str, ...]:
     """The bound that was passed, where that is itself legal."""
-    for bound, limit in key.bounds.items():
-        if bound in ("least", "most") and not COMPARISONS[bound][1](value, limit):
-            return (f"{limit} or more" if bound == "least" else f"{limit} or less",)
-    return ()
+    words = {"least": "more", "most": "less", "limit": "less"}
+    return tuple(f"{limit} or {words[bound]}" for bound, limit in broken.items() if bound in words)[:1]
 
 
 def _ask(rule: Rule, config: TrainConfig, world_size: int | None) -> list[Violation]:

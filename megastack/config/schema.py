@@ -31,6 +31,9 @@ from megastack.config.choices import ReduceDtype as ReduceDtype
 from megastack.config.choices import RopeScaling as RopeScaling
 from megastack.config.fields import option, required
 
+LONGEST_WAIT_S = 2e6
+"""In milliseconds still a C int, which is how calls of the system take a time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -40,9 +43,11 @@ class RunOptions:
     name: str = option("train", "Name of the run, for logs and tables.")
     dir: str | None = option(None, "The run folder itself; null makes one under `run.root`.")
     steps: int = required("Optimizer steps to train.", least=1)
-    time_limit_s: float | None = option(None, "Stop resumably after this many seconds; null for no limit.", above=0)
+    time_limit_s: float | None = option(
+        None, "Stop resumably after this many seconds; null for no limit.", above=0, limit=1e9
+    )
     validate_every: int = option(100, "Optimizer steps between validations; 0 for none but the last.", least=0)
-    validate_samples: int | None = option(None, "Validation samples to score; null scores the whole split.", least=1)
+    validate_samples: int | None = option(None, "Validation samples to score; null for the whole split.", least=1)
     sample_prompt: str | None = option(
         None, "A text that is continued for 32 tokens after each validation; null for none."
     )
@@ -57,10 +62,14 @@ class RunOptions:
 class LaunchOptions:
     """Starting, watching and ending the ranks."""
 
-    timeout_s: float = option(600.0, "Seconds after which a rank that waits for another gives up.", above=0)
-    grace_s: float = option(30.0, "Seconds between asking the ranks to end and killing them.", above=0)
+    timeout_s: float = option(
+        600.0, "Seconds after which a rank that waits for another gives up.", above=0, limit=LONGEST_WAIT_S
+    )
+    grace_s: float = option(
+        30.0, "Seconds between asking the ranks to end and killing them.", above=0, limit=LONGEST_WAIT_S
+    )
     threads_per_rank: int | None = option(
-        None, "CPU threads of each rank; null divides the machine's among its ranks.", least=1
+        None, "CPU threads of each rank; null divides the machine's among its ranks.", least=1, limit=2**12
     )
     elastic: bool = option(
         False,
@@ -133,7 +142,7 @@ class BatchOptions:
 class RopeOptions:
     """Rotary position embedding."""
 
-    theta: float = option(1e4, "Base of the rotary frequencies.", above=0)
+    theta: float = option(1e4, "Base of the rotary frequencies.", least=1, limit=1e15)
     scaling: RopeScaling = option(RopeScaling.none, "Stretching of the frequencies to longer contexts.")
     factor: float = option(1.0, "How many times longer the context becomes (linear, llama3).", least=1)
     low_freq_factor: float = option(1.0, "Wavelengths above original/this are stretched in full (llama3).", above=0)
@@ -213,7 +222,9 @@ class OptimOptions:
         0.1, "Decoupled weight decay, times the learning rate, of weights that decay.", least=0
     )
     momentum: float = option(0.0, "SGD's momentum.", least=0, below=1)
-    clip_norm: float | None = option(1.0, "Largest norm of the whole gradient; null does not clip.", above=0)
+    clip_norm: float | None = option(
+        1.0, "Largest norm of the whole gradient; null for no clipping.", above=0, limit=1e30
+    )
     no_decay: list[str] = option(["norm", "bias"], "Patterns of parameters without weight decay.")
     freeze: list[str] = option([], "Patterns of parameters that are not trained.")
     groups: list[OptimGroup] = option([], "Other settings by pattern: `[{pattern: …, lr_scale: …, weight_decay: …}]`.")
@@ -239,7 +250,9 @@ class PrecisionOptions:
     compute: ComputeDtype = option(ComputeDtype.fp32, "Weights and activations.")
     reduce: ReduceDtype | None = option(None, "Gradients; null is the wider of `precision.compute` and fp32.")
     keep_fp32: list[str] = option(["norm", "router"], "Patterns of parameters kept in fp32 when compute is lower.")
-    loss_scale: float | None = option(None, "Fixed loss scale; null is dynamic for fp16 and none otherwise.", above=0)
+    loss_scale: float | None = option(
+        None, "Fixed loss scale; null for a dynamic one with fp16 and none otherwise.", above=0, limit=2**60
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +274,9 @@ class BlendSource:
     """One source of a blend."""
 
     paths: list[str] = option([], "Files, folders or globs of the source; prefixes of `.bin/.idx` pairs.")
-    weight: float = required("Its part of the samples, relative to the other weights; 0 draws none.", least=0)
+    weight: float = required(
+        "Its part of the samples, relative to the other weights; 0 draws none.", least=0, limit=1e15
+    )
     source: DataSource = option(DataSource.bin, "What the paths are, as in `data.source`.")
 
 
@@ -310,11 +325,15 @@ class DataOptions:
 class CheckpointOptions:
     """Saving and loading."""
 
-    every: int | None = option(None, "Optimizer steps between checkpoints; null for none.", least=1)
+    every: int | None = option(
+        None, "Optimizer steps between checkpoints, the last step included; null for none.", least=1
+    )
     at_end: bool = option(True, "Save when the run ends.")
     asynchronous: bool = option(False, "Write while the next steps run.")
-    keep_last: int | None = option(None, "How many of the newest usable checkpoints stay; null keeps all.", least=1)
-    keep_every: int | None = option(None, "Checkpoints of steps that this divides stay beside `keep_last`.", least=1)
+    keep_last: int | None = option(None, "How many of the newest usable checkpoints stay; null for all.", least=1)
+    keep_every: int | None = option(
+        None, "Checkpoints of steps that this divides stay beside `keep_last`; null for none.", least=1
+    )
     load_weights: str | None = option(
         None,
         "Start a new run from the weights of this checkpoint (or of a run's newest, or of an imported folder); with "
@@ -352,7 +371,7 @@ class ClusterOptions:
 class TrainConfig:
     """Everything a run is made from."""
 
-    seed: int = option(0, "Seed of initial weights, data order and dropout.", least=0)
+    seed: int = option(0, "Seed of initial weights, data order and dropout.", least=0, limit=2**63 - 1)
     device: Device = option(Device.auto, "Where the ranks compute; auto takes CUDA when it is there.")
     resume: str | None = option(
         None,

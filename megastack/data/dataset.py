@@ -188,7 +188,7 @@ def build_dataset(
 
     Raises :class:`DataError` for whatever is wrong with a source (see :func:`megastack.data.sources.read_documents` and
     :func:`megastack.data.token_files.open_token_files`), for a tokenizer that cannot be loaded or does not fit `vocab`,
-    and for a split with less than one sample.
+    for a split with less than one sample, and for a training split without any label.
     """
     check_fraction(validation_fraction)
     wanted = list(blend) or [Wanted(source, paths)]
@@ -208,6 +208,7 @@ def build_dataset(
         if each.weight:
             _check_sizes(named.train, named.validation, validation_fraction if scored else 0)
         sources.append(named)
+    _require_labels([each.train for each in sources if each.weight])
     whole = loaded.size if loaded is not None and all(each.source != "bin" for each in wanted) else vocab
     weights = _weights(sources) if blend else {}
     whole = whole or 1 << 31
@@ -252,6 +253,14 @@ def _check_sizes(train: Split, validation: Split, fraction: float) -> None:
         faults.append(_too_short("validation", validation, remedy))
     if faults:
         raise DataError("\n".join(faults))
+
+
+def _require_labels(splits: Sequence[Split]) -> None:
+    """A step without a label is left out, but a run whose every step is would train nothing."""
+    masked = all(isinstance(split.samples, PackedSamples) and split.samples.masked for split in splits)
+    if masked and all(split.stream.documents >= len(split.stream) for split in splits):
+        rule = "the training split has no label to predict: its documents have one token each"
+        raise DataError(f"{rule}; use longer documents, or data.document_mask=false")
 
 
 def _too_short(name: str, split: Split, remedy: str) -> str:

@@ -61,12 +61,7 @@ class Loader:
         self._vocab = vocab
 
     def step(self, step: int) -> list[Microbatch]:
-        """The microbatches of 0-based `step`, in the order of the schedule, on the CPU.
-
-        Raises :class:`DataError`, on every rank alike, for a step without any valid label.
-        """
-        if not self.global_valid_tokens(step):
-            raise DataError(f"step {step} has no label to predict: its documents have one token each; use longer ones")
+        """The microbatches of 0-based `step`, in the order of the schedule, on the CPU."""
         entries = self.entries(step)
         numbers = self.order.many(entries)
         rows = self._samples.rows(numbers)

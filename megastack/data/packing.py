@@ -82,7 +82,7 @@ class PackedSamples:
     def __init__(self, stream: Stream, sequence_length: int, *, document_mask: bool = True) -> None:
         self.sequence_length = sequence_length
         self._stream = stream
-        self._mask = document_mask
+        self.masked = document_mask
         self._count = max(0, (len(stream) - 1) // sequence_length)
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class PackedSamples:
         window = self._stream.windows(indices * size, size + 1)
         labels = window[:, 1:].copy()
         place = np.arange(size, dtype=np.int64)
-        if not self._mask:
+        if not self.masked:
             return Rows(window[:, :-1].copy(), labels, np.tile(place, (len(indices), 1)), None)
         begins = np.zeros(window.shape, dtype=bool)
         begins[self._stream.inner_starts(indices * size, size)] = True
@@ -109,7 +109,7 @@ class PackedSamples:
 
     def valid_tokens(self, indices: Int64s) -> Int64s:
         size = self.sequence_length
-        if not self._mask:
+        if not self.masked:
             return np.full(len(indices), size, dtype=np.int64)
         rows, _ = self._stream.inner_starts(indices * size, size)
         return size - np.bincount(rows, minlength=len(indices))

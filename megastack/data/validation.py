@@ -15,7 +15,6 @@ import numpy.typing as npt
 from megastack.batch import Microbatch
 from megastack.data.loader import microbatches
 from megastack.data.packing import Samples, check_rows, padded
-from megastack.errors import DataError
 
 Int64s = npt.NDArray[np.int64]
 
@@ -31,7 +30,7 @@ class ValidationBatches:
         vocab: ids must be below it (`model.vocab`).
         limit: samples to use, spread evenly over the split; None or more than there are: all.
 
-    Raises :class:`DataError`, on every rank alike, for an id outside the vocabulary and for samples without a label.
+    Raises :class:`DataError`, on every rank alike, for an id outside the vocabulary.
     """
 
     def __init__(
@@ -51,8 +50,6 @@ class ValidationBatches:
         self._microbatches, self._micro_size = microbatches, micro_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._vocab = vocab
-        if self.samples and not self.valid_tokens:
-            raise DataError(f"the {self.samples} validation samples have no label to predict; use longer documents")
 
     @property
     def samples(self) -> int:
@@ -61,7 +58,7 @@ class ValidationBatches:
 
     @property
     def valid_tokens(self) -> int:
-        """Labels that a validation predicts, over all ranks: what its summed loss is divided by."""
+        """Labels that a validation predicts, over all ranks: what its summed loss is divided by, unless it is 0."""
         return int(self._set.valid_tokens(self.chosen).sum())
 
     def __len__(self) -> int:

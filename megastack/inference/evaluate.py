@@ -24,7 +24,7 @@ class Score:
     """How well texts were predicted.
 
     Attributes:
-        nats: mean cross-entropy of a token.
+        nats: mean cross-entropy of a token; not a number where there are none.
         tokens: how many were predicted.
     """
 
@@ -34,7 +34,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """exp of the nats; infinite where that is too large for a number."""
-        return math.exp(self.nats) if self.nats < 700 else math.inf
+        return math.inf if self.nats >= 700 else math.exp(self.nats)
 
 
 @torch.no_grad()
@@ -54,4 +54,4 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
         total += pipeline.evaluate([microbatch.to(mesh.device) for microbatch in batch])
-    return Score(float(total) / tokens, tokens)
+    return Score(float(total) / tokens if tokens else math.nan, tokens)

@@ -13,6 +13,7 @@ from megastack.config.elastic import fit_world
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
+from megastack.config.typed import typed
 from megastack.errors import ConfigError, Fault
 from megastack.launch.environment import is_worker, world_size
 from megastack.plan.describe import short
@@ -28,7 +29,7 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
     calls this under ``if __name__ == "__main__":``.
 
     Args:
-        config: from :func:`megastack.compose`.
+        config: from :func:`megastack.compose`; changes to it by ``dataclasses.replace`` are checked as well.
         hooks: what to call on every rank after steps, validations and checkpoints.
 
     Returns:
@@ -37,7 +38,8 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
     Raises:
         ConfigError: the configuration, its data, its resume path or its run folder cannot be used; nothing was trained.
     """
-    return _train(config, (), hooks, cold=False)
+    config, mistyped = typed(config)
+    return _train(config, (), hooks, cold=False, unread=mistyped)
 
 
 def _settled(config: TrainConfig, unread: Sequence[Fault]) -> tuple[TrainConfig, int | None, list[Fault]]:

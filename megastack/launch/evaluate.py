@@ -17,7 +17,7 @@ from megastack.data.sources import read_documents
 from megastack.data.stream import TokenStream, stream_of
 from megastack.data.token_files import check_ids, open_token_files
 from megastack.data.tokenizers import check_vocab, load_tokenizer
-from megastack.data.validation import ValidationBatches
+from megastack.data.validation import ValidationBatches, evenly_spread
 from megastack.errors import ConfigError, DataError, Violation
 from megastack.faults import ask_data
 from megastack.inference.evaluate import Score, evaluate
@@ -93,7 +93,10 @@ def _own_split(config: TrainConfig, dataset: Dataset) -> _Texts:
         fraction = config.data.validation_fraction
         rule = "the run has no validation split"
         raise ConfigError.of([Violation("data.validation_fraction", fraction, rule, ("--file",))])
-    return _Texts("the validation split of its run", validation.samples, config.run.validate_samples)
+    limit = config.run.validate_samples
+    if not validation.samples.valid_tokens(evenly_spread(len(validation.samples), limit)).sum():
+        raise DataError("the validation split of the run has no token to predict; use --file")
+    return _Texts("the validation split of its run", validation.samples, limit)
 
 
 def _file(config: TrainConfig, path: Path) -> _Texts:

@@ -25,6 +25,7 @@ from megastack.data.continuity import identity_faults
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, Fault, Violation
 from megastack.faults import Faults, ModelShapes, ask_data, ask_model, check_fit, check_moments
+from megastack.launch.continuing import resume_notes, weights_notes
 from megastack.launch.environment import job
 from megastack.launch.worker import Assignment
 from megastack.observe.files import replace_text
@@ -43,6 +44,7 @@ class Inspected:
     dataset: Dataset
     resume: Resume
     weights: Path | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def inspect(
     faults.require_none()
     if dataset is None or resume is None:  # a layer or a source that breaks without a word of its own
         raise ConfigError("the data or the run folder cannot be used")
-    return Inspected(dataset, resume, weights)
+    return Inspected(dataset, resume, weights, _notes(config, resume, dataset, weights))
 
 
 def prepare(config: TrainConfig, overrides: Sequence[str] = (), broken: Sequence[Fault] = ()) -> Prepared:
@@ -120,7 +122,7 @@ def take(config: TrainConfig, overrides: Sequence[str], found: Inspected) -> Pre
     assignment = Assignment(
         config, folder.path, resume.checkpoint, os.getpid(), ownership=taken.ownership, weights=found.weights
     )
-    return Prepared(assignment, taken, found.dataset, _notes(config, resume, found.dataset))
+    return Prepared(assignment, taken, found.dataset, found.notes)
 
 
 def resolve(config: TrainConfig) -> Resume:
@@ -227,10 +229,12 @@ def _describe(folder: RunFolder, config: TrainConfig, overrides: Sequence[str]) 
     folder.told.unlink(missing_ok=True)
 
 
-def _notes(config: TrainConfig, resume: Resume, dataset: Dataset) -> tuple[str, ...]:
+def _notes(config: TrainConfig, resume: Resume, dataset: Dataset, weights: Path | None) -> tuple[str, ...]:
     notes = [f"passed over: {fault}" for fault in resume.skipped]
     if resume.checkpoint is not None:
-        notes.append(f"resumes from {resume.checkpoint}")
+        notes += resume_notes(config, resume.checkpoint)
+    elif weights is not None:
+        notes += weights_notes(config, weights)
     if config.observe.tensorboard is None:
         notes.append(f"TensorBoard events: {'on' if tensorboard_installed() else 'off (tensorboard is not installed)'}")
     return (*dataset.describe().splitlines(), *notes)

@@ -17,12 +17,12 @@ from typing import Any
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.observe.failure import read_failures, silent_ranks
-from megastack.observe.files import LineFile
+from megastack.observe.files import LineFile, read_records
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, row
 from megastack.observe.ownership import TakenOver
 from megastack.observe.status import read_status, update_status
-from megastack.records import RecordError, integer, parse_record, string
+from megastack.records import RecordError, integer, string
 
 MOST_TOLD = 160
 """Characters of an earlier reason that a restart repeats."""
@@ -78,14 +78,14 @@ def _change(name: str, before: int | None, now: int) -> str:
 
 def read_starts(folder: RunFolder) -> list[Start]:
     """The starts so far; a line that a crash cut short is passed over."""
-    found = []
     try:
-        lines = folder.starts.read_bytes().splitlines()
+        records = read_records(folder.starts)
     except OSError:
         return []
-    for line in lines:
+    found = []
+    for record in records:
         with contextlib.suppress(RecordError):
-            found.append(_start_of(parse_record(line)))
+            found.append(_start_of(record))
     return found
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megastack.batch import Microbatch, StageLoss
+from megastack.config.rules import with_legal_values
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
 from megastack.layers.cache import KeyValueCache
@@ -49,6 +50,8 @@ from megastack.placement.module import ParallelModule
 
 LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Activations below fp32, which begin behind the embedding: its weight may be kept in fp32."""
+READS = ("seed", "model", "loss", "recompute", "batch.sequence_length", "parallel.sequence_parallel")
+"""What a decoder reads of a configuration."""
 Carry = Mapping[str, Any]
 """What one stage gives the next: ``hidden``, and blocks' extra values by name (a tensor or None)."""
 
@@ -64,7 +67,7 @@ class Decoder(ParallelModule):
         head: whether it ends with norm, output projection and loss; by default if the blocks end with the last one.
 
     Raises:
-        ConfigError: a ``_target_`` that cannot be used.
+        ConfigError: a ``_target_`` that cannot be used, or a value that is read has another type or is out of range.
         PlacementError: sizes that the tensor-parallel degree does not divide.
     """
 
@@ -78,7 +81,7 @@ class Decoder(ParallelModule):
         head: bool | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.config = config
+        self.config = config = with_legal_values(config, *READS)
         self.layers = range(config.model.layers) if layers is None else layers
         self.has_embedding = self.layers.start == 0 if embedding is None else embedding
         self.has_head = self.layers.stop == config.model.layers if head is None else head

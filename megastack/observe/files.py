@@ -5,6 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
+
+from megastack.records import RecordError, parse_record
+
+_BLOCK = 1 << 16
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -24,11 +29,16 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class LineFile:
-    """A file to which whole lines are appended, each at once."""
+    """A file of JSON lines to which whole lines are appended, each at once.
+
+    A process that is killed, or a machine that loses power, can leave a part of a line or null bytes at the end. They
+    are removed before anything is appended, so that the next line stands by itself.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("a+b", buffering=0)
+        self._remove_torn_line()
 
     def append(self, line: str) -> None:
         """Append one line.
@@ -48,6 +58,40 @@ class LineFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _remove_torn_line(self) -> None:
+        begin, tail = self._after_last_line()
+        if record_of(tail) is not None:
+            self._file.write(b"\n")  # all but the end of the line was written
+        elif tail:
+            self._file.truncate(begin)
+
+    def _after_last_line(self) -> tuple[int, bytes]:
+        """Where the last whole line ends, and what follows it."""
+        tail, begin = b"", os.fstat(self._file.fileno()).st_size
+        while begin and b"\n" not in tail:
+            end, begin = begin, max(0, begin - _BLOCK)
+            tail = os.pread(self._file.fileno(), end - begin, begin) + tail
+        lines, newline, rest = tail.rpartition(b"\n")
+        return begin + len(lines) + len(newline), rest
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; a line that a crash or a loss of power cut short is passed over.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    found = (record_of(line) for line in path.read_bytes().split(b"\n"))
+    return [record for record in found if record is not None]
+
+
+def record_of(text: bytes) -> dict[str, Any] | None:
+    """The JSON object that a text holds, between null bytes as a loss of power may leave them; ``None`` for others."""
+    try:
+        return parse_record(text.strip(b"\0"))
+    except RecordError:
+        return None
 
 
 def cannot_write(path: Path, error: OSError) -> OSError:

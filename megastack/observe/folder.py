@@ -153,6 +153,9 @@ def claim(
         moment = time.localtime(now)
         directory = Path(root) / time.strftime("%Y-%m-%d", moment) / time.strftime("%H-%M-%S", moment)
     base = Path(directory)
+    base = base if base.name not in ("", "..") else base.resolve()  # as of the current folder
+    if not base.name:
+        raise IsADirectoryError(f"{base} is not a folder of its own")
     if base.exists() and not base.is_dir():
         raise NotADirectoryError(f"{base} is a file, not a folder")
     for number in itertools.count(1):

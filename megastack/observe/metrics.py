@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megastack.observe.files import LineFile
-from megastack.records import RecordError, integer, parse_record, string
+from megastack.observe.files import LineFile, read_records
+from megastack.records import RecordError, integer, string
 
 Row = dict[str, Any]
 
@@ -102,9 +102,8 @@ def _plain(value: Any) -> Any:
 def read_metrics(path: Path, kind: str = "train") -> list[Row]:
     """The rows of a kind by ascending step, the last one of each step; a line that is not a row is passed over."""
     rows: dict[int, Row] = {}
-    for line in path.read_bytes().splitlines():
+    for found in read_records(path):
         with contextlib.suppress(RecordError):
-            found = parse_record(line)
             if string(found, "kind") == kind:
                 rows[integer(found, "step")] = found
     return [rows[step] for step in sorted(rows)]

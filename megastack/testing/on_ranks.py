@@ -24,7 +24,7 @@ from megastack.placement.placement import Placement
 from megastack.testing.compare import Trace, largest_difference, least_squares_ratio, scales
 from megastack.testing.module_trace import Fault, ModuleTrace, ModuleTracer, Place, find_faults, find_reshaped
 from megastack.testing.parity import perturb_items_
-from megastack.testing.training import trace_training
+from megastack.testing.training import as_number, trace_training
 
 KINDS = ("loss", "norm", "gradient", "weight")
 
@@ -128,8 +128,8 @@ class _Comparison:
                 self._tensors("gradient", step, training.gradient_items(), reference.gradients[step])
 
             outcome = training.step(step, on_gradients)
-            self._scalar("loss", step, float(outcome.loss), reference.losses[step])
-            self._scalar("norm", step, float(outcome.grad_norm), reference.norms[step])
+            self._scalar("loss", step, as_number(outcome.loss), reference.losses[step])
+            self._scalar("norm", step, as_number(outcome.grad_norm), reference.norms[step])
             self._tensors("weight", step, training.weight_items(), reference.weights[step])
 
     def _scalar(self, kind: str, step: int, actual: float, expected: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megastack.assemble.training import Training, build_training
 from megastack.config.compose import compose
@@ -23,11 +24,18 @@ def trace_training(training: Training, steps: int) -> Trace:
     trace = Trace(gather_whole(training.weight_items(), mesh)[0])
     for step in range(steps):
         outcome = training.step(step, lambda: trace.add_gradients(*gather_whole(training.gradient_items(), mesh)))
-        trace.losses.append(float(outcome.loss))
-        trace.norms.append(float(outcome.grad_norm))
+        if outcome.loss is None:  # no valid label, so no gradients either
+            trace.add_gradients({}, {})
+        trace.losses.append(as_number(outcome.loss))
+        trace.norms.append(as_number(outcome.grad_norm))
         trace.rates.append(outcome.lr)
         trace.add_weights(*gather_whole(training.weight_items(), mesh))
     return trace
+
+
+def as_number(value: Tensor | None) -> float:
+    """A scalar of a step; 0 for a step without a valid label, on whatever layout."""
+    return 0.0 if value is None else float(value)
 
 
 def trace_layout(config: TrainConfig, steps: int, *, dataset: Dataset | None = None, timeout: float = 120) -> Trace:

@@ -22,6 +22,7 @@ from megastack.assemble.data import read_dataset
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
+from megastack.config.typed import typed
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, DataError, MegastackError, PlacementError, ScheduleError, Violation
 from megastack.mesh.shape import DENSE_AXES
@@ -79,6 +80,9 @@ class Verifier:
     tolerance = TOLERANCES[torch.float64]
 
     def __init__(self, config: TrainConfig, *, steps: int = 3, dataset: Dataset | None = None) -> None:
+        config, mistyped = typed(config)
+        if mistyped:
+            raise ConfigError.of([*mistyped, *violations(config)])
         self.config = in_double(config)
         self.alone = reference_of(self.config)
         self.steps = steps

@@ -3,6 +3,9 @@
 Ranks that come with other shapes, another number of microbatches or another step would abort inside the transport, or
 wait for each other. A fingerprint travels with the small reduction at the end of the step before, so that it costs
 nothing; only where fingerprints differ are the values themselves exchanged, to say whose is different.
+
+A rank that cannot read its data has nothing to compare. Its error is no difference between ranks: it is kept until the
+step is due, and then raised on all ranks in the words of the rank that has it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 
 from megastack.batch import Microbatch
 from megastack.comm.objects import all_gather_objects
-from megastack.errors import DataError
+from megastack.errors import DataError, MegastackError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import describe_coordinates
 
@@ -59,17 +62,67 @@ class Signature:
         )
 
 
-def require_alike(own: Signature, mesh: Mesh) -> None:
-    """Compare the signatures of all ranks, which all call.
+ABSENT = -(2.0**33)
+"""Below every fingerprint and its negative: what a rank sends that could not read its data."""
+
+
+def fingerprints(signature: Signature | None) -> tuple[float, float]:
+    """What a rank sends into a maximum over the ranks, for :func:`are_different`; None takes no part in it."""
+    return (ABSENT, ABSENT) if signature is None else (signature.fingerprint, -signature.fingerprint)
+
+
+def are_different(most: float, least: float) -> bool:
+    """Whether the ranks that have a signature have different ones, from the maxima of :func:`fingerprints`."""
+    return most != ABSENT and most != -least
+
+
+def require_alike(own: Signature | None, mesh: Mesh) -> None:
+    """Compare the signatures of all ranks, which all call; a rank without one is not compared.
 
     Raises:
         DataError: on every rank, when they are not the same; about those that differ from most.
     """
-    found = all_gather_objects(own, mesh.world)
-    common = Counter(found).most_common(1)[0][0]
-    odd = [rank for rank, signature in zip(mesh.world.ranks, found, strict=True) if signature != common]
+    gathered = dict(zip(mesh.world.ranks, all_gather_objects(own, mesh.world), strict=True))
+    found = {rank: signature for rank, signature in gathered.items() if signature is not None}
+    common = Counter(found.values()).most_common(1)[0][0] if found else None
+    odd = {rank: signature for rank, signature in found.items() if signature != common}
     if odd:
-        by_rank = dict(zip(mesh.world.ranks, found, strict=True))
-        lines = [f"rank {rank} ({describe_coordinates(mesh.shape.coordinates(rank))}): {by_rank[rank]}" for rank in odd]
+        lines = [f"{_named(rank, mesh)}: {signature}" for rank, signature in odd.items()]
         text = "\n".join([*lines, f"the other ranks: {common}"])
         raise DataError(f"{text}\nall ranks need the same configuration and the same data").about(odd)
+
+
+def require_data(own: Exception | None, step: int, mesh: Mesh) -> None:
+    """Raise what kept some ranks from reading the data of a 1-based step; all ranks call.
+
+    Args:
+        own: the error of this rank, if it has one.
+        step: for the message.
+        mesh: the ranks.
+
+    Raises:
+        DataError: on every rank, when any has an error; about those that do, with their messages.
+    """
+    own_text = None if own is None else _text_of(own)
+    by_rank = dict(zip(mesh.world.ranks, all_gather_objects(own_text, mesh.world), strict=True))
+    failed: dict[str, list[int]] = {}
+    for rank, text in by_rank.items():
+        if text is not None:
+            failed.setdefault(text, []).append(rank)
+    if failed:
+        lines = [f"{_counted(ranks, mesh)}: step {step}: {text}" for text, ranks in failed.items()]
+        raise DataError("\n".join(lines)).about(sorted(rank for ranks in failed.values() for rank in ranks)) from own
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) if isinstance(error, MegastackError) else f"{type(error).__name__}: {error}"
+
+
+def _named(rank: int, mesh: Mesh) -> str:
+    return f"rank {rank} ({describe_coordinates(mesh.shape.coordinates(rank))})"
+
+
+def _counted(ranks: Sequence[int], mesh: Mesh) -> str:
+    """The first of some ranks, and how many others there are."""
+    others = len(ranks) - 1
+    return _named(ranks[0], mesh) + (f" and {others} other rank{'s' if others > 1 else ''}" if others else "")

@@ -18,15 +18,14 @@ from megastack.checkpoint.items import State
 from megastack.checkpoint.saver import Saved, Saver
 from megastack.comm.collectives import all_reduce
 from megastack.data.validation import ValidationBatches
-from megastack.errors import DataError
 from megastack.mesh.mesh import Mesh
 from megastack.observe.memory import peak_memory_bytes
-from megastack.training.agreement import Signature, require_alike
+from megastack.training.agreement import Signature, are_different, fingerprints, require_alike, require_data
 from megastack.training.hooks import Hooks
 from megastack.training.nonfinite import Origin, locate
-from megastack.training.report import Recorder, Spent
+from megastack.training.report import Losses, Recorder, Spent
 from megastack.training.signals import StopRequest, describe_stop
-from megastack.training.state import Progress, RunResult
+from megastack.training.state import Progress, RunResult, nothing_to_train
 from megastack.training.step import StepOutcome, TrainStep
 
 
@@ -74,6 +73,8 @@ class Loop:
     _saved: int = -1
     _validated: int = -1
     _asked: float = 0.0
+    _unread: Exception | None = None
+    _any_unread: float = 0.0
     _origin: Origin = field(default_factory=lambda: Origin(""))
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class Loop:
 
     def run(self) -> RunResult:
         """Train until the last step, a request to stop, or a loss that is not finite."""
-        self._saved = self.progress.step if self.progress.step else -1
+        self._saved, done = self.progress.step if self.progress.step else -1, self.progress.step
         self.recorder.start(self.progress.step)
         reason, _ = self._agree(self.progress.step)
         while self.progress.step < self.options.steps and not reason:
@@ -102,11 +103,14 @@ class Loop:
             return self._end("preempted", describe_stop(reason or self._asked))
         if self.options.save_at_end:
             self._checkpoint()
-        return self._end("completed", None)
+        idle = done >= self.options.steps
+        return self._end("completed", nothing_to_train(done, self.options.steps) if idle else None)
 
     def _train_step(self) -> StepOutcome:
         number = self.progress.step + 1
         self.doing = f"training step {number}"
+        if self._any_unread:
+            require_data(self._unread, number, self.mesh)
         self.recorder.step(self.progress.step)
         self.mesh.ledger.reset()
         wanted = number in self.options.dump_steps
@@ -120,26 +124,37 @@ class Loop:
 
         Also compares what the ranks bring to the 0-based step that is coming.
         """
-        memory, signature = float(peak_memory_bytes(self.mesh.device)), self._signature(coming)
-        mark = signature.fingerprint
-        own = torch.tensor([self.stop.code, memory, float(self.saver.busy), mark, -mark], dtype=torch.float64)
-        code, memory, busy, most, least = all_reduce(own.to(self.mesh.device), self.mesh.world, "max").tolist()
-        if most != -least:
+        signature = self._signature(coming)
+        flags = [self.stop.code, float(peak_memory_bytes(self.mesh.device)), self.saver.busy, self._unread is not None]
+        own = torch.tensor([*map(float, flags), *fingerprints(signature)], dtype=torch.float64)
+        reduced = all_reduce(own.to(self.mesh.device), self.mesh.world, "max").tolist()
+        code, memory, busy, self._any_unread, most, least = reduced
+        if are_different(most, least):
             require_alike(signature, self.mesh)
         if not busy:
             self._published(self.saver.settle())
         return code, int(memory)
 
-    def _signature(self, step: int) -> Signature:
-        """What this rank brings to a 0-based step; a step whose data cannot be used fails when it is its turn."""
+    def _signature(self, step: int) -> Signature | None:
+        """What this rank brings to a 0-based step; None, and the error kept, where it cannot read its data.
+
+        The error is raised when it is the turn of the step, if that comes: what was trained before is reported,
+        validated and saved first.
+        """
+        self._unread = None
         try:
             data = self.step.prepare(step)
-        except DataError:
-            return Signature.of(step + 1, [], 0, self._scored)
+        except Exception as error:
+            self._unread = error
+            return None
         return Signature.of(step + 1, data.microbatches, data.tokens, self._scored)
 
     def _report(self, outcome: StepOutcome, spent: Spent) -> bool:
         """Count the step and write its row; False, and nothing counted, where the run is to end here."""
+        if outcome.loss is None or outcome.grad_norm is None:
+            self.recorder.no_labels(self.progress.step + 1)
+            self._count(outcome, (None, None), spent, skipped=True)
+            return True
         number, loss, norm = self.progress.step, float(outcome.loss), float(outcome.grad_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         overflow = not finite and math.isfinite(loss) and self.step.loss_scale.may_overflow(outcome.loss_scale)
@@ -151,18 +166,20 @@ class Loop:
             self.recorder.nonfinite(number + 1, (loss, norm), self._origin)
         return counted
 
-    def _count(self, outcome: StepOutcome, losses: tuple[float, float], spent: Spent, *, skipped: bool) -> None:
+    def _count(self, outcome: StepOutcome, losses: Losses, spent: Spent, *, skipped: bool) -> None:
         self.progress.step += 1
         self.progress.skipped += skipped
         self.progress.consumed_tokens += outcome.tokens
         self.progress.consumed_samples += self.options.samples_per_step
-        self._loss = losses[0] if math.isfinite(losses[0]) else None
+        if losses[0] is not None:
+            self._loss = losses[0] if math.isfinite(losses[0]) else None
         row = self.recorder.train(self.progress, outcome, losses, spent, self.mesh.ledger)
         for hook in self.hooks.on_step:
             hook(row)
 
     def _every(self, period: int, action: Callable[[], None]) -> None:
-        if period and self.progress.step % period == 0 and self.progress.step < self.options.steps:
+        """Every ``period`` steps, the last step of the run included; an action is done once for each step."""
+        if period and self.progress.step % period == 0:
             action()
 
     def _validate(self) -> None:
@@ -173,13 +190,11 @@ class Loop:
         if self.validation is None or not self.validation.samples or self._validated == self.progress.step:
             return
         self.doing, self._validated = f"validation after step {self.progress.step}", self.progress.step
-        _set_training(self.stages, False)
-        total = self._score(self.validation)
-        _set_training(self.stages, True)
+        tokens = self.validation.valid_tokens
+        loss = self._score(self.validation) / tokens if tokens else None
         if self._asked:
             return
-        tokens = self.validation.valid_tokens
-        row = self.recorder.validation(self.progress.step, total / tokens, tokens, self.validation.samples)
+        row = self.recorder.validation(self.progress.step, loss, tokens, self.validation.samples)
         for hook in self.hooks.on_validation:
             hook(row)
         if self.sample is not None:
@@ -188,6 +203,7 @@ class Loop:
 
     def _score(self, batches: ValidationBatches) -> float:
         """The sum of the losses of all batches, or of those before the ranks agreed to stop."""
+        _set_training(self.stages, False)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for batch in batches:
             total += self.step.pipeline.evaluate([microbatch.to(self.mesh.device) for microbatch in batch])
@@ -195,6 +211,7 @@ class Loop:
             self._asked = float(all_reduce(own, self.mesh.world, "max"))
             if self._asked:
                 break
+        _set_training(self.stages, True)
         return float(total)
 
     def _checkpoint(self) -> None:

@@ -20,6 +20,9 @@ from megastack.training.nonfinite import Origin
 from megastack.training.state import Progress, RunResult
 from megastack.training.step import StepOutcome
 
+Losses = tuple[float | None, float | None]
+"""Loss and gradient norm of a step; None where its global batch has no valid label."""
+
 STATUS_PERIOD_S = 1.0
 """``status.json`` follows the steps of a running run, at most this often."""
 
@@ -76,9 +79,7 @@ class Recorder:
             self.event(step, "stage", data=self.stages[step])
             self.console.line(f"  after step {step}: {self.stages[step]}")
 
-    def train(
-        self, progress: Progress, outcome: StepOutcome, losses: tuple[float, float], spent: Spent, ledger: Ledger
-    ) -> Row:
+    def train(self, progress: Progress, outcome: StepOutcome, losses: Losses, spent: Spent, ledger: Ledger) -> Row:
         """The row of a step that was just counted in ``progress``; ``losses`` are its loss and gradient norm."""
         self._trained_s, self._data_s = self._trained_s + spent.seconds, self._data_s + outcome.data_seconds
         fields = self._train_fields(progress, outcome, losses, spent)
@@ -90,9 +91,7 @@ class Recorder:
                 self._running(progress.step)
         return entry
 
-    def _train_fields(
-        self, progress: Progress, outcome: StepOutcome, losses: tuple[float, float], spent: Spent
-    ) -> dict[str, Any]:
+    def _train_fields(self, progress: Progress, outcome: StepOutcome, losses: Losses, spent: Spent) -> dict[str, Any]:
         rate = outcome.tokens / spent.seconds
         used = rate * self.flops_per_token(progress.step - 1) / self.devices
         return {
@@ -115,7 +114,7 @@ class Recorder:
             "loss_scale": None if outcome.loss_scale is None else float(outcome.loss_scale),
         }
 
-    def validation(self, step: int, loss: float, tokens: int, samples: int) -> Row:
+    def validation(self, step: int, loss: float | None, tokens: int, samples: int) -> Row:
         """The row of a validation after ``step``."""
         self._validation_loss = loss
         entry = row("validation", step, {"loss": loss, "tokens": tokens, "samples": samples})
@@ -135,6 +134,11 @@ class Recorder:
         beside = f", written in {write_seconds:.2f} s beside training" if write_seconds > seconds else ""
         self.console.line(f"  saved {path}  ({seconds:.2f} s{beside})")
         self._running(step)
+
+    def no_labels(self, step: int) -> None:
+        """A step whose global batch has no valid label, so that there is nothing to learn from it."""
+        self.event(step, "no_labels")
+        self.console.line(f"  step {step} has no valid label; skipped")
 
     def nonfinite(self, step: int, losses: tuple[float, float], origin: Origin) -> None:
         """A loss or gradient norm that is not finite, and where it began; no origin is told of a scale too large."""

@@ -20,7 +20,7 @@ class Progress:
         step: completed optimizer steps.
         consumed_tokens: valid targets seen so far, each once.
         consumed_samples: sequences seen so far.
-        skipped: steps whose update was left out because of a non-finite gradient.
+        skipped: steps without an update, because of a non-finite gradient or a global batch without a valid label.
     """
 
     step: int = 0
@@ -52,9 +52,9 @@ class RunResult:
     Attributes:
         status: ``completed``, ``preempted``, ``diverged`` or ``failed``.
         step: completed optimizer steps.
-        loss: the last training loss, mean nats per valid token; ``None`` when no step was made.
+        loss: the last training loss, mean nats per valid token; ``None`` where no step had one, or it is not finite.
         folder: the run folder.
-        reason: why, unless it completed.
+        reason: why it did not complete, or why there was nothing to train.
         interrupted: a signal asked the launcher to stop.
         rank: the global rank that the reason is about, where it is about one.
         coordinates: its place on the mesh, in words.
@@ -73,3 +73,8 @@ class RunResult:
     def exit_code(self) -> int:
         """0 completed, 75 preempted and resumable, 1 failed or diverged."""
         return {"completed": 0, "preempted": 75}.get(self.status, 1)
+
+
+def nothing_to_train(done: int, steps: int) -> str:
+    """Why a run ends without a step."""
+    return f"nothing is trained: the checkpoint's step {done} is at or beyond run.steps={steps}"

@@ -25,16 +25,17 @@ class StepOutcome:
     """What a step gives back; tensors stay unread until the step is over.
 
     Attributes:
-        loss: mean nats per valid token of the global batch before the update, a scalar alike on all ranks.
+        loss: mean nats per valid token of the global batch before the update, a scalar alike on all ranks; ``None``
+            for a global batch without a valid token.
         grad_norm: norm of the whole gradient before clipping, likewise.
-        lr: the learning rate that was applied.
+        lr: the learning rate of the step.
         tokens: valid targets of the step, each once.
         loss_scale: the scale under which the gradients were computed, ``None`` for none.
         data_seconds: what this rank took to read its microbatches.
     """
 
-    loss: Tensor
-    grad_norm: Tensor
+    loss: Tensor | None
+    grad_norm: Tensor | None
     lr: float
     tokens: int
     loss_scale: Tensor | None = None
@@ -55,7 +56,7 @@ class Prepared:
 class TrainStep:
     """Everything that takes part in a step; built once, called once a step.
 
-    ``on_gradients`` is called between the reduction of the gradients and their clipping.
+    ``on_gradients`` is called between the reduction of the gradients and their clipping, if there are gradients.
     """
 
     mesh: Mesh
@@ -77,9 +78,15 @@ class TrainStep:
         return self._prepared
 
     def __call__(self, step: int, on_gradients: Callable[[], None] | None = None) -> StepOutcome:
-        """Do the 0-based ``step``. Parameters stay as they are, on every rank, if loss or gradient are not finite."""
-        data = self.prepare(step)
+        """Do the 0-based ``step``. Parameters stay as they are, on every rank, if loss or gradient are not finite.
+
+        A global batch without a valid token has neither: nothing is computed and no state changes. Every rank knows
+        its count of tokens, so no rank waits for another.
+        """
+        data, rate = self.prepare(step), self.learning_rate.at(step)
         tokens, microbatches = data.tokens, [microbatch.to(self.mesh.device) for microbatch in data.microbatches]
+        if not tokens:
+            return StepOutcome(None, None, rate, 0, self.loss_scale.value, data.seconds)
         self.buckets.zero_()
         scale = None if self.loss_scale.value is None else self.loss_scale.value.clone()
         loss = self.pipeline.run(microbatches, tokens, loss_scale=scale)
@@ -88,7 +95,6 @@ class TrainStep:
         if on_gradients is not None:
             on_gradients()
         norm = clip_gradients_(self.buckets, self.clip_norm, self.mesh)
-        rate = self.learning_rate.at(step)
         found_inf = is_nonfinite(norm + loss)
         self.optimizer.step(rate, found_inf=found_inf)
         self.loss_scale.update(found_inf)

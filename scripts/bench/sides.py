@@ -39,7 +39,7 @@ class Megastack:
         self.loader = training.step.loader
         self._step = training.step
 
-    def step(self, number: int) -> Tensor:
+    def step(self, number: int) -> Tensor | None:
         """Train on the batch of a step; the loss before the update."""
         return self._step(number).loss
 

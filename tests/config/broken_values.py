@@ -6,6 +6,8 @@ from megastack.config.choices import Period
 from megastack.config.schema import BlendSource, OptimGroup
 from tests.config.config_cases import LEARNED, LLAMA3, Broken
 
+FINITE = "must be a finite number or null"
+
 VALUES: list[Broken] = [
     # ranges
     ({"parallel.tp": 0}, None, "parallel.tp=0: must be at least 1 and at most 1048576; use 1 or more"),
@@ -29,7 +31,33 @@ VALUES: list[Broken] = [
     ),
     ({"launch.timeout_s": 0.0}, None, "launch.timeout_s=0.0: must be above 0"),
     ({"launch.grace_s": -5.0}, None, "launch.grace_s=-5.0: must be above 0"),
-    ({"run.time_limit_s": 0.0}, None, "run.time_limit_s=0.0: must be above 0"),
+    ({"run.time_limit_s": 0.0}, None, "run.time_limit_s=0.0: must be above 0; use null for no limit"),
+    ({"optim.clip_norm": 0.0}, None, "optim.clip_norm=0.0: must be above 0; use null for no clipping"),
+    ({"checkpoint.every": 0}, None, "checkpoint.every=0: must be at least 1; use 1 or more or null for none"),
+    ({"checkpoint.keep_last": -1}, None, "checkpoint.keep_last=-1: must be at least 1; use 1 or more or null for all"),
+    ({"checkpoint.keep_every": 0}, None, "checkpoint.keep_every=0: must be at least 1; use 1 or more or null for none"),
+    (
+        {"run.validate_samples": 0},
+        None,
+        "run.validate_samples=0: must be at least 1; use 1 or more or null for the whole split",
+    ),
+    (
+        {"precision.loss_scale": 0.0},
+        None,
+        "precision.loss_scale=0.0: must be above 0; use null for a dynamic one with fp16 and none otherwise",
+    ),
+    ({"launch.timeout_s": 1e300}, None, "launch.timeout_s=1e+300: must be at most 2000000.0; use 2000000.0 or less"),
+    (
+        {"run.steps": 2**63},
+        None,
+        "run.steps=9223372036854775808: must be at most 100000000000; use 100000000000 or less",
+    ),
+    (
+        {"optim.clip_norm": float("inf")},
+        None,
+        "optim.clip_norm=inf: must be a finite number or null; use null for no clipping",
+    ),
+    ({"optim.betas": [0.9, float("nan")]}, None, "optim.betas[1]=nan: must be a finite number"),
     ({"lr.floor": 1.5}, None, "lr.floor=1.5: must be at least 0 and at most 1; use 1 or less"),
     ({"optim.lr": float("nan")}, None, "optim.lr=nan: must be a finite number"),
     ({"optim.betas": [0.9, 1.0]}, None, "optim.betas=[0.9, 1.0]: each must be at least 0 and below 1"),

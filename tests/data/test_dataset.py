@@ -118,3 +118,11 @@ def test_a_vocabulary_that_is_too_small_is_refused_first(corpus: Path) -> None:
 
 def test_a_fraction_out_of_range_is_refused(corpus: Path) -> None:
     assert "data.validation_fraction=1.5" in refused(corpus, validation_fraction=1.5)
+
+
+def test_a_training_split_of_documents_of_one_token_is_refused_unless_they_are_read_as_one_text(tmp_path: Path) -> None:
+    np.save(tmp_path / "ones.npy", np.ones((400, 1), dtype=np.int64))
+    options = {"source": "bin", "paths": [tmp_path / "ones.npy"], "vocab": 8, "sequence_length": 4}
+    with pytest.raises(DataError, match=r"no label to predict: its documents have one token each; use longer"):
+        build_dataset(**options)
+    assert len(build_dataset(**options, document_mask=False).train.samples) > 50

@@ -9,7 +9,6 @@ from megastack.batch import IGNORED_LABEL
 from megastack.data.packing import PackedSamples, SingleSamples
 from megastack.data.stream import stream_of
 from megastack.data.validation import ValidationBatches, evenly_spread
-from megastack.errors import DataError
 
 SIZE, VOCAB = 3, 100
 
@@ -70,9 +69,10 @@ def test_spread_numbers_are_distinct_and_within(count: int, limit: int) -> None:
     assert all(0 <= number < count for number in chosen)
 
 
-def test_samples_without_any_label_are_refused() -> None:
-    with pytest.raises(DataError, match=r"9 validation samples have no label to predict"):
-        batches(PackedSamples(stream_of([np.array([1])] * 28, VOCAB), SIZE))
+def test_samples_without_any_label_make_batches_of_no_token() -> None:
+    found = batches(PackedSamples(stream_of([np.array([1])] * 28, VOCAB), SIZE))
+    assert (found.samples, found.valid_tokens) == (9, 0)
+    assert all(microbatch.valid_tokens == 0 for batch in found for microbatch in batch)
 
 
 def test_no_validation_samples_make_no_batches() -> None:

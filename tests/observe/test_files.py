@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import resource
 from collections.abc import Iterator
@@ -10,9 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from megastack.mesh.shape import Axis
-from megastack.observe.files import LineFile, replace_text
+from megastack.observe.failure import read_failures
+from megastack.observe.files import LineFile, read_records, replace_text
+from megastack.observe.folder import RunFolder
 from megastack.observe.logging import set_up_logging
 from megastack.observe.metrics import MetricsWriter, read_metrics, row
+from megastack.observe.status import read_status
+from megastack.observe.watchdog import read_reports
 
 
 @contextlib.contextmanager
@@ -65,3 +70,53 @@ def test_a_log_that_cannot_be_written_is_an_error(tmp_path) -> None:
         for handler in logging.getLogger("megastack").handlers[:]:
             logging.getLogger("megastack").removeHandler(handler)
             handler.close()
+
+
+WHOLE = b'{"kind": "train", "step": 1, "loss": 0.5}\n'
+TORN = {
+    "half a row": b'{"kind": "train", "st',
+    "a row but for its last byte": b'{"kind": "train", "step": 2, "loss": 0.25',
+    "half a character": b'{"kind": "event", "text": "\xc3',
+    "null bytes": b"\0" * 4096,
+    "half a row and null bytes": b'{"kind": "tr' + b"\0" * 100,
+    "a long one": b'{"kind": "' + b"x" * 200_000,
+    "another kind of JSON": b"17",
+}
+
+
+@pytest.mark.parametrize("torn", TORN)
+@pytest.mark.parametrize("before", [WHOLE, b""])
+def test_a_torn_row_is_passed_over_and_removed_before_the_next_one(tmp_path, torn: str, before: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(before + TORN[torn])
+    whole = [1] if before else []
+    assert [found["step"] for found in read_metrics(path)] == whole
+    writer = MetricsWriter(path, tensorboard=False)
+    writer.write(row("train", 3, {"loss": 0.125}))
+    writer.close()
+    assert [found["step"] for found in read_metrics(path)] == [*whole, 3]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*whole, 3]
+
+
+def test_a_row_that_lost_only_the_end_of_its_line_is_kept(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(WHOLE[:-1])
+    file = LineFile(path)
+    file.append('{"kind": "train", "step": 2}')
+    file.close()
+    assert [found["step"] for found in read_metrics(path)] == [1, 2]
+
+
+def test_what_was_torn_by_an_earlier_version_is_passed_over_in_the_middle(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(WHOLE + b'{"kind": "tr{"kind": "train", "step": 2}\n' + b"\0" * 9 + WHOLE.replace(b"1", b"3"))
+    assert [found["step"] for found in read_metrics(path)] == [1, 3]
+
+
+def test_records_that_a_loss_of_power_left_empty_are_none(tmp_path) -> None:
+    run = RunFolder(tmp_path)
+    for path in (run.status, run.failure(0), run.report(0)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"\0" * 64)
+    assert read_status(run.status) is None and read_records(run.status) == []
+    assert read_failures(run.failures) == [] == read_reports(run.watch)

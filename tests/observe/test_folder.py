@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 from pathlib import Path
 
+import pytest
+
 from megastack.observe.folder import claim
 
 fork = multiprocessing.get_context("fork")
@@ -40,3 +42,12 @@ def test_names_and_what_counts_as_taken(tmp_path):
     (tmp_path / "empty").mkdir()
     assert claim(tmp_path / "empty", "unused").path == tmp_path / "empty"
     assert claim(tmp_path / "empty", "unused").path == tmp_path / "empty-2"
+
+
+def test_the_current_folder_is_named_by_its_path(tmp_path, monkeypatch):
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    assert claim(".", "unused").path == tmp_path / "job"
+    assert claim(".", "unused").path == tmp_path / "job-2"
+    with pytest.raises(OSError, match="not a folder of its own"):
+        claim("/", "unused")

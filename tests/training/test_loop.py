@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,18 @@ def test_when_to_save_and_what_hooks_are_told(tmp_path):
         *(("step", 5), ("validation", 5)),
     ]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000004"]
+
+
+@pytest.mark.parametrize(("every", "saved"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3]), (4, [4]), (5, [])])
+def test_every_n_steps_includes_the_last_step(tmp_path: Path, every: int, saved: list[int]) -> None:
+    """Of checkpoints without checkpoint.at_end, and of lines on the console; the last step is validated in any case."""
+    more = [f"checkpoint.every={every}", "checkpoint.at_end=false", f"run.validate_every={every}"]
+    run(tmp_path, "run.steps=4", *more)
+    found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert found == [f"step_{step:08d}" for step in saved]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    scored = [row["step"] for row in map(json.loads, lines) if row["kind"] == "validation"]
+    assert scored == sorted({*saved, 4})
 
 
 def test_a_time_limit_before_the_first_step_saves_the_start(tmp_path):
