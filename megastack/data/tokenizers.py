@@ -8,9 +8,9 @@ from ids (see :mod:`megastack.data.stream`), so a tokenizer without an end id wo
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,24 +59,25 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`; adds no special tokens of its own to a document.
+    """A `tokenizer.json`: the ids of a text are those of the whole text, and nothing else is added.
 
-    The end of a document is the `eos_token` of a `tokenizer_config.json` beside the file, else the first well-known
-    name that the vocabulary holds (`<|endoftext|>`, `</s>`, …), else none.
+    State of the file that would change them is switched off: truncation, padding, the random merges of BPE dropout and
+    the special tokens of a post-processor (a BOS or EOS of its own).
+
+    The end of a document is the `eos_token` of a `tokenizer_config.json` beside the file; null there is no end. Without
+    that entry it is the first well-known name that the vocabulary holds (`<|endoftext|>`, `</s>`, …), else none.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.name = str(path)
         self._tokenizer = _load(Path(path))
+        _switch_off_state(self._tokenizer)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.size = max(ids.values(), default=-1) + 1
-        named = _configured_end(Path(path))
-        if named is not None and named not in ids:
-            raise DataError(
-                f"data.tokenizer={path}: the eos_token {named!r} beside it is not in its vocabulary; mend it"
-            )
-        names = _END_NAMES if named is None else (named,)
-        self.end: int | None = next((ids[name] for name in names if name in ids), None)
+        self.end = _end(Path(path), ids)
+
+    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[str]]:
+        return FileTokenizer, (self.name,)
 
     def encode(self, documents: Sequence[bytes]) -> list[Ids]:
         texts = [document.decode() for document in documents]
@@ -122,13 +123,43 @@ def _load(path: Path) -> hf.Tokenizer:
         raise DataError(f"data.tokenizer={path}: not a tokenizer.json ({error}); use byte or another file") from error
 
 
-def _configured_end(path: Path) -> str | None:
+def _switch_off_state(tokenizer: hf.Tokenizer) -> None:
+    """Switch off what a `tokenizer.json` may carry that makes the ids of a text other than those of all of it."""
+    import tokenizers as hf
+
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(tokenizer.model, hf.models.BPE):
+        tokenizer.model.dropout = None
+
+
+def _end(path: Path, ids: Mapping[str, int]) -> int | None:
+    """The id that ends a document: the configured one, none, or the first well-known one."""
+    config = _config_beside(path)
+    if "eos_token" not in config:
+        return next((ids[name] for name in _END_NAMES if name in ids), None)
+    end = config["eos_token"]
+    if isinstance(end, dict):
+        end = end.get("content", end)
+    if end is None:
+        return None
+    if not isinstance(end, str) or end not in ids:
+        raise DataError(
+            f"data.tokenizer={path}: the eos_token {end!r} of tokenizer_config.json beside it is not in its "
+            "vocabulary; use a token that is, or null for none"
+        )
+    return ids[end]
+
+
+def _config_beside(path: Path) -> Mapping[str, Any]:
+    """What `tokenizer_config.json` beside a tokenizer holds; empty where there is none."""
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():
-        return None
+        return {}
     try:
         config = json.loads(beside.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"data.tokenizer={path}: {beside} is not JSON ({error}); mend or remove it") from error
-    end = config.get("eos_token") if isinstance(config, dict) else None
-    return end.get("content") if isinstance(end, dict) else end
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"data.tokenizer={path}: {beside} is not JSON ({error}); correct or remove it") from error
+    if not isinstance(config, dict):
+        raise DataError(f"data.tokenizer={path}: {beside} is not a JSON object; correct or remove it")
+    return config

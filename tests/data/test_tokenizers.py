@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastack.data.stream import tokenize
 from megastack.data.tokenizers import ByteTokenizer, check_vocab, least_vocab, load_tokenizer
 from megastack.errors import DataError
 
@@ -53,11 +54,60 @@ def test_the_end_of_a_document_is_configured_or_well_known(tokenizer_file: Path)
     config.write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
     assert load_tokenizer(tokenizer_file).end == 5
     config.write_text(json.dumps({"eos_token": "<other>"}))
-    with pytest.raises(DataError, match=r"'<other>' beside it is not in its vocabulary"):
+    with pytest.raises(DataError, match=r"'<other>' of tokenizer_config.json beside it is not in its vocabulary"):
         load_tokenizer(tokenizer_file)
     config.write_text("{")
     with pytest.raises(DataError, match=r"tokenizer_config.json is not JSON"):
         load_tokenizer(tokenizer_file)
+
+
+@pytest.mark.parametrize("end", [None, {"content": None}])
+def test_an_end_that_is_configured_as_null_is_not_guessed(tokenizer_file: Path, end: Any) -> None:
+    config = tokenizer_file.with_name("tokenizer_config.json")
+    config.write_text(json.dumps({"eos_token": end}))
+    assert load_tokenizer(tokenizer_file).end is None
+    config.write_text(json.dumps({"bos_token": "<s>"}))
+    assert load_tokenizer(tokenizer_file).end == 7
+
+
+@pytest.mark.parametrize("content", [[], {"eos_token": 7}, {"eos_token": ["</s>"]}, {"eos_token": {"text": "</s>"}}])
+def test_a_configuration_beside_it_that_says_nothing_usable_is_refused(tokenizer_file: Path, content: Any) -> None:
+    tokenizer_file.with_name("tokenizer_config.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"data\.tokenizer=.*tokenizer_config\.json"):
+        load_tokenizer(tokenizer_file)
+
+
+STATE = {
+    "truncation": {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0},
+    "padding": {
+        "strategy": {"Fixed": 17},
+        "direction": "Left",
+        "pad_to_multiple_of": 5,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "[UNK]",
+    },
+}
+
+
+@pytest.mark.parametrize("state", [["truncation"], ["padding"], ["truncation", "padding"]], ids="+".join)
+def test_a_file_that_cuts_or_pads_gives_every_id_of_a_text_and_no_other(tokenizer_file: Path, state: list[str]) -> None:
+    content = json.loads(tokenizer_file.read_text())
+    tokenizer_file.write_text(json.dumps(content | {name: STATE[name] for name in state}))
+    documents = [b"to be " * 500, b"to", b"be"]
+    lengths = [len(ids) for ids in load_tokenizer(tokenizer_file).encode(documents)]
+    assert lengths == [1000, 1, 1]
+    train, _ = tokenize(documents, load_tokenizer(tokenizer_file), 0.0)
+    assert train.tokens.tolist() == [1, 2] * 500 + [7, 1, 7, 2, 7]
+
+
+def test_a_file_with_dropout_gives_the_same_ids_each_time(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["dropout"] == 0.5
+    (ids,) = load_tokenizer(tmp_path / "tokenizer.json").encode([b"ab" * 64])
+    assert ids.tolist() == [2] * 64
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
