@@ -23,7 +23,8 @@ from megastack.config.fields import keys
 from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.data.dataset import Dataset, Wanted
 from megastack.data.sources import read_documents
-from megastack.data.token_files import open_token_files
+from megastack.data.token_files import TokenFile, open_token_files
+from megastack.data.token_ids import id_violations
 from megastack.data.tokenizers import check_vocab, load_tokenizer
 from megastack.errors import ConfigError, Fault, MegastackError, Violation
 from megastack.mesh.mesh import Mesh
@@ -100,10 +101,17 @@ def ask_data(config: TrainConfig, faults: Faults) -> Dataset | None:
     """The data of a configuration; where they cannot be used, what each part has against it."""
     whole, parts = faults.separately(), faults.separately()
     dataset = whole.ask(lambda: read_dataset(config), "data", "batch.sequence_length", "model.vocab")
-    if dataset is None:
-        _ask_parts_of_data(config, parts)
-        faults.found += parts.found or whole.found
-    return dataset
+    if dataset is not None:
+        faults.ask(lambda: _check_ids(dataset.files, config))
+        return dataset
+    _ask_parts_of_data(config, parts)
+    faults.found += parts.found or whole.found
+    return None
+
+
+def _check_ids(files: Sequence[TokenFile], config: TrainConfig) -> None:
+    if found := id_violations(files, config.model.vocab):
+        raise ConfigError.of(found)
 
 
 def _ask_parts_of_data(config: TrainConfig, faults: Faults) -> None:
@@ -113,18 +121,24 @@ def _ask_parts_of_data(config: TrainConfig, faults: Faults) -> None:
         tokenizer = faults.ask(lambda: load_tokenizer(config.data.tokenizer), "data.tokenizer")
         if tokenizer is not None:
             faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
+    files: dict[str, TokenFile] = {}
     if not faults.broken("data.paths"):
-        _ask_paths(wanted or (), faults)
+        _ask_paths(wanted or (), faults, files)
     for at, sources in enumerate(faults.ask(lambda: _later_sources(config)) or ()):
         own = faults.separately()
-        _ask_paths(sources, own)
+        _ask_paths(sources, own, files)
         faults.found += [f"data.stages[{at}]: {fault}" for fault in own.found]
+    faults.ask(lambda: _check_ids([*files.values()], config), "model.vocab")
 
 
-def _ask_paths(sources: Iterable[Wanted], faults: Faults) -> None:
+def _ask_paths(sources: Iterable[Wanted], faults: Faults, files: dict[str, TokenFile]) -> None:
+    """Read each path by itself; token files that can be opened are added to `files`, by name."""
     for each in sources:
         for path in each.paths:
-            faults.ask(partial(_read_through, each.source, path))
+            if each.source == "bin":
+                files |= {file.name: file for file in faults.ask(partial(open_token_files, [path])) or ()}
+            else:
+                faults.ask(partial(_read_through, each.source, path))
 
 
 def _first_sources(config: TrainConfig) -> list[Wanted]:
@@ -143,7 +157,7 @@ def _later_sources(config: TrainConfig) -> list[list[Wanted]]:
 
 
 def _read_through(source: str, path: str | Path) -> None:
-    for _ in open_token_files([path]) if source == "bin" else read_documents(source, [path]):
+    for _ in read_documents(source, [path]):
         pass
 
 

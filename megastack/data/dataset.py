@@ -18,7 +18,7 @@ from megastack.data.sources import read_documents
 from megastack.data.spans import Span, SpanStream, split_file
 from megastack.data.split import check_fraction
 from megastack.data.stream import TokenStream, tokenize
-from megastack.data.token_files import open_token_files
+from megastack.data.token_files import TokenFile, open_token_files
 from megastack.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
 from megastack.errors import DataError
 
@@ -112,6 +112,14 @@ class Dataset:
     def stages(self) -> tuple[Later, ...]:
         """All stages of the run, this one first."""
         return (Later(0, self), *self.later)
+
+    @property
+    def files(self) -> list[TokenFile]:
+        """The token files of all stages, each once."""
+        sources = [source for stage in self.stages for source in stage.data.sources]
+        streams = [split.stream for source in sources for split in (source.train, source.validation)]
+        found = [file for stream in streams if isinstance(stream, SpanStream) for file in stream.files]
+        return list({id(file): file for file in found}.values())
 
     def history(self, before: History = (), entry: int = 0) -> History:
         """The stretches of weights of a run that goes on at `entry`; empty without a blend."""
