@@ -67,6 +67,12 @@ def one_of(values: Iterable[Any]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
+def counted(count: float, one: str, many: str | None = None) -> str:
+    """A number and its noun: ``1 stage``, ``2,000 stages``, ``1.5 microbatches``."""
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{number} {one if count == 1 else many or one + 's'}"
+
+
 Fault = Violation | str
 """Something that is to be mended: as a value where it is about one key, else in words."""
 

@@ -70,14 +70,15 @@ class Part:
     def counts(self) -> Path:
         return Path(self.stem + ".json")
 
-    def finished(self, width: int) -> Counts | None:
-        """The counts of a part that is whole, None for one that is not."""
+    def usable(self, settings: Settings) -> Counts | None:
+        """The counts of a part that is whole; None for one that is not, or left out lines that are to be refused."""
+        width = np.dtype(settings.dtype).itemsize
         try:
             counts = Counts(**json.loads(self.counts.read_text(encoding="utf-8")))
             whole = self.ids.stat().st_size == counts.tokens * width and self.lengths.is_file()
         except (OSError, ValueError, TypeError):
             return None
-        return counts if whole else None
+        return counts if whole and (settings.skip or not counts.skipped) else None
 
 
 def tokenize_unit(unit: Unit, settings: Settings, part: Part) -> Counts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ class Huge:
     """A file of any size that holds ones, and remembers how much of it was read."""
 
     tokens: int
-    dtype: np.dtype = np.dtype("i4")
+    dtype: np.dtype = field(default_factory=lambda: np.dtype("i4"))
     name: str = "huge"
     places: int = 1
     seen: list[tuple[int, int]] = field(default_factory=list)
@@ -87,6 +88,6 @@ def test_of_a_large_file_the_note_beside_it_counts_if_it_is_its_own(tmp_path: Pa
 def test_pieces_lie_apart_within_the_file_and_the_bound(tokens: int, most: int) -> None:
     found = list(pieces(tokens, most))
     assert all(0 <= begin < end <= tokens for begin, end in found)
-    assert all(a[1] <= b[0] for a, b in zip(found, found[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(found))
     total = sum(end - begin for begin, end in found)
     assert total == tokens if most >= tokens else total <= max(most, 1 << 16)
