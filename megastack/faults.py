@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from megastack.assemble.data import read_dataset
+from megastack.assemble.data import configured_tokenizer, read_dataset
 from megastack.checkpoint.manifest import read_manifest
 from megastack.config.convert import UnusableError, replace_values, value_of
 from megastack.config.fields import keys
@@ -25,7 +25,7 @@ from megastack.data.dataset import Dataset, Wanted
 from megastack.data.sources import read_documents
 from megastack.data.token_files import TokenFile, open_token_files
 from megastack.data.token_ids import id_violations
-from megastack.data.tokenizers import check_vocab, load_tokenizer
+from megastack.data.tokenizers import check_vocab
 from megastack.errors import ConfigError, Fault, MegastackError, Violation
 from megastack.mesh.mesh import Mesh
 from megastack.models.decoder import Decoder
@@ -118,7 +118,7 @@ def _ask_parts_of_data(config: TrainConfig, faults: Faults) -> None:
     """The tokenizer and every path by itself, those of later stages with the stage."""
     wanted = faults.ask(lambda: _first_sources(config), "data.source", "data.blend")
     if wanted and any(each.source != "bin" for each in wanted):
-        tokenizer = faults.ask(lambda: load_tokenizer(config.data.tokenizer), "data.tokenizer")
+        tokenizer = faults.ask(lambda: configured_tokenizer(config), "data.tokenizer")
         if tokenizer is not None:
             faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
     files: dict[str, TokenFile] = {}

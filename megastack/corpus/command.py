@@ -44,6 +44,7 @@ def _with_bar(options: argparse.Namespace) -> Made:
             tokenizer=options.tokenizer,
             field=options.field,
             skip_bad=options.on_bad_line == "skip",
+            allow_special_tokens=options.allow_special_tokens,
             workers=options.workers,
             advance=lambda done, total: progress.update(task, completed=done, total=total),
         )

@@ -56,6 +56,7 @@ def make_token_file(
     tokenizer: str = "byte",
     field: str = "text",
     skip_bad: bool = False,
+    allow_special_tokens: bool = False,
     workers: int | None = None,
     unit_bytes: int = UNIT_BYTES,
     advance: Advance = lambda done, total: None,
@@ -69,6 +70,7 @@ def make_token_file(
         field: the field or column that holds the text.
         skip_bad: leave out lines that are not UTF-8 or JSON and files without a document, and count them; else the
             first one is refused.
+        allow_special_tokens: whether text that spells a special token becomes its id.
         workers: processes; null for the CPUs of this one.
         unit_bytes: about how much a process does at a time; decides, as paths do, whether a try can go on.
 
@@ -78,8 +80,11 @@ def make_token_file(
     """
     if idx_path(out).exists():
         raise DataError(f"--out={out}: {idx_path(out)} exists; use another prefix, or remove it")
-    loaded = load_tokenizer(tokenizer)
-    settings = Settings(tokenizer, _digest(tokenizer), id_dtype(loaded.size - 1).str, field, skip_bad)
+    if allow_special_tokens and tokenizer == "byte":
+        raise DataError("--allow-special-tokens: --tokenizer=byte has no special tokens; use a tokenizer.json")
+    loaded = load_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
+    dtype = id_dtype(loaded.size - 1)
+    settings = Settings(tokenizer, _digest(tokenizer), dtype.str, field, skip_bad, allow_special_tokens)
     units = plan_units(paths, unit_bytes, skip_empty=skip_bad)
     folder = Path(f"{out}.parts")
     made_by_us = _missing_folders(folder)
@@ -99,8 +104,7 @@ def make_token_file(
         raise _no_token(str(out), counts, empty)
     if empty and not skip_bad:
         raise empty_file(empty[0])
-    dtype = np.dtype(settings.dtype).name
-    made = Made(str(out), counts, loaded.size, dtype, len(units), resumed, len(empty), next(iter(empty), None))
+    made = Made(str(out), counts, loaded.size, dtype.name, len(units), resumed, len(empty), next(iter(empty), None))
     _join(parts, settings.dtype, made, loaded)
     shutil.rmtree(folder)
     return made

@@ -181,6 +181,7 @@ def build_dataset(
     paths: Sequence[str | Path] = (),
     blend: Sequence[Wanted] = (),
     tokenizer: str | Path = "byte",
+    allow_special_tokens: bool = False,
     validation_fraction: float = 0.05,
     pack: bool = True,
     document_mask: bool = True,
@@ -202,7 +203,7 @@ def build_dataset(
     wanted = list(blend) or [Wanted(source, paths)]
     loaded = None
     if any(each.source != "bin" for each in wanted):
-        loaded = load_tokenizer(tokenizer)
+        loaded = load_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
         if vocab is not None:
             check_vocab(vocab, loaded)
     sources, read = [], {} if read is None else read
