@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -104,7 +104,7 @@ def ask_data(config: TrainConfig, faults: Faults) -> Dataset | None:
     if dataset is not None:
         faults.ask(lambda: _check_ids(dataset.files, config))
         return dataset
-    _ask_parts_of_data(config, parts)
+    ask_parts_of_data(config, parts)
     faults.found += parts.found or whole.found
     return None
 
@@ -114,31 +114,46 @@ def _check_ids(files: Sequence[TokenFile], config: TrainConfig) -> None:
         raise ConfigError.of(found)
 
 
-def _ask_parts_of_data(config: TrainConfig, faults: Faults) -> None:
-    """The tokenizer and every path by itself, those of later stages with the stage."""
+def ask_parts_of_data(config: TrainConfig, faults: Faults, skip: Collection[str] = ()) -> None:
+    """The tokenizer and every path by itself, those of later stages with the stage; what `skip` names is left out."""
     wanted = faults.ask(lambda: _first_sources(config), "data.source", "data.blend")
     if wanted and any(each.source != "bin" for each in wanted):
-        tokenizer = faults.ask(lambda: configured_tokenizer(config), "data.tokenizer")
-        if tokenizer is not None:
-            faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
+        _ask_tokenizer(config, faults, skip)
     files: dict[str, TokenFile] = {}
     if not faults.broken("data.paths"):
-        _ask_paths(wanted or (), faults, files)
+        _ask_paths(wanted or (), faults, files, skip)
     for at, sources in enumerate(faults.ask(lambda: _later_sources(config)) or ()):
         own = faults.separately()
-        _ask_paths(sources, own, files)
+        _ask_paths(sources, own, files, skip)
         faults.found += [f"data.stages[{at}]: {fault}" for fault in own.found]
     faults.ask(lambda: _check_ids([*files.values()], config), "model.vocab")
 
 
-def _ask_paths(sources: Iterable[Wanted], faults: Faults, files: dict[str, TokenFile]) -> None:
+def _ask_tokenizer(config: TrainConfig, faults: Faults, skip: Collection[str]) -> None:
+    if value_of(config, "data.tokenizer") in skip:
+        return
+    tokenizer = faults.ask(lambda: configured_tokenizer(config), "data.tokenizer")
+    if tokenizer is not None:
+        faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
+
+
+def _ask_paths(
+    sources: Iterable[Wanted], faults: Faults, files: dict[str, TokenFile], skip: Collection[str] = ()
+) -> None:
     """Read each path by itself; token files that can be opened are added to `files`, by name."""
     for each in sources:
         for path in each.paths:
+            if str(path) in skip:
+                continue
             if each.source == "bin":
                 files |= {file.name: file for file in faults.ask(partial(open_token_files, [path])) or ()}
             else:
                 faults.ask(partial(_read_through, each.source, path))
+
+
+def all_sources(config: TrainConfig) -> list[Wanted]:
+    """The sources of all stages as they are named, whatever else is wrong with a stage."""
+    return [*_first_sources(config), *(each for later in _later_sources(config) for each in later)]
 
 
 def _first_sources(config: TrainConfig) -> list[Wanted]:
