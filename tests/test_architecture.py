@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"random", "batch"},
     "checkpoint": {"placement", "comm", "mesh"},
     "observe": {"mesh.shape", "comm.group", "comm.objects", "comm.trail"},
-    "config": {"mesh.shape", "pipeline.schedules", "layers.rules"},
+    "config": {"mesh.shape", "pipeline.schedules", "layers.rules", "data.shares"},
     "training": {"batch", "pipeline.runtime", "gradients", "optim", "data", "observe", "mesh", "comm", "checkpoint"},
     "inference": {"models.decoder", "pipeline", "layers.cache", "mesh", "comm", "batch", "random"},
     "plan": {"config", "models.activations", "models.profile", "models.stages", "pipeline", "mesh.shape"},

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megastack.data.blend import BlendOrder, History, JoinedSamples, check_weights, continued
+from megastack.data.blend import PERIOD, BlendOrder, History, JoinedSamples, check_weights, continued, shares
 from megastack.data.order import Order, SampleOrder, Taken
 from megastack.data.packing import PackedSamples, Samples, SingleSamples, Stream
 from megastack.data.sources import read_documents
@@ -144,16 +144,23 @@ class Dataset:
 
     def describe(self) -> str:
         """Documents, tokens and samples of both splits of every source, of later stages of what is trained on."""
-        lines = [line for source in self.sources for line in _described(source, self._title(source))]
+        lines = [line for source, title in self._titled for line in _described(source, title)]
         for stage in self.later:
-            for source in stage.data.sources:
-                trained, _ = _described(source, stage.data._title(source))
+            for source, title in stage.data._titled:
+                trained, _ = _described(source, title)
                 lines.append(f"after step {stage.from_step}: {trained}")
         return "\n".join(lines)
 
-    def _title(self, source: Source) -> str:
-        total = sum(each.weight for each in self.sources)
-        return f"{source.name} ({source.weight / total:.2%} of the samples) " if self.blended else ""
+    @property
+    def _titled(self) -> list[tuple[Source, str]]:
+        """The sources, each with its name and how much is drawn of it."""
+        if not self.blended:
+            return [(source, "") for source in self.sources]
+        drawn = shares([source.weight for source in self.sources]) / PERIOD
+        titles = [
+            f"{source.name} ({part:.2%} of the samples) " for source, part in zip(self.sources, drawn, strict=True)
+        ]
+        return list(zip(self.sources, titles, strict=True))
 
 
 @dataclass(frozen=True)
