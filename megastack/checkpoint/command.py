@@ -26,7 +26,7 @@ from megastack.checkpoint.manifest import (
     size_faults,
 )
 from megastack.checkpoint.publish import step_of
-from megastack.errors import CheckpointError
+from megastack.errors import CheckpointError, counted
 
 ACTIONS = {
     "ls": "every checkpoint of a folder, with its size and whether it is complete",
@@ -91,7 +91,8 @@ def _show(path: Path) -> Answer:
     manifest = read_manifest(chosen)
     faults = size_faults(chosen, manifest)
     trainer = {} if faults else read_trainer(chosen)
-    head = f"{chosen}: {_bytes(_size(manifest))} from {manifest.world_size} ranks, written {_when(manifest.time)}"
+    ranks = counted(manifest.world_size, "rank")
+    head = f"{chosen}: {_bytes(_size(manifest))} from {ranks}, written {_when(manifest.time)}"
     files = [("file", "size", "crc32"), *((f.name, _bytes(f.size), f"{f.crc32:08x}") for f in manifest.files.values())]
     tensors = [("tensor", "dtype", "shape", "boxes", "size")]
     for name, tensor in sorted(manifest.tensors.items()):

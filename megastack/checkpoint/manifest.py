@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megastack.checkpoint.cover import cover_fault
-from megastack.errors import CheckpointError
+from megastack.errors import CheckpointError, counted
 from megastack.placement.boxes import Box
 
 MANIFEST = "manifest.json"
@@ -138,7 +138,7 @@ def size_fault(folder: Path, file: FileRecord) -> str | None:
     except OSError:
         return f"{path}: missing"
     kind = "truncated" if size < file.size else "too long"
-    return None if size == file.size else f"{path}: {size} bytes, must be {file.size} ({kind})"
+    return None if size == file.size else f"{path}: {counted(size, 'byte')}, must be {file.size} ({kind})"
 
 
 def file_fault(folder: Path, file: FileRecord) -> str | None:

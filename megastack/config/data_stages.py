@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from megastack.config.schema import DataOptions, DataSource, DataStage, TrainConfig
 from megastack.data.shares import parts
+from megastack.errors import counted
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class StageConfig:
         return self.config.batch.sequence_length
 
     def __str__(self) -> str:
-        return f"{source_text(self.config)}; sequences of {self.sequence_length:,} tokens"
+        return f"{source_text(self.config)}; sequences of {counted(self.sequence_length, 'token')}"
 
 
 def stage_configs(config: TrainConfig) -> list[StageConfig]:

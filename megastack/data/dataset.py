@@ -20,7 +20,7 @@ from megastack.data.split import check_fraction
 from megastack.data.stream import TokenStream, tokenize
 from megastack.data.token_files import TokenFile, open_token_files
 from megastack.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
-from megastack.errors import DataError
+from megastack.errors import DataError, counted
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,9 @@ def _described(source: Source, title: str) -> list[str]:
     for name, split in (("train", source.train), ("validation", source.validation)):
         samples = split.samples
         lines.append(
-            f"{title}{name}: {split.stream.documents:,} documents, {len(split.stream):,} tokens, "
-            f"{len(samples):,} samples of {samples.sequence_length} ({samples.unused} tokens at the end unused)"
+            f"{title}{name}: {counted(split.stream.documents, 'document')}, {counted(len(split.stream), 'token')}, "
+            f"{counted(len(samples), 'sample')} of {samples.sequence_length} "
+            f"({counted(samples.unused, 'token')} at the end unused)"
         )
     return lines
 
@@ -276,6 +277,6 @@ def _too_short(name: str, split: Split, remedy: str) -> str:
         remedy += f", or batch.sequence_length={tokens - 1} or less"
     needed = size + 1 if isinstance(split.samples, PackedSamples) else 2
     return (
-        f"batch.sequence_length={size}: the {name} split has {tokens} tokens in {split.stream.documents} documents, "
-        f"too few for one sample of {needed}; use {remedy}"
+        f"batch.sequence_length={size}: the {name} split has {counted(tokens, 'token')} in "
+        f"{counted(split.stream.documents, 'document')}, too few for one sample of {needed}; use {remedy}"
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 def parts(weights: Sequence[float]) -> list[float]:
     """Each weight over their sum; 0 if all are 0.
 
-    The sum itself may be too large for a number, and tiny weights lose their digits in a division. Weights are therefore
+    The sum itself may be too large for a number, and tiny weights lose digits in a division. Weights are therefore
     scaled by a power of two first, which changes no digit of the quotients.
     """
     exponent = math.frexp(max(weights, default=0.0))[1]

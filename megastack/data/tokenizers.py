@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastack.data.tokenizer_file import FileTokenizer
-from megastack.errors import DataError
+from megastack.errors import DataError, counted
 
 Ids = npt.NDArray[np.integer]
 
@@ -79,6 +79,6 @@ def check_vocab(vocab: int, tokenizer: Tokenizer) -> None:
     """Raises :class:`DataError` unless `vocab` (`model.vocab`) holds every id of the tokenizer."""
     if vocab < tokenizer.size:
         raise DataError(
-            f"model.vocab={vocab}: must hold the {tokenizer.size} ids of data.tokenizer={tokenizer.name}; "
+            f"model.vocab={vocab}: must hold the {counted(tokenizer.size, 'id')} of data.tokenizer={tokenizer.name}; "
             f"use {tokenizer.size} or more"
         )

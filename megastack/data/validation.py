@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megastack.batch import Microbatch
 from megastack.data.loader import microbatches
 from megastack.data.packing import Samples, check_rows, padded
-from megastack.errors import DataError
+from megastack.errors import DataError, counted
 
 Int64s = npt.NDArray[np.int64]
 
@@ -52,7 +52,8 @@ class ValidationBatches:
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._vocab = vocab
         if self.samples and not self.valid_tokens:
-            raise DataError(f"the {self.samples} validation samples have no label to predict; use longer documents")
+            what, verb = counted(self.samples, "validation sample"), "have" if self.samples > 1 else "has"
+            raise DataError(f"the {what} {verb} no label to predict; use longer documents")
 
     @property
     def samples(self) -> int:

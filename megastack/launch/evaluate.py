@@ -19,7 +19,7 @@ from megastack.data.stream import TokenStream, stream_of
 from megastack.data.token_files import check_ids, open_token_files
 from megastack.data.tokenizers import check_vocab
 from megastack.data.validation import ValidationBatches
-from megastack.errors import ConfigError, DataError, Violation
+from megastack.errors import ConfigError, DataError, Violation, counted
 from megastack.faults import ask_data
 from megastack.inference.evaluate import Score, evaluate
 from megastack.launch.ranks import on_ranks
@@ -65,7 +65,7 @@ def _evaluate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.line(f"evaluate  {use}, {texts.name}")
     score = on_ranks(use.config, _score, use.checkpoint, texts)
     console.line(
-        f"score     {score.nats:.6f} nats a token, perplexity {score.perplexity:,.4f}, {score.tokens:,} tokens"
+        f"score     {score.nats:.6f} nats a token, perplexity {score.perplexity:,.4f}, {counted(score.tokens, 'token')}"
     )
     figures = {"nats": score.nats, "perplexity": score.perplexity, "tokens": score.tokens}
     return {"checkpoint": str(use.checkpoint), "data": texts.name} | figures

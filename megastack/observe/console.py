@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+from megastack.errors import counted
+
 
 class Console:
     """Writes to the screen on one rank and nowhere on the others."""
@@ -47,7 +49,7 @@ class Console:
     def validation(self, row: Mapping[str, Any]) -> None:
         """The line of a validation."""
         loss = number(row["loss"], ".4f")
-        text = f"  validation  loss {loss}  over {row['samples']:,} samples, {row['tokens']:,} tokens"
+        text = f"  validation  loss {loss}  over {counted(row['samples'], 'sample')}, {counted(row['tokens'], 'token')}"
         self._rich.print(Text(text, style="cyan"))
 
 

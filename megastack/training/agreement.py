@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megastack.batch import Microbatch
 from megastack.comm.objects import all_gather_objects
-from megastack.errors import DataError
+from megastack.errors import DataError, counted
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import describe_coordinates
 
@@ -54,8 +54,8 @@ class Signature:
         samples, tokens = self.validation
         masks = ", document masks" if self.masked else ""
         return (
-            f"step {self.step}: microbatches {shapes or 'none'}, {self.tokens} valid labels{masks}; "
-            f"validation of {samples} samples, {tokens} valid labels"
+            f"step {self.step}: microbatches {shapes or 'none'}, {counted(self.tokens, 'valid label')}{masks}; "
+            f"validation of {counted(samples, 'sample')}, {counted(tokens, 'valid label')}"
         )
 
 
