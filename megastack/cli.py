@@ -19,6 +19,7 @@ from megastack.errors import ConfigError, MeshError, ScheduleError
 from megastack.inference.arguments import add_evaluate_arguments, add_generate_arguments
 from megastack.interop.arguments import add_export_arguments, add_import_arguments
 from megastack.launch.environment import is_first_rank, is_worker
+from megastack.observe.printable import printable
 
 if TYPE_CHECKING:
     from megastack.plan.command import Look
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options)
     except (ConfigError, MeshError, ScheduleError) as error:  # raised here, before any rank was started
         if is_first_rank():  # every rank of a world refuses, one says why
-            print(error, file=sys.stderr)  # noqa: T201
+            print(printable(str(error)), file=sys.stderr)  # noqa: T201
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -27,6 +27,7 @@ from megastack.checkpoint.manifest import (
 )
 from megastack.checkpoint.publish import step_of
 from megastack.errors import CheckpointError, counted
+from megastack.observe.printable import printable
 
 ACTIONS = {
     "ls": "every checkpoint of a folder, with its size and whether it is complete",
@@ -52,7 +53,7 @@ def checkpoint_command(options: argparse.Namespace) -> int:
         text, record, good = answer(options.path)
     except CheckpointError as error:
         text, record, good = str(error), {"fault": str(error)}, False
-    sys.stdout.write(text.rstrip() + "\n")
+    sys.stdout.write(printable(text.rstrip()) + "\n")
     if options.json:
         Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if good else 1

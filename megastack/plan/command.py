@@ -13,6 +13,7 @@ from megastack.config.explain import explain
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.errors import Fault
+from megastack.observe.printable import printable
 from megastack.pipeline.render import render
 from megastack.plan.describe import as_record, full
 from megastack.plan.layout import Layout
@@ -35,15 +36,15 @@ def show_command(options: argparse.Namespace, load_look: Callable[[], Look]) -> 
     overrides = [text for text in options.overrides if "=" in text]
     place = {"config_dir": options.config_dir, "config_name": options.config_name}
     if asked:
-        sys.stdout.write("\n\n".join(str(explain(key, overrides, **place)) for key in asked) + "\n")
+        sys.stdout.write(printable("\n\n".join(str(explain(key, overrides, **place)) for key in asked)) + "\n")
         return 0
     given = draft(overrides, **place)
     config = given.config
     with given.origins():
         notes = load_look()(config, [*given.faults, *violations(config)])
     for note in "\n".join(notes).splitlines():
-        sys.stderr.write(f"note: {note}\n")
-    text = full(config) if options.format == "text" else render(Layout(config).timeline, options.format)
+        sys.stderr.write(printable(f"note: {note}") + "\n")
+    text = printable(full(config)) if options.format == "text" else render(Layout(config).timeline, options.format)
     sys.stdout.write(text + "\n")
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(config), indent=1) + "\n")
