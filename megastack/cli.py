@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from megastack.checkpoint.command import add_checkpoint_arguments, checkpoint_command
 from megastack.corpus.arguments import add_tokenize_arguments
@@ -18,6 +19,10 @@ from megastack.errors import ConfigError, MeshError, ScheduleError
 from megastack.inference.arguments import add_evaluate_arguments, add_generate_arguments
 from megastack.interop.arguments import add_export_arguments, add_import_arguments
 from megastack.launch.environment import is_first_rank, is_worker
+from megastack.observe.printable import printable
+
+if TYPE_CHECKING:
+    from megastack.plan.command import Look
 
 INTERRUPTED, REFUSED = 130, 78
 VERBS = {
@@ -53,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options)
     except (ConfigError, MeshError, ScheduleError) as error:  # raised here, before any rank was started
         if is_first_rank():  # every rank of a world refuses, one says why
-            print(error, file=sys.stderr)  # noqa: T201
+            print(printable(str(error)), file=sys.stderr)  # noqa: T201
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -141,7 +146,13 @@ def _verify(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from megastack.plan.command import show_command
 
-    return show_command(options)
+    return show_command(options, _look)
+
+
+def _look() -> Look:
+    from megastack.launch.look import look  # needs torch, which the explanation of a key does without
+
+    return look
 
 
 def _checkpoint(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral
 from typing import Any, Self
 
 
@@ -71,6 +72,12 @@ def one_of(values: Iterable[Any]) -> str:
     """A choice in words: ``1, 2, 4 or 8``."""
     words = [spell(value) for value in values]
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def counted(count: float, one: str, many: str | None = None) -> str:
+    """A number and its noun: ``1 stage``, ``2,000 stages``, ``1.5 microbatches``."""
+    number = f"{count:,}" if isinstance(count, Integral) else f"{count:g}"
+    return f"{number} {one if count == 1 else many or one + 's'}"
 
 
 Fault = Violation | str

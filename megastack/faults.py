@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from megastack.assemble.data import read_dataset
+from megastack.assemble.data import configured_tokenizer, read_dataset
 from megastack.assemble.optimizer import moment_kinds
 from megastack.checkpoint.manifest import read_manifest
 from megastack.config.convert import UnusableError, replace_values, value_of
@@ -26,8 +26,9 @@ from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.data.dataset import Dataset, Wanted
 from megastack.data.sources import read_documents
-from megastack.data.token_files import open_token_files
-from megastack.data.tokenizers import check_vocab, load_tokenizer
+from megastack.data.token_files import TokenFile, open_token_files
+from megastack.data.token_ids import id_violations
+from megastack.data.tokenizers import check_vocab
 from megastack.errors import ConfigError, Fault, MegastackError, Violation
 from megastack.mesh.mesh import Mesh
 from megastack.models.decoder import Decoder
@@ -105,31 +106,59 @@ def ask_data(config: TrainConfig, faults: Faults) -> Dataset | None:
     """The data of a configuration; where they cannot be used, what each part has against it."""
     whole, parts = faults.separately(), faults.separately()
     dataset = whole.ask(lambda: read_dataset(config), "data", "batch.sequence_length", "model.vocab")
-    if dataset is None:
-        _ask_parts_of_data(config, parts)
-        faults.found += parts.found or whole.found
-    return dataset
+    if dataset is not None:
+        faults.ask(lambda: _check_ids(dataset.files, config))
+        return dataset
+    ask_parts_of_data(config, parts)
+    faults.found += parts.found or whole.found
+    return None
 
 
-def _ask_parts_of_data(config: TrainConfig, faults: Faults) -> None:
-    """The tokenizer and every path by itself, those of later stages with the stage."""
+def _check_ids(files: Sequence[TokenFile], config: TrainConfig) -> None:
+    if found := id_violations(files, config.model.vocab):
+        raise ConfigError.of(found)
+
+
+def ask_parts_of_data(config: TrainConfig, faults: Faults, skip: Collection[str] = ()) -> None:
+    """The tokenizer and every path by itself, those of later stages with the stage; what `skip` names is left out."""
     wanted = faults.ask(lambda: _first_sources(config), "data.source", "data.blend")
     if wanted and any(each.source != "bin" for each in wanted):
-        tokenizer = faults.ask(lambda: load_tokenizer(config.data.tokenizer), "data.tokenizer")
-        if tokenizer is not None:
-            faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
+        _ask_tokenizer(config, faults, skip)
+    files: dict[str, TokenFile] = {}
     if not faults.broken("data.paths"):
-        _ask_paths(wanted or (), faults)
+        _ask_paths(wanted or (), faults, files, skip)
     for at, sources in enumerate(faults.ask(lambda: _later_sources(config)) or ()):
         own = faults.separately()
-        _ask_paths(sources, own)
+        _ask_paths(sources, own, files, skip)
         faults.found += [f"data.stages[{at}]: {fault}" for fault in own.found]
+    faults.ask(lambda: _check_ids([*files.values()], config), "model.vocab")
 
 
-def _ask_paths(sources: Iterable[Wanted], faults: Faults) -> None:
+def _ask_tokenizer(config: TrainConfig, faults: Faults, skip: Collection[str]) -> None:
+    if value_of(config, "data.tokenizer") in skip:
+        return
+    tokenizer = faults.ask(lambda: configured_tokenizer(config), "data.tokenizer")
+    if tokenizer is not None:
+        faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
+
+
+def _ask_paths(
+    sources: Iterable[Wanted], faults: Faults, files: dict[str, TokenFile], skip: Collection[str] = ()
+) -> None:
+    """Read each path by itself; token files that can be opened are added to `files`, by name."""
     for each in sources:
         for path in each.paths:
-            faults.ask(partial(_read_through, each.source, path))
+            if str(path) in skip:
+                continue
+            if each.source == "bin":
+                files |= {file.name: file for file in faults.ask(partial(open_token_files, [path])) or ()}
+            else:
+                faults.ask(partial(_read_through, each.source, path))
+
+
+def all_sources(config: TrainConfig) -> list[Wanted]:
+    """The sources of all stages as they are named, whatever else is wrong with a stage."""
+    return [*_first_sources(config), *(each for later in _later_sources(config) for each in later)]
 
 
 def _first_sources(config: TrainConfig) -> list[Wanted]:
@@ -148,7 +177,7 @@ def _later_sources(config: TrainConfig) -> list[list[Wanted]]:
 
 
 def _read_through(source: str, path: str | Path) -> None:
-    for _ in open_token_files([path]) if source == "bin" else read_documents(source, [path]):
+    for _ in read_documents(source, [path]):
         pass
 
 

@@ -30,9 +30,9 @@ ALLOWED: dict[str, set[str]] = {
     "gradients": {"placement", "comm", "mesh", "optim.groups", "weight_gradients"},
     "optim": {"gradients", "placement"},
     "data": {"random", "batch"},
-    "checkpoint": {"placement", "comm", "mesh", "records"},
+    "checkpoint": {"placement", "comm", "mesh", "records", "observe.printable"},
     "observe": {"records", "mesh.shape", "comm.group", "comm.objects", "comm.trail"},
-    "config": {"mesh.shape", "pipeline.schedules", "layers.rules"},
+    "config": {"mesh.shape", "pipeline.schedules", "layers.rules", "data.shares"},
     "training": {
         "batch",
         "pipeline.runtime",
@@ -46,7 +46,15 @@ ALLOWED: dict[str, set[str]] = {
         "records",
     },
     "inference": {"models.decoder", "pipeline", "layers.cache", "mesh", "comm", "batch", "random"},
-    "plan": {"config", "models.activations", "models.profile", "models.stages", "pipeline", "mesh.shape"},
+    "plan": {
+        "config",
+        "models.activations",
+        "models.profile",
+        "models.stages",
+        "pipeline",
+        "mesh.shape",
+        "observe.printable",
+    },
     "assemble": {
         *("training", "inference", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe"),
         "config",
@@ -74,7 +82,16 @@ ALLOWED: dict[str, set[str]] = {
     },
     "interop": {"config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console"},
     "corpus": {"data.sources", "data.tokenizers", "data.indexed", "observe.console"},
-    "cli": {"inference.arguments", "launch", "plan", "corpus", "testing", "interop", "checkpoint.command"},
+    "cli": {
+        "inference.arguments",
+        "launch",
+        "plan",
+        "corpus",
+        "testing",
+        "interop",
+        "checkpoint.command",
+        "observe.printable",
+    },
     "__init__": set(),
 }
 

@@ -12,7 +12,17 @@ from megastack.data.continuity import identity as data_identity
 from megastack.data.dataset import Dataset, Later, Streams, Wanted, build_dataset
 from megastack.data.loader import Loader
 from megastack.data.stages import Histories, StagedLoader, stage_orders
+from megastack.data.tokenizers import Tokenizer, load_tokenizer
 from megastack.errors import DataError
+
+
+def configured_tokenizer(config: TrainConfig) -> Tokenizer:
+    """The tokenizer of a configuration, for its data and for prompts.
+
+    Raises:
+        DataError: there is no such tokenizer.
+    """
+    return load_tokenizer(config.data.tokenizer, allow_special_tokens=config.data.allow_special_tokens)
 
 
 def read_dataset(config: TrainConfig) -> Dataset:
@@ -41,6 +51,7 @@ def _read_stage(config: TrainConfig, streams: Streams, *, scored: bool) -> Datas
         paths=data.paths,
         blend=[Wanted(each.source, each.paths, each.weight) for each in data.blend],
         tokenizer=data.tokenizer,
+        allow_special_tokens=data.allow_special_tokens,
         validation_fraction=data.validation_fraction,
         pack=data.pack,
         document_mask=data.document_mask,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.inference import longest_text
 from megastack.assemble.training import Training
 from megastack.checkpoint.dump import write_dump
@@ -13,7 +14,6 @@ from megastack.checkpoint.items import StateItem
 from megastack.checkpoint.saver import Saver
 from megastack.config.data_stages import stage_at, stage_configs
 from megastack.data.baseline import bigram_loss
-from megastack.data.tokenizers import load_tokenizer
 from megastack.errors import ConfigError
 from megastack.inference.generate import check_prompts
 from megastack.models.profile import flops_per_token
@@ -134,7 +134,7 @@ def _sampler(training: Training) -> Callable[[], tuple[str, str]] | None:
     text = training.config.run.sample_prompt
     if text is None:
         return None
-    tokenizer = training.dataset.tokenizer or load_tokenizer(training.config.data.tokenizer)
+    tokenizer = training.dataset.tokenizer or configured_tokenizer(training.config)
     prompt = [int(i) for i in tokenizer.encode([text.encode()])[0]]
     vocab, longest = training.config.model.vocab, longest_text(training.config)
     new = SAMPLE_TOKENS if longest is None else max(1, min(SAMPLE_TOKENS, longest - len(prompt)))

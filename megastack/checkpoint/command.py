@@ -27,7 +27,8 @@ from megastack.checkpoint.manifest import (
     size_faults,
 )
 from megastack.checkpoint.usable import checkpoint_fault
-from megastack.errors import CheckpointError
+from megastack.errors import CheckpointError, counted
+from megastack.observe.printable import printable
 
 ACTIONS = {
     "ls": "every checkpoint of a folder, with its size and whether it is complete",
@@ -53,7 +54,7 @@ def checkpoint_command(options: argparse.Namespace) -> int:
         text, record, good = answer(options.path)
     except CheckpointError as error:
         text, record, good = str(error), {"fault": str(error)}, False
-    sys.stdout.write(text.rstrip() + "\n")
+    sys.stdout.write(printable(text.rstrip()) + "\n")
     if options.json:
         Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if good else 1
@@ -95,7 +96,8 @@ def _show(path: Path) -> Answer:
     manifest = read_manifest(chosen)
     faults = size_faults(chosen, manifest)
     trainer = {} if faults else read_trainer(chosen)
-    head = f"{chosen}: {_bytes(_size(manifest))} from {manifest.world_size} ranks, written {_when(manifest.time)}"
+    ranks = counted(manifest.world_size, "rank")
+    head = f"{chosen}: {_bytes(_size(manifest))} from {ranks}, written {_when(manifest.time)}"
     files = [("file", "size", "crc32"), *((f.name, _bytes(f.size), f"{f.crc32:08x}") for f in manifest.files.values())]
     tensors = [("tensor", "dtype", "shape", "boxes", "size")]
     for name, tensor in sorted(manifest.tensors.items()):

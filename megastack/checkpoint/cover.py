@@ -10,6 +10,7 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence
 from math import prod
 
+from megastack.errors import counted
 from megastack.placement.boxes import Box
 
 
@@ -39,7 +40,7 @@ def cover_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     if clash := _first_clash(boxes):
         return f"boxes {describe(clash[0])} and {describe(clash[1])} overlap"
     held, wanted = sum(prod(box.size) for box in boxes), prod(shape)
-    return None if held == wanted else f"boxes hold {held} of the {wanted} elements of shape {tuple(shape)}"
+    return None if held == wanted else f"boxes hold {held} of the {counted(wanted, 'element')} of shape {tuple(shape)}"
 
 
 def describe(box: Box) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from megastack.checkpoint.cover import cover_fault
 from megastack.checkpoint.trainer import check_trainer
-from megastack.errors import CheckpointError
+from megastack.errors import CheckpointError, counted
 from megastack.placement.boxes import Box
 from megastack.records import (
     MOST,
@@ -152,7 +152,7 @@ def size_fault(folder: Path, file: FileRecord) -> str | None:
     except OSError:
         return f"{path}: missing"
     kind = "truncated" if size < file.size else "too long"
-    return None if size == file.size else f"{path}: {size} bytes, must be {file.size} ({kind})"
+    return None if size == file.size else f"{path}: {counted(size, 'byte')}, must be {file.size} ({kind})"
 
 
 class OutOfTimeError(Exception):

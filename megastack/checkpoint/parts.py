@@ -24,7 +24,7 @@ from torch import Tensor
 from megastack.checkpoint.items import DTYPE_NAMES, DTYPES
 from megastack.checkpoint.manifest import ITEM_SIZES, BoxRecord, FileRecord
 from megastack.checkpoint.tensorfile import CHUNK_BYTES, bytes_of
-from megastack.errors import CheckpointError
+from megastack.errors import CheckpointError, counted
 from megastack.placement.boxes import Box
 
 
@@ -160,5 +160,5 @@ class _Scan:
         while target:
             count = os.preadv(self._descriptor, [target], position)
             if not count:
-                raise CheckpointError(f"{self._path}: ends after {position} bytes (truncated)")
+                raise CheckpointError(f"{self._path}: ends after {counted(position, 'byte')} (truncated)")
             target, position = target[count:], position + count

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megastack.comm.group import AxisGroup
-from megastack.errors import CheckpointError
+from megastack.errors import CheckpointError, counted
 
 T = TypeVar("T")
 _SHOWN = 8
@@ -110,7 +110,7 @@ def described(failures: Mapping[int, str]) -> str:
     """What failed on which rank, one line each."""
     by_rank = sorted(failures.items())
     lines = [f"rank {rank}: {text}" for rank, text in by_rank[:_SHOWN]]
-    more = [f"and {len(by_rank) - _SHOWN} more ranks"] if len(by_rank) > _SHOWN else []
+    more = [f"and {counted(len(by_rank) - _SHOWN, 'more rank')}"] if len(by_rank) > _SHOWN else []
     return "\n".join(lines + more)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megastack.config.schema import DataOptions, DataSource, DataStage, TrainConfig
+from megastack.data.shares import parts
+from megastack.errors import counted
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class StageConfig:
         return self.config.batch.sequence_length
 
     def __str__(self) -> str:
-        return f"{source_text(self.config)}; sequences of {self.sequence_length:,} tokens"
+        return f"{source_text(self.config)}; sequences of {counted(self.sequence_length, 'token')}"
 
 
 def stage_configs(config: TrainConfig) -> list[StageConfig]:
@@ -61,7 +63,8 @@ def longest(config: TrainConfig) -> TrainConfig:
 
 def source_text(config: TrainConfig) -> str:
     """The training data of a configuration, e.g. ``bin corpus/web 70.0% + bin corpus/books 30.0%``."""
-    data, total = config.data, sum(each.weight for each in config.data.blend)
+    data = config.data
     if not data.blend:
         return " ".join([data.source.value, *data.paths])
-    return " + ".join(f"{each.source.value} {' '.join(each.paths)} {each.weight / total:.1%}" for each in data.blend)
+    drawn = zip(data.blend, parts([each.weight for each in data.blend]), strict=True)
+    return " + ".join(f"{each.source.value} {' '.join(each.paths)} {part:.1%}" for each, part in drawn)

@@ -13,7 +13,7 @@ from megastack.config.convert import replace_values
 from megastack.config.layout_rules import batch_fits
 from megastack.config.rules import Violation, out_of_range, violations
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, spell
+from megastack.errors import ConfigError, counted, spell
 
 MOST_TOLD = 3
 """How many of the refused degrees a report tells the reason of."""
@@ -35,7 +35,7 @@ def fit_world(config: TrainConfig, ranks: int) -> TrainConfig:
     replica = grid.pp * grid.cp * grid.tp
     degrees = range(min(ranks // replica, ranks if grid.dp is None else grid.dp), 0, -1)
     if not degrees:
-        rule = f"the {ranks} ranks that were started do not hold pp·cp·tp = {replica}"
+        rule = f"the {counted(ranks, 'rank')} of this start cannot hold pp·cp·tp = {replica}"
         raise ConfigError.of([Violation("launch.elastic", True, rule, (f"{replica} ranks or more", "other degrees"))])
     for dp in degrees:
         fitted = replace_values(config, {"parallel.dp": dp})
@@ -54,5 +54,5 @@ def _reasons(config: TrainConfig, degrees: Sequence[int], replica: int, ranks: i
         return shared
     first = {dp: faults[0] for dp, faults in own.items()}
     reasons = "; ".join(f"dp={dp}: {fault.key}={spell(fault.value)} {fault.rule}" for dp, fault in first.items())
-    rule = f"no dp from {degrees[-1]} to {degrees[0]} is legal on {ranks} ranks ({reasons})"
+    rule = f"no dp from {degrees[-1]} to {degrees[0]} is legal on {counted(ranks, 'rank')} ({reasons})"
     return [*shared, Violation("launch.elastic", True, rule, ("another number of ranks", "other values of these keys"))]

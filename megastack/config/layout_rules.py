@@ -10,7 +10,7 @@ from typing import Any
 
 from megastack.config.convert import UNUSABLE
 from megastack.config.schema import ModelOptions, TrainConfig
-from megastack.errors import Violation
+from megastack.errors import Violation, counted
 from megastack.layers.rules import SplitSizes, divisors, head_violations, split_violations
 from megastack.mesh.shape import MeshShape
 from megastack.pipeline.schedules.registry import schedule_violations, splits_backward
@@ -45,10 +45,10 @@ def world_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violatio
     if world_size is None or fixed * dp == world_size:
         return
     if grid.dp is None:
-        rule = f"pp·cp·tp = {fixed} must divide the world of {world_size} ranks"
+        rule = f"pp·cp·tp = {fixed} must divide the world of {counted(world_size, 'rank')}"
         yield Violation("parallel.dp", None, rule, (f"a world that is a multiple of {fixed}", "other degrees"))
         return
-    rule = f"pp·dp·cp·tp = {fixed * dp} must be the world of {world_size} ranks"
+    rule = f"pp·dp·cp·tp = {fixed * dp} must be the world of {counted(world_size, 'rank')}"
     fitting = (world_size // fixed,) if world_size % fixed == 0 else ("other degrees",)
     yield Violation("parallel.dp", grid.dp, rule, fitting)
 
@@ -58,16 +58,16 @@ def nodes_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation
     grid, cluster = config.parallel, config.cluster
     world = world_size or grid.pp * data_parallel_degree(config) * grid.cp * grid.tp
     if cluster.ranks_per_node is None and world % cluster.nodes:
-        rule = f"must divide the world of {world} ranks"
+        rule = f"must divide the world of {counted(world, 'rank')}"
         yield Violation("cluster.nodes", cluster.nodes, rule, tuple(divisors(world)))
         return
     ranks = cluster.ranks_per_node or world // cluster.nodes
     if cluster.nodes > 1 and ranks * cluster.nodes != world:
-        rule = f"cluster.nodes={cluster.nodes} times this must be the world of {world} ranks"
+        rule = f"cluster.nodes={cluster.nodes} times this must be the world of {counted(world, 'rank')}"
         yield Violation("cluster.ranks_per_node", ranks, rule, (None,))
         return
     if ranks < world and ranks % grid.tp and not grid.allow_tp_across_nodes:
-        rule = f"must divide the {ranks} ranks of a node, so that no tensor-parallel group spans nodes"
+        rule = f"must divide the {counted(ranks, 'rank')} of a node, so that no tensor-parallel group spans nodes"
         yield Violation("parallel.tp", grid.tp, rule, (*divisors(ranks), "parallel.allow_tp_across_nodes=true"))
 
 
@@ -128,12 +128,13 @@ def layers_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violatio
             legal = (f"at most {most}",) if most else ()
             yield Violation("parallel.pp", config.parallel.pp, rule, (*legal, "parallel.layers_per_stage=[…]"))
         return
+    sums = (f"{counted(count, 'number')} with the sum {layers}", None)
     if len(listed) != count:
-        rule = f"must list the layers of each of the pp·chunks = {count} stages, not of {len(listed)}"
-        yield Violation("parallel.layers_per_stage", listed, rule, (f"{count} numbers with the sum {layers}", None))
+        rule = f"must list the layers of each of the pp·chunks = {counted(count, 'stage')}, not of {len(listed)}"
+        yield Violation("parallel.layers_per_stage", listed, rule, sums)
     elif sum(listed) != layers:
         rule = f"must sum to model.layers={layers}, not {sum(listed)}"
-        yield Violation("parallel.layers_per_stage", listed, rule, (f"{count} numbers with the sum {layers}", None))
+        yield Violation("parallel.layers_per_stage", listed, rule, sums)
 
 
 def batch_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:

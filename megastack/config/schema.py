@@ -314,6 +314,11 @@ class DataOptions:
         "the other keys are the first stage.",
     )
     tokenizer: str = option("byte", "`byte`, or the path of a `tokenizer.json`.")
+    allow_special_tokens: bool = option(
+        False,
+        "Text, and prompts, that spell a special token of the tokenizer, such as `</s>`, become its id; false takes "
+        "them as text.",
+    )
     validation_fraction: float = option(
         0.05, "Share of documents held out: by their hash, of token files in blocks.", least=0, below=1
     )

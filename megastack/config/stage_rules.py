@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megastack.config.data_stages import stage_configs
 from megastack.config.schema import TrainConfig
 from megastack.config.value_rules import BYTE_IDS, source_fits
-from megastack.errors import Violation
+from megastack.errors import Violation, counted
 
 
 def stages_follow(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
@@ -62,7 +62,7 @@ def stages_fit_the_model(config: TrainConfig, world_size: int | None) -> Iterato
         if length is None:
             continue
         if positions is not None and length > positions:
-            rule = f"the model has {positions} learned positions"
+            rule = f"the model has {counted(positions, 'learned position')}"
             yield Violation(key, length, rule, (f"{positions} or less", f"model.max_positions={length} or more"))
         if config.parallel.sequence_parallel and length % tp:
             rule = f"must be a multiple of parallel.tp={tp} with parallel.sequence_parallel=true"

@@ -126,6 +126,9 @@ def data_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation
     if data.tokenizer == "byte" and config.model.vocab < BYTE_IDS and kinds != {"bin"}:
         rule = f"must hold the {BYTE_IDS} ids of data.tokenizer=byte"
         yield Violation("model.vocab", config.model.vocab, rule, (f"{BYTE_IDS} or more",))
+    if data.tokenizer == "byte" and data.allow_special_tokens:
+        rule = "data.tokenizer=byte has no special tokens"
+        yield Violation("data.allow_special_tokens", True, rule, (False, "data.tokenizer=PATH"))
     if "bin" in kinds and not data.pack:
         yield Violation("data.pack", data.pack, "token files are packed, without a list of their documents", (True,))
 

@@ -16,7 +16,12 @@ def add_tokenize_arguments(parser: argparse.ArgumentParser) -> None:
         "--on-bad-line",
         choices=("refuse", "skip"),
         default="refuse",
-        help="a line that is not UTF-8 or not JSON, or a row without text: stop, or leave it out and count it",
+        help="a line that is not UTF-8 or not JSON, a row without text, an empty file: stop, or skip and count it",
+    )
+    parser.add_argument(
+        "--allow-special-tokens",
+        action="store_true",
+        help="text that spells a special token of the tokenizer becomes its id (default: it stays text)",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the result to FILE")
 

@@ -12,7 +12,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megastack.corpus.make import Made, make_token_file
-from megastack.errors import ConfigError, DataError
+from megastack.errors import ConfigError, DataError, counted
 from megastack.observe.console import Console
 
 
@@ -44,6 +44,7 @@ def _with_bar(options: argparse.Namespace) -> Made:
             tokenizer=options.tokenizer,
             field=options.field,
             skip_bad=options.on_bad_line == "skip",
+            allow_special_tokens=options.allow_special_tokens,
             workers=options.workers,
             advance=lambda done, total: progress.update(task, completed=done, total=total),
         )
@@ -53,10 +54,13 @@ def _report(made: Made, seconds: float) -> None:
     console, counts = Console(), made.counts
     console.line(f"wrote     {made.prefix}.bin and {made.prefix}.idx: ids of {made.vocab:,} as {made.dtype}")
     console.line(
-        f"holds     {counts.documents:,} documents, {counts.tokens:,} tokens, largest id {counts.largest_id:,}"
+        f"holds     {counted(counts.documents, 'document')}, {counted(counts.tokens, 'token')}, "
+        f"largest id {counts.largest_id:,}"
     )
     rates = f"{counts.tokens / seconds:,.0f} tokens/s, {counts.text_bytes / seconds / 1e6:,.1f} MB/s of text"
-    note = f"; {made.resumed} of {made.parts} parts were there already" if made.resumed else ""
+    note = f"; {made.resumed} of {counted(made.parts, 'part')} already there" if made.resumed else ""
     console.line(f"took      {seconds:.1f} s: {rates}{note}")
     if counts.skipped:
-        console.line(f"skipped   {counts.skipped:,} bad lines, the first: {counts.first_bad}", style="yellow")
+        console.line(f"skipped   {counted(counts.skipped, 'bad line')}, the first: {counts.first_bad}", style="yellow")
+    if made.empty:
+        console.line(f"skipped   {counted(made.empty, 'empty file')}, the first: {made.first_empty}", style="yellow")

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from megastack.corpus.units import UNIT_BYTES, Unit, plan_units
+from megastack.corpus.units import UNIT_BYTES, Unit, empty_file, plan_units
 from megastack.corpus.work import Counts, Part, Settings, start_worker, tokenize_unit
 from megastack.data.indexed import IndexedWriter, id_dtype, idx_path
 from megastack.data.tokenizers import Tokenizer, load_tokenizer
-from megastack.errors import DataError
+from megastack.errors import DataError, counted
 
 Advance = Callable[[int, int], None]
 """Called with bytes of input that are done and the number of all."""
@@ -37,7 +37,7 @@ _CHUNK = 64 << 20
 
 @dataclass(frozen=True)
 class Made:
-    """What was written, and how many of its parts an earlier try had left."""
+    """What was written, how many of its parts an earlier try had left, and which input files were empty."""
 
     prefix: str
     counts: Counts
@@ -45,6 +45,8 @@ class Made:
     dtype: str
     parts: int
     resumed: int
+    empty: int = 0
+    first_empty: str | None = None
 
 
 def make_token_file(
@@ -54,6 +56,7 @@ def make_token_file(
     tokenizer: str = "byte",
     field: str = "text",
     skip_bad: bool = False,
+    allow_special_tokens: bool = False,
     workers: int | None = None,
     unit_bytes: int = UNIT_BYTES,
     advance: Advance = lambda done, total: None,
@@ -65,36 +68,88 @@ def make_token_file(
         out: the prefix; what it names must not exist.
         tokenizer: `byte` or a `tokenizer.json`.
         field: the field or column that holds the text.
-        skip_bad: leave out lines that are not UTF-8 or JSON, and count them; else the first one is refused.
+        skip_bad: leave out lines that are not UTF-8 or JSON and files without a document, and count them; else the
+            first one is refused.
+        allow_special_tokens: whether text that spells a special token becomes its id.
         workers: processes; null for the CPUs of this one.
         unit_bytes: about how much a process does at a time; decides, as paths do, whether a try can go on.
 
     Raises:
         DataError: an input, the tokenizer or the output is refused; parts that were finished stay for the next try.
+            Input without any token leaves nothing behind.
     """
     if idx_path(out).exists():
         raise DataError(f"--out={out}: {idx_path(out)} exists; use another prefix, or remove it")
-    loaded = load_tokenizer(tokenizer)
-    settings = Settings(tokenizer, _digest(tokenizer), id_dtype(loaded.size - 1).str, field, skip_bad)
-    units = plan_units(paths, unit_bytes)
+    if allow_special_tokens and tokenizer == "byte":
+        raise DataError("--allow-special-tokens: --tokenizer=byte has no special tokens; use a tokenizer.json")
+    loaded = load_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
+    dtype = id_dtype(loaded.size - 1)
+    settings = Settings(tokenizer, _digest(tokenizer), dtype.str, field, skip_bad, allow_special_tokens)
+    units = plan_units(paths, unit_bytes, skip_empty=skip_bad)
     folder = Path(f"{out}.parts")
+    made_by_us = _missing_folders(folder)
     _claim(folder, units, settings, loaded)
     parts = [Part(str(folder / f"{number:08}")) for number in range(len(units))]
-    width = np.dtype(settings.dtype).itemsize
-    done = [part.finished(width) for part in parts]
-    resumed = sum(counts is not None for counts in done)
-    jobs = [(unit, settings, part) for unit, part, had in zip(units, parts, done, strict=True) if had is None]
-    total, finished = sum(unit.size for unit in units), sum(unit.size for unit in units)
-    finished -= sum(unit.size for unit, _, _ in jobs)
+    try:
+        resumed = _tokenize(units, parts, settings, workers, advance)
+    except DataError:
+        if not any(part.usable(settings) for part in parts):  # nothing to go on with
+            _remove(folder, made_by_us)
+        raise
+    found = [part.usable(settings) or Counts() for part in parts]
+    counts = reduce(add, found, Counts())
+    empty = _empty_inputs(units, found)
+    if not counts.tokens:
+        _remove(folder, made_by_us)
+        raise _no_token(str(out), counts, empty)
+    if empty and not skip_bad:
+        raise empty_file(empty[0])
+    made = Made(str(out), counts, loaded.size, dtype.name, len(units), resumed, len(empty), next(iter(empty), None))
+    _join(parts, settings.dtype, made, loaded)
+    shutil.rmtree(folder)
+    return made
+
+
+def _tokenize(
+    units: Sequence[Unit], parts: Sequence[Part], settings: Settings, workers: int | None, advance: Advance
+) -> int:
+    """Write the parts that are not there yet; how many were."""
+    had = [part.usable(settings) is not None for part in parts]
+    jobs = [(unit, settings, part) for unit, part, there in zip(units, parts, had, strict=True) if not there]
+    total = sum(unit.size for unit in units)
+    finished = total - sum(unit.size for unit, _, _ in jobs)
     advance(finished, total)
     for unit in _run(jobs, min(workers or len(os.sched_getaffinity(0)), len(jobs))):
         finished += unit.size
         advance(finished, total)
-    counts = reduce(add, (part.finished(width) or Counts() for part in parts), Counts())
-    made = Made(str(out), counts, loaded.size, np.dtype(settings.dtype).name, len(units), resumed)
-    _join(parts, settings.dtype, made, loaded)
+    return sum(had)
+
+
+def _empty_inputs(units: Sequence[Unit], found: Sequence[Counts]) -> list[str]:
+    """The files without a document, those of bad lines aside."""
+    held: dict[str, int] = {}
+    for unit, counts in zip(units, found, strict=True):
+        held[unit.path] = held.get(unit.path, 0) + counts.documents + counts.skipped
+    return [path for path, documents in held.items() if not documents]
+
+
+def _no_token(out: str, counts: Counts, empty: Sequence[str]) -> DataError:
+    reasons = [f"{counted(counts.skipped, 'bad line')}, the first: {counts.first_bad}"] if counts.skipped else []
+    reasons += [f"{counted(len(empty), 'empty file')}, the first: {empty[0]}"] if empty else []
+    return DataError(f"--out={out}: the input holds no token ({'; '.join(reasons)}); use files with text")
+
+
+def _missing_folders(folder: Path) -> list[Path]:
+    """The folder and those above it that do not exist, innermost first."""
+    return [each for each in (folder, *folder.parents) if not each.exists()]
+
+
+def _remove(folder: Path, made_by_us: Sequence[Path]) -> None:
+    """Remove the parts, and the folders above that were made for them and hold nothing else."""
     shutil.rmtree(folder)
-    return made
+    for each in made_by_us:
+        if each != folder and not any(each.iterdir()):
+            each.rmdir()
 
 
 def _claim(folder: Path, units: Sequence[Unit], settings: Settings, tokenizer: Tokenizer) -> None:
@@ -118,7 +173,10 @@ def _plan(units: Sequence[Unit], settings: Settings, tokenizer: Tokenizer) -> di
         state.update(repr((path, found.st_size, found.st_mtime_ns)).encode())
     state.update(repr([(unit.path, unit.begin, unit.end) for unit in units]).encode())
     state.update(repr((tokenizer.size, tokenizer.end)).encode())
-    return {"units": len(units), "input": state.hexdigest()} | asdict(settings)
+    kept = {
+        name: value for name, value in asdict(settings).items() if name != "skip"
+    }  # a part says whether it was used
+    return {"units": len(units), "input": state.hexdigest()} | kept
 
 
 def _digest(tokenizer: str) -> str:

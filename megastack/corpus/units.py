@@ -23,7 +23,10 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Unit:
-    """Bytes `begin` to `end` of a file, or the row group `begin` of a Parquet file; `size` is its part of the file."""
+    """Bytes `begin` to `end` of a file, or the row group `begin` of a Parquet file; `size` is its part of the file.
+
+    An empty file makes one unit that ends where it begins.
+    """
 
     path: str
     kind: str
@@ -48,17 +51,27 @@ class BadLines:
         self.first = self.first or str(error)
 
 
-def plan_units(paths: Sequence[str | Path], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+def plan_units(paths: Sequence[str | Path], unit_bytes: int = UNIT_BYTES, *, skip_empty: bool = False) -> list[Unit]:
     """The units of all files, in the order of `paths`.
 
-    Raises :class:`DataError` for a file that is missing, empty or of no known kind.
+    Raises :class:`DataError` for a file that is missing or of no known kind, and for an empty one unless `skip_empty`.
     """
     files = [file for path in paths for file in matching_files(Path(path), tuple(KINDS))]
-    return [unit for file in files for unit in _units(file, unit_bytes)]
+    units = [unit for file in files for unit in _units(file, unit_bytes)]
+    if not skip_empty and (empty := next((unit for unit in units if unit.begin == unit.end), None)):
+        raise empty_file(empty.path)
+    return units
+
+
+def empty_file(path: str) -> DataError:
+    """What is wrong with an input that holds no document."""
+    return DataError(f"{path}: is empty, nothing in it makes a token; use a file with text, or --on-bad-line skip")
 
 
 def read_unit(unit: Unit, field: str, bad: BadLines) -> Iterator[bytes]:
     """The documents of a unit as UTF-8; those without a byte are left out."""
+    if unit.begin == unit.end:
+        return iter(())
     readers = {"jsonl": _json_lines, "text": _text, "parquet": _parquet}
     return (document for document in readers[unit.kind](unit, field, bad) if document)
 
@@ -71,10 +84,11 @@ def _units(path: Path, unit_bytes: int) -> Iterator[Unit]:
         size = path.stat().st_size
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); use an existing file") from error
-    if not size:
-        raise DataError(f"{path}: is empty; use a file with text")
+    groups = _parquet_file(str(path)).num_row_groups if size and kind == "parquet" else 0
+    if not size or (kind == "parquet" and not groups):
+        yield Unit(str(path), kind, 0, 0, 0)
+        return
     if kind == "parquet":
-        groups = _parquet_file(str(path)).num_row_groups
         yield from (Unit(str(path), kind, at, at + 1, size // groups) for at in range(groups))
         return
     for begin in range(0, size, unit_bytes):

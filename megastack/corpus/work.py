@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megastack.corpus.units import BadLines, Unit, read_unit
-from megastack.data.tokenizers import Tokenizer, load_tokenizer
+from megastack.data.tokenizers import Tokenizer, ended, load_tokenizer
 
 _BATCH_BYTES, _BATCH = 1 << 20, 1024
 """A batch for the tokenizer ends with the document that reaches either."""
@@ -28,6 +28,7 @@ class Settings:
     dtype: str
     field: str
     skip: bool
+    allow_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,15 @@ class Part:
     def counts(self) -> Path:
         return Path(self.stem + ".json")
 
-    def finished(self, width: int) -> Counts | None:
-        """The counts of a part that is whole, None for one that is not."""
+    def usable(self, settings: Settings) -> Counts | None:
+        """The counts of a part that is whole; None for one that is not, or left out lines that are to be refused."""
+        width = np.dtype(settings.dtype).itemsize
         try:
             counts = Counts(**json.loads(self.counts.read_text(encoding="utf-8")))
             whole = self.ids.stat().st_size == counts.tokens * width and self.lengths.is_file()
         except (OSError, ValueError, TypeError):
             return None
-        return counts if whole else None
+        return counts if whole and (settings.skip or not counts.skipped) else None
 
 
 def tokenize_unit(unit: Unit, settings: Settings, part: Part) -> Counts:
@@ -86,7 +88,7 @@ def tokenize_unit(unit: Unit, settings: Settings, part: Part) -> Counts:
     Raises :class:`DataError` for a bad line that is not to be left out.
     """
     bad, lengths, total = BadLines(settings.skip), [np.empty(0, "<i4")], Counts()
-    tokenizer, dtype = _tokenizer(settings.tokenizer, settings.digest), np.dtype(settings.dtype)
+    tokenizer, dtype = _tokenizer(settings), np.dtype(settings.dtype)
     with open(f"{part.ids}.part", "wb") as out:
         for batch in _batches(read_unit(unit, settings.field, bad)):
             ids, sizes = _encoded(tokenizer, batch)
@@ -111,18 +113,15 @@ def start_worker() -> None:
 
 
 @cache
-def _tokenizer(name: str, digest: str) -> Tokenizer:
+def _tokenizer(settings: Settings) -> Tokenizer:
     """The tokenizer, loaded once in a process as long as its file stays what it was."""
-    return load_tokenizer(name)
+    return load_tokenizer(settings.tokenizer, allow_special_tokens=settings.allow_special_tokens)
 
 
 def _encoded(tokenizer: Tokenizer, batch: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """The ids of all documents back to back, each with its end, and the length of each; empty ones left out."""
-    encoded = [ids for ids in tokenizer.encode(batch) if len(ids)]
-    if tokenizer.end is None:
-        return _joined(encoded), np.array([len(ids) for ids in encoded], "<i4")
-    end = np.array([tokenizer.end], dtype=np.int64)
-    return _joined([each for ids in encoded for each in (ids, end)]), np.array([len(i) + 1 for i in encoded], "<i4")
+    encoded = [ended(ids, tokenizer.end) for ids in tokenizer.encode(batch) if len(ids)]
+    return _joined(encoded), np.array([len(ids) for ids in encoded], "<i4")
 
 
 def _joined(pieces: list[np.ndarray]) -> np.ndarray:

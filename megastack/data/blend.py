@@ -21,6 +21,7 @@ import numpy.typing as npt
 from megastack.batch import IGNORED_LABEL
 from megastack.data.order import SampleOrder, Taken
 from megastack.data.packing import Rows, Samples
+from megastack.data.shares import parts
 from megastack.errors import DataError
 from megastack.random import stream_key
 
@@ -63,14 +64,17 @@ def missing_sources(history: History, present: Mapping[str, float]) -> int:
 
 
 def shares(weights: Sequence[float]) -> Int64s:
-    """Whole shares of a period by largest remainder; at least one for every weight above 0."""
-    ideal = np.asarray(weights, dtype=np.float64) / sum(weights) * PERIOD
-    counts = np.where(ideal > 0, np.maximum(np.floor(ideal), 1), 0).astype(np.int64)
+    """Whole shares of a period by largest remainder; at least one for every weight above 0, however small."""
+    ideal = np.asarray(parts(weights)) * PERIOD
+    counts = np.where(np.asarray(weights) > 0, np.maximum(np.floor(ideal), 1), 0).astype(np.int64)
     missing = PERIOD - int(counts.sum())
-    if missing < 0:
-        counts[counts.argmax()] += missing
-    else:
+    if missing > 0:
         counts[np.argsort(counts - ideal, kind="stable")[:missing]] += 1
+    while missing < 0:  # what tiny weights have too much comes from the largest shares, which keep one
+        largest = counts.argmax()
+        taken = min(-missing, int(counts[largest]) - 1)
+        counts[largest] -= taken
+        missing += taken
     return counts
 
 
@@ -191,8 +195,10 @@ class JoinedSamples:
 
 def check_weights(weights: Sequence[float], counts: Sequence[int]) -> None:
     """Raises :class:`DataError` where nothing is to be drawn, or something from a source without a training sample."""
-    if not sum(weights) > 0 or min(weights) < 0:
+    if not max(weights) > 0 or min(weights) < 0:
         raise DataError(f"data.blend: weights {list(weights)}; use weights of at least 0, one of them above 0")
+    if (drawn := sum(weight > 0 for weight in weights)) > PERIOD:
+        raise DataError(f"data.blend: {drawn:,} sources are drawn; use at most {PERIOD:,}, or several paths in one")
     for at, (weight, count) in enumerate(zip(weights, counts, strict=True)):
         if weight and not count:
             raise DataError(f"data.blend[{at}]: has no training sample; use more tokens, or weight 0")

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megastack.data.blend import BlendOrder, History, JoinedSamples, check_weights, continued
+from megastack.data.blend import PERIOD, BlendOrder, History, JoinedSamples, check_weights, continued, shares
 from megastack.data.order import Order, SampleOrder, Taken
 from megastack.data.packing import PackedSamples, Samples, SingleSamples, Stream
 from megastack.data.sources import read_documents
 from megastack.data.spans import Span, SpanStream, split_file
 from megastack.data.split import check_fraction
 from megastack.data.stream import TokenStream, tokenize
-from megastack.data.token_files import open_token_files
+from megastack.data.token_files import TokenFile, open_token_files
 from megastack.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
-from megastack.errors import DataError
+from megastack.errors import DataError, counted
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,14 @@ class Dataset:
         """All stages of the run, this one first."""
         return (Later(0, self), *self.later)
 
+    @property
+    def files(self) -> list[TokenFile]:
+        """The token files of all stages, each once."""
+        sources = [source for stage in self.stages for source in stage.data.sources]
+        streams = [split.stream for source in sources for split in (source.train, source.validation)]
+        found = [file for stream in streams if isinstance(stream, SpanStream) for file in stream.files]
+        return list({id(file): file for file in found}.values())
+
     def history(self, before: History = (), entry: int = 0) -> History:
         """The stretches of weights of a run that goes on at `entry`; empty without a blend."""
         return continued(before, entry, self.weights) if self.blended else ()
@@ -136,16 +144,23 @@ class Dataset:
 
     def describe(self) -> str:
         """Documents, tokens and samples of both splits of every source, of later stages of what is trained on."""
-        lines = [line for source in self.sources for line in _described(source, self._title(source))]
+        lines = [line for source, title in self._titled for line in _described(source, title)]
         for stage in self.later:
-            for source in stage.data.sources:
-                trained, _ = _described(source, stage.data._title(source))
+            for source, title in stage.data._titled:
+                trained, _ = _described(source, title)
                 lines.append(f"after step {stage.from_step}: {trained}")
         return "\n".join(lines)
 
-    def _title(self, source: Source) -> str:
-        total = sum(each.weight for each in self.sources)
-        return f"{source.name} ({source.weight / total:.2%} of the samples) " if self.blended else ""
+    @property
+    def _titled(self) -> list[tuple[Source, str]]:
+        """The sources, each with its name and how much is drawn of it."""
+        if not self.blended:
+            return [(source, "") for source in self.sources]
+        drawn = shares([source.weight for source in self.sources]) / PERIOD
+        titles = [
+            f"{source.name} ({part:.2%} of the samples) " for source, part in zip(self.sources, drawn, strict=True)
+        ]
+        return list(zip(self.sources, titles, strict=True))
 
 
 @dataclass(frozen=True)
@@ -161,8 +176,9 @@ def _described(source: Source, title: str) -> list[str]:
     for name, split in (("train", source.train), ("validation", source.validation)):
         samples = split.samples
         lines.append(
-            f"{title}{name}: {split.stream.documents:,} documents, {len(split.stream):,} tokens, "
-            f"{len(samples):,} samples of {samples.sequence_length} ({samples.unused} tokens at the end unused)"
+            f"{title}{name}: {counted(split.stream.documents, 'document')}, {counted(len(split.stream), 'token')}, "
+            f"{counted(len(samples), 'sample')} of {samples.sequence_length} "
+            f"({counted(samples.unused, 'token')} at the end unused)"
         )
     return lines
 
@@ -173,6 +189,7 @@ def build_dataset(
     paths: Sequence[str | Path] = (),
     blend: Sequence[Wanted] = (),
     tokenizer: str | Path = "byte",
+    allow_special_tokens: bool = False,
     validation_fraction: float = 0.05,
     pack: bool = True,
     document_mask: bool = True,
@@ -194,7 +211,7 @@ def build_dataset(
     wanted = list(blend) or [Wanted(source, paths)]
     loaded = None
     if any(each.source != "bin" for each in wanted):
-        loaded = load_tokenizer(tokenizer)
+        loaded = load_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
         if vocab is not None:
             check_vocab(vocab, loaded)
     sources, read = [], {} if read is None else read
@@ -269,6 +286,6 @@ def _too_short(name: str, split: Split, remedy: str) -> str:
         remedy += f", or batch.sequence_length={tokens - 1} or less"
     needed = size + 1 if isinstance(split.samples, PackedSamples) else 2
     return (
-        f"batch.sequence_length={size}: the {name} split has {tokens} tokens in {split.stream.documents} documents, "
-        f"too few for one sample of {needed}; use {remedy}"
+        f"batch.sequence_length={size}: the {name} split has {counted(tokens, 'token')} in "
+        f"{counted(split.stream.documents, 'document')}, too few for one sample of {needed}; use {remedy}"
     )

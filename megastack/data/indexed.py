@@ -28,7 +28,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megastack.errors import DataError
+from megastack.errors import DataError, counted
 
 Ids = npt.NDArray[np.integer]
 Int64s = npt.NDArray[np.int64]
@@ -74,7 +74,7 @@ class IndexedFile:
         self._bounds = np.frombuffer(raw, "<i8", bounds, at + 12 * sequences)
         data = _mapped(bin_path(prefix))
         if len(data) % self.dtype.itemsize:
-            raise DataError(f"{bin_path(prefix)}: {len(data)} bytes are no whole number of {self.dtype} ids")
+            raise DataError(f"{bin_path(prefix)}: {counted(len(data), 'byte')}, no whole number of {self.dtype} ids")
         self._ids: Ids = np.frombuffer(data, self.dtype)
         self.tokens, self.documents = len(self._ids), bounds - 1
         self._check(len(data))
@@ -116,7 +116,7 @@ class IndexedFile:
         """That both files belong together, looked at in a few places."""
         n = len(self._sizes)
         if self._bounds[0] != 0 or self._bounds[-1] != n:
-            raise DataError(f"{self.name}.idx: its documents do not cover its {n} sequences; write it again")
+            raise DataError(f"{self.name}.idx: its documents do not cover its {counted(n, 'sequence')}; write it again")
         ends = 0
         for at in sorted({n * probe // _PROBES for probe in range(_PROBES)} | {n - 1}) if n else ():
             begin, length = int(self._pointers[at]), int(self._sizes[at]) * self.dtype.itemsize
@@ -126,7 +126,7 @@ class IndexedFile:
                 raise DataError(f"{self.name}.idx: sequence {at} does not lie where its neighbours end; write it again")
         if ends != size:
             raise DataError(
-                f"{self.name}.bin: {size} bytes where {self.name}.idx tells of {ends}; copy both files again"
+                f"{self.name}.bin: {counted(size, 'byte')} where {self.name}.idx tells of {ends}; copy both files again"
             )
 
 
@@ -218,5 +218,5 @@ def _header(raw: npt.NDArray[np.uint8], path: Path) -> tuple[np.dtype[np.integer
         )
     needed = _HEAD.size + 12 * sequences + 8 * bounds
     if bounds < 1 or len(raw) < needed:
-        raise DataError(f"{path}: {len(raw)} bytes where its header tells of {needed}; copy it again")
+        raise DataError(f"{path}: {counted(len(raw), 'byte')} where its header tells of {needed}; copy it again")
     return np.dtype(CODES[code]), sequences, bounds

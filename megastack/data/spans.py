@@ -59,6 +59,11 @@ class SpanStream:
         return int(self._offsets[-1])
 
     @property
+    def files(self) -> list[TokenFile]:
+        """The files that the spans lie in, each once."""
+        return list({id(span.file): span.file for span in self._spans}.values())
+
+    @property
     def documents(self) -> int:
         """Documents of all spans; a stretch of an array without documents counts as one."""
         return sum(1 + span.file.count(span.begin + 1, span.end) for span in self._spans)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastack.data.split import held_out
-from megastack.data.tokenizers import Ids, Tokenizer
+from megastack.data.tokenizers import Ids, Tokenizer, ended
 from megastack.errors import DataError
 
 Int64s = npt.NDArray[np.int64]
@@ -99,7 +99,7 @@ def tokenize(documents: Iterable[bytes], tokenizer: Tokenizer, fraction: float) 
     """The training and the validation stream of `documents`; each document ends with the tokenizer's end id."""
     sides: tuple[list[TokenStream], list[TokenStream]] = ([], [])
     for batch in _batches(documents):
-        encoded = [_ended(ids, tokenizer.end) for ids in tokenizer.encode(batch)]
+        encoded = [ended(ids, tokenizer.end) for ids in tokenizer.encode(batch)]
         held = [held_out(document, fraction) for document in batch]
         for wanted, side in zip((False, True), sides, strict=True):
             ids = (ids for ids, out in zip(encoded, held, strict=True) if out is wanted)
@@ -111,10 +111,6 @@ def _batches(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
     rest = iter(documents)
     while batch := list(islice(rest, _BATCH)):
         yield batch
-
-
-def _ended(ids: Ids, end: int | None) -> Ids:
-    return ids if end is None or not len(ids) else np.append(ids, np.array(end, dtype=ids.dtype))
 
 
 def _check_range(document: Ids, size: int, number: int) -> None:

@@ -107,7 +107,7 @@ def open_token_files(paths: Sequence[str | Path]) -> list[TokenFile]:
 
 
 def check_ids(file: TokenFile, vocab: int, begin: int, end: int) -> None:
-    """Raises :class:`DataError` for an id outside 0..vocab-1 in this stretch or in what the file says of itself.
+    """Raises :class:`DataError` for an id outside 0..vocab-1 in this stretch.
 
     A whole corpus is not walked for that: what a sample holds is looked at again when it is read.
     """
@@ -117,11 +117,6 @@ def check_ids(file: TokenFile, vocab: int, begin: int, end: int) -> None:
         raise DataError(
             f"token id {ids[outside[0]]} in {file.name} at token {begin + outside[0]}: outside model.vocab={vocab}; "
             f"use ids from 0 to {vocab - 1}, or a larger model.vocab"
-        )
-    largest = written_about(file.name).get("largest_id")
-    if isinstance(largest, int) and largest >= vocab:
-        raise DataError(
-            f"token id {largest} in {file.name}: outside model.vocab={vocab}; use model.vocab={largest + 1} or more"
         )
 
 

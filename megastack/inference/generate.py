@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megastack.batch import IGNORED_LABEL, Microbatch
 from megastack.comm.collectives import all_gather, broadcast
 from megastack.comm.objects import all_gather_objects
-from megastack.errors import ConfigError, MegastackError
+from megastack.errors import ConfigError, MegastackError, counted
 from megastack.inference.sample import NOT_FINITE, Sampling, choose
 from megastack.layers.cache import KeyValueCache
 from megastack.mesh.mesh import Mesh
@@ -72,9 +72,12 @@ def check_prompts(prompts: Sequence[Sequence[int]], new: int, *, vocab: int, lon
             faults.append(f"prompt {number}: id {bad} is outside model.vocab={vocab}; use ids from 0 to {vocab - 1}")
         elif longest is not None and len(prompt) + new > longest:
             left = longest - len(prompt)
-            remedy = f"max_new_tokens={left} or less" if left > 0 else f"a prompt of at most {longest - 1} tokens"
+            remedy = (
+                f"max_new_tokens={left} or less" if left > 0 else f"a prompt of at most {counted(longest - 1, 'token')}"
+            )
             faults.append(
-                f"prompt {number}: its {len(prompt)} tokens and max_new_tokens={new} exceed the {longest} positions "
+                f"prompt {number}: its {counted(len(prompt), 'token')} and max_new_tokens={new} exceed the "
+                f"{counted(longest, 'position')} "
                 f"that the model has; use {remedy}"
             )
     if faults:
@@ -191,7 +194,9 @@ class Generator:
         ids: list[int] = broadcast(ids_B, self.mesh.world, source=self._chooser).tolist()
         if NOT_FINITE in ids:
             row = ids.index(NOT_FINITE)
-            raise MegastackError(f"prompt {row}: the logits after {len(rows.ids[row])} tokens are not finite numbers")
+            raise MegastackError(
+                f"prompt {row}: the logits after {counted(len(rows.ids[row]), 'token')} are not finite"
+            )
         return ids
 
 

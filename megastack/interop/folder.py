@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megastack.errors import CheckpointError, ConfigError
+from megastack.errors import CheckpointError, ConfigError, counted
 from megastack.interop.names import Source, Weight, sources_of
 from megastack.placement.boxes import Box
 
@@ -140,9 +140,11 @@ class HubFolder:
     def _vocabulary_faults(self, weights: Mapping[str, Weight], vocab: int) -> list[str]:
         name = weights["embedding.weight"].pieces[0].source
         rows = self.shape(name)[0] if name in self._at else vocab
-        faults = [] if rows == vocab else [f"{name} has {rows} rows, vocab_size={vocab}; they must be equal"]
+        faults = [] if rows == vocab else [f"{name} has {counted(rows, 'row')}, vocab_size={vocab}; they must be equal"]
         if self.tokenizer_size > vocab:
-            faults.append(f"tokenizer.json has {self.tokenizer_size} ids, vocab_size={vocab}; it must hold them all")
+            faults.append(
+                f"tokenizer.json has {counted(self.tokenizer_size, 'id')}, vocab_size={vocab}; it must hold them all"
+            )
         return faults
 
     def _tie_faults(self, weights: Mapping[str, Weight]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.stages import load_stages
 from megastack.config.data_stages import stage_configs
 from megastack.config.schema import TrainConfig
@@ -16,9 +17,9 @@ from megastack.data.packing import Samples, SingleSamples
 from megastack.data.sources import read_documents
 from megastack.data.stream import TokenStream, stream_of
 from megastack.data.token_files import check_ids, open_token_files
-from megastack.data.tokenizers import check_vocab, load_tokenizer
+from megastack.data.tokenizers import check_vocab
 from megastack.data.validation import ValidationBatches, evenly_spread
-from megastack.errors import ConfigError, DataError, Violation
+from megastack.errors import ConfigError, DataError, Violation, counted
 from megastack.faults import ask_data
 from megastack.inference.evaluate import Score, evaluate
 from megastack.launch.ranks import on_ranks
@@ -64,7 +65,7 @@ def _evaluate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.line(f"evaluate  {use}, {texts.name}")
     score = on_ranks(use.config, _score, use.checkpoint, texts)
     console.line(
-        f"score     {score.nats:.6f} nats a token, perplexity {score.perplexity:,.4f}, {score.tokens:,} tokens"
+        f"score     {score.nats:.6f} nats a token, perplexity {score.perplexity:,.4f}, {counted(score.tokens, 'token')}"
     )
     figures = {"nats": score.nats, "perplexity": score.perplexity, "tokens": score.tokens}
     return {"checkpoint": str(use.checkpoint), "data": texts.name} | figures
@@ -110,7 +111,7 @@ def _file(config: TrainConfig, path: Path) -> _Texts:
 def _stream(config: TrainConfig, path: Path) -> TokenStream:
     if path.suffix in TOKEN_FILES or idx_path(path).is_file():
         return _token_stream(path, config.model.vocab)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = configured_tokenizer(config)
     check_vocab(config.model.vocab, tokenizer)
     if path.suffix == ".jsonl":
         return stream_of(tokenizer.encode(list(read_documents("jsonl", [path]))), tokenizer.size)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.inference import build_generator, longest_text
 from megastack.assemble.stages import load_stages
 from megastack.config.schema import TrainConfig
 from megastack.data.sources import read_documents
-from megastack.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
+from megastack.data.tokenizers import Tokenizer, check_vocab
 from megastack.errors import ConfigError, DataError, Violation
 from megastack.faults import Faults
 from megastack.inference.generate import Completion, check_prompts
@@ -57,7 +58,7 @@ def _generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     config, faults = use.config, use.faults
     faults.ask(lambda: _check_alone(config), "parallel.dp")
     sampling = faults.ask(lambda: Sampling(options.temperature, options.top_k, options.top_p, options.seed))
-    tokenizer = faults.ask(lambda: load_tokenizer(config.data.tokenizer), "data.tokenizer")
+    tokenizer = faults.ask(lambda: configured_tokenizer(config), "data.tokenizer")
     texts = faults.ask(lambda: [*options.prompt, *(_read_prompts(Path(options.prompts)) if options.prompts else ())])
     prompts = _ids(config, faults, tokenizer, texts, options.max_new_tokens)
     use.require_legal()
@@ -87,10 +88,20 @@ def _ids(
     if tokenizer is None or texts is None:
         return ()
     faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
-    prompts = tuple(tuple(int(i) for i in ids) for ids in tokenizer.encode([text.encode() for text in texts]))
+    prompts = faults.ask(lambda: _encoded(tokenizer, texts))
+    if prompts is None:
+        return ()
     needs = ("model.vocab", "model.positions", "model.max_positions", "batch.sequence_length")
     faults.ask(lambda: check_prompts(prompts, new, vocab=config.model.vocab, longest=longest_text(config)), *needs)
     return prompts
+
+
+def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    try:
+        raw = [text.encode() for text in texts]
+    except UnicodeEncodeError as error:  # bytes of the command line that are not UTF-8
+        raise DataError(f"--prompt {error.object!r}: is not UTF-8; use UTF-8 text") from None
+    return tuple(tuple(ids.tolist()) for ids in tokenizer.encode(raw))
 
 
 def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[Completion], str | None]:
@@ -99,7 +110,7 @@ def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[
     generator = build_generator(config, mesh, load_stages(config, mesh, schedule, request.checkpoint), schedule)
     stream = None
     if request.streams and mesh.rank == 0:
-        stream = _Stream(load_tokenizer(config.data.tokenizer), request.prompts[0], Console())
+        stream = _Stream(configured_tokenizer(config), request.prompts[0], Console())
     done = generator(
         request.prompts,
         max_new_tokens=request.new,

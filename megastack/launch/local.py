@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
-from megastack.errors import ConfigError, Fault
+from megastack.errors import ConfigError, Fault, counted
 from megastack.launch.account import Seen, account_of
 from megastack.launch.preflight import Prepared, inspect, take
 from megastack.launch.start import StartLine, agent, die_with_parent
@@ -101,8 +101,8 @@ def _require_room(config: TrainConfig) -> None:
     ranks, cpus = mesh_shape(config).world_size, os.cpu_count() or 1
     if ranks > RANKS_PER_CPU * cpus:
         raise ConfigError(
-            f"world={ranks}: pp·dp·cp·tp ranks are too many for the {cpus} CPUs of this machine; use torchrun or srun "
-            f"on several, or degrees of at most {RANKS_PER_CPU * cpus} ranks"
+            f"world={ranks}: pp·dp·cp·tp ranks are too many for the {counted(cpus, 'CPU')} of this machine; use "
+            f"torchrun or srun on several, or degrees of at most {RANKS_PER_CPU * cpus} ranks"
         )
 
 

@@ -65,9 +65,8 @@ class StartLine:
         deadline = time.monotonic() + self._timeout_s
         while missing := [other for other, here in enumerate(self._arrived) if not here]:
             if time.monotonic() > deadline:
-                raise NotStarted(
-                    f"ranks {', '.join(map(str, missing))} were not started within launch.timeout_s={self._timeout_s:g}"
-                ).about(missing)
+                who = f"ranks {', '.join(map(str, missing))} were" if missing[1:] else f"rank {missing[0]} was"
+                raise NotStarted(f"{who} not started within launch.timeout_s={self._timeout_s:g}").about(missing)
             time.sleep(LOOKS_EVERY_S)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megastack.comm.group import AxisGroup
 from megastack.comm.ledger import Ledger
-from megastack.errors import MeshError
+from megastack.errors import MeshError, counted
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinates
 from megastack.weight_gradients import WeightGradients
 
@@ -214,7 +214,8 @@ def pick_device(device: str) -> torch.device:
     index = 0 if seen == 1 else local  # a launcher may show each rank its own GPU alone
     if index >= seen:
         raise MeshError(
-            f"device=cuda: local rank {local} of this machine, which has {seen} GPUs; use device=cpu, or fewer ranks"
+            f"device=cuda: local rank {local} of this machine, which has {counted(seen, 'GPU')}; "
+            "use device=cpu, or fewer ranks"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from megastack.errors import ConfigError, LayerError, MegastackError
+from megastack.errors import ConfigError, LayerError, MegastackError, counted
 
 ADVISORY = ("init", "out_init")
 """Extras that a layer may leave out without being refused: then it chooses its own initial values."""
@@ -41,7 +41,7 @@ def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Cal
         try:
             module = target(*args, **given)
         except TypeError as error:
-            names = ", ".join([f"{len(args)} positional arguments", *given])
+            names = ", ".join([counted(len(args), "positional argument"), *given])
             raise ConfigError(
                 f"{key}._target_={_name(target)}: cannot be called as its parent calls it, with {names}: {error}"
             ) from error

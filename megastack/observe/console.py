@@ -1,7 +1,7 @@
 """What a person sees of a run: short lines from one rank, without colours where nobody would see them.
 
 Rich decides about colours (``NO_COLOR`` and whether the output is a terminal); lines are never wrapped or re-flowed, so
-that they can be searched.
+that they can be searched. Control characters in a text are written out, see :mod:`megastack.observe.printable`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.text import Text
 
+from megastack.errors import counted
+from megastack.observe.printable import printable
+
 
 class Console:
     """Writes to the screen on one rank and nowhere on the others."""
@@ -20,12 +23,12 @@ class Console:
         self._rich = RichConsole(quiet=not enabled, highlight=False, soft_wrap=True, stderr=stderr)
 
     def line(self, text: str, style: str = "") -> None:
-        """One line (or several) as it is."""
-        self._rich.print(Text(text, style=style))
+        """One line (or several)."""
+        self._rich.print(Text(printable(text), style=style))
 
     def text(self, text: str, style: str = "") -> None:
         """Text as it comes, without an end of line."""
-        self._rich.print(Text(text, style=style), end="")
+        self._rich.print(Text(printable(text), style=style), end="")
 
     def train(self, row: Mapping[str, Any], steps: int) -> None:
         """The line of a training step."""
@@ -39,16 +42,17 @@ class Console:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Aligned columns; as wide as they need to be, so that paths stay whole."""
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        for at, cells in enumerate([header, *rows]):
+        shown = [[printable(cell) for cell in row] for row in (header, *rows)]
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        for at, cells in enumerate(shown):
             text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
             self.line(text.rstrip(), style="bold" if at == 0 else "")
 
     def validation(self, row: Mapping[str, Any]) -> None:
         """The line of a validation."""
         loss = number(row["loss"], ".4f")
-        text = f"  validation  loss {loss}  over {row['samples']:,} samples, {row['tokens']:,} tokens"
-        self._rich.print(Text(text, style="cyan"))
+        text = f"  validation  loss {loss}  over {counted(row['samples'], 'sample')}, {counted(row['tokens'], 'token')}"
+        self.line(text, style="cyan")
 
 
 def number(value: float | None, format_spec: str) -> str:

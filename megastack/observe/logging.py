@@ -9,8 +9,16 @@ from pathlib import Path
 
 from megastack.mesh.shape import Axis, describe_coordinates
 from megastack.observe.files import cannot_write
+from megastack.observe.printable import printable
 
 LOGGER = "megastack"
+
+
+class _Printable(logging.Formatter):
+    """Lines without control characters, on the screen and for whoever shows the file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
@@ -40,10 +48,10 @@ def set_up_logging(path: Path, rank: int, coordinates: Mapping[Axis, int]) -> lo
         logger.removeHandler(old)
         old.close()
     file = _LogFile(path, encoding="utf-8")
-    file.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {prefix} %(message)s"))
+    file.setFormatter(_Printable(f"%(asctime)s %(levelname)s {prefix} %(message)s"))
     screen = logging.StreamHandler()
     screen.setLevel(logging.WARNING)
-    screen.setFormatter(logging.Formatter(f"{prefix} %(levelname)s %(message)s"))
+    screen.setFormatter(_Printable(f"{prefix} %(levelname)s %(message)s"))
     logger.addHandler(file)
     logger.addHandler(screen)
     return logger

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megastack.errors import counted
 from megastack.pipeline.action import COMPUTE, SENDS, Op, code, microbatch_of, op_of, stage_of, unpack
 from megastack.pipeline.activations import peak_microbatches
 from megastack.pipeline.boundary import has_communication
@@ -88,7 +89,7 @@ def _order_fault(schedule: Schedule, rank: int, packed: int, seen: set[int]) -> 
     if stage >= schedule.stages or schedule.stage_ranks[stage] != rank:
         return f"{unpack(packed)}: stage {stage} does not live on this rank"
     if microbatch is not None and microbatch >= schedule.microbatches:
-        return f"{unpack(packed)}: the step has only {schedule.microbatches} microbatches"
+        return f"{unpack(packed)}: the step has only {counted(schedule.microbatches, 'microbatch', 'microbatches')}"
     if op not in COMPUTE:
         return None
     if packed in seen:

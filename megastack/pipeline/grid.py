@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from megastack.errors import counted
 from megastack.pipeline.action import Action
 
 _STEPS_SHOWN = 14
@@ -35,7 +36,7 @@ def grid(
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
     hidden = len(rows) - len(shown)
-    return "\n".join([*lines, f"({hidden} more ranks)"] if hidden else lines)
+    return "\n".join([*lines, f"({counted(hidden, 'more rank')})"] if hidden else lines)
 
 
 def _cell(row: Sequence[Action], step: int, mark: str) -> str:

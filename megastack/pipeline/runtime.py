@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megastack.batch import Microbatch, StageLoss
 from megastack.comm.collectives import Pending, all_reduce
 from megastack.comm.p2p import Lines
-from megastack.errors import ScheduleError
+from megastack.errors import ScheduleError, counted
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.pipeline.action import EXECUTED, Action, Op
@@ -313,8 +313,8 @@ def _own_stages(schedule: Schedule, rank: int, ranks: int, given: int) -> list[i
     own = schedule.rank_stages(rank)
     if len(own) != given:
         raise ScheduleError(
-            f"schedule={schedule.name}: rank {rank} of the pipeline has stages {own}, but {given} modules came; "
-            "give one module for each stage"
+            f"schedule={schedule.name}: rank {rank} of the pipeline has stages {own}, but "
+            f"{counted(given, 'module')} came; give one module for each stage"
         )
     return own
 

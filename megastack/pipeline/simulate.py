@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megastack.errors import ScheduleError
+from megastack.errors import ScheduleError, counted
 from megastack.pipeline import progress
 from megastack.pipeline.action import COMPUTE, SENDS, Action, Op, op_of, stage_of, unpack, unpack_unit
 from megastack.pipeline.activations import peak_microbatches
@@ -63,7 +63,10 @@ class Costs:
 def _of_stages(schedule: Schedule, cost: PerStage, name: str) -> list[float]:
     if isinstance(cost, Sequence):
         if len(cost) != schedule.stages:
-            raise ScheduleError(f"Costs.{name}: has {len(cost)} numbers; use one for each of {schedule.stages} stages")
+            raise ScheduleError(
+                f"Costs.{name}: has {counted(len(cost), 'number')}; "
+                f"use one for each of {counted(schedule.stages, 'stage')}"
+            )
         return list(cost)
     return [cost / schedule.chunks] * schedule.stages
 

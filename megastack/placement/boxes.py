@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from megastack.errors import PlacementError
+from megastack.errors import PlacementError, counted
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.placement.placement import Placement, Shard
 
@@ -103,7 +103,9 @@ def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...
         PlacementError: when the range is not within the tensor.
     """
     if not 0 <= start <= stop <= prod(shape):
-        raise PlacementError(f"range [{start}, {stop}): must lie within the {prod(shape)} elements of shape {shape}")
+        raise PlacementError(
+            f"range [{start}, {stop}): must lie within the {counted(prod(shape), 'element')} of shape {shape}"
+        )
     return tuple(Box(offset, size) for offset, size in _range_parts(tuple(shape), start, stop))
 
 

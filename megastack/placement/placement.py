@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import isfinite, prod
 from typing import TypeAlias
 
-from megastack.errors import PlacementError
+from megastack.errors import PlacementError, counted
 from megastack.mesh.shape import Axis
 
 SHARD_AXES = (Axis.TP, Axis.EP)
@@ -135,7 +135,7 @@ def _shard_faults(placement: Placement) -> list[str]:
     ]
     dims = len(placement.shape)
     faults += [
-        f"shards[{axis}]={shard}: shape={placement.shape} has {dims} dims; "
+        f"shards[{axis}]={shard}: shape={placement.shape} has {counted(dims, 'dim')}; "
         + (f"use dim 0 to {dims - 1}" if dims else "leave it whole")
         for axis, shard in placement.shards.items()
         if shard.dim >= dims

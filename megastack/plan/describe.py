@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megastack.config.data_stages import source_text, stage_configs
 from megastack.config.schema import TrainConfig
+from megastack.errors import counted
 from megastack.mesh.shape import DENSE_AXES
 from megastack.models.stages import StageSlice
 from megastack.pipeline.render import render
@@ -110,7 +111,7 @@ def _zero(layout: Layout) -> str:
     state = " on the host" if zero.offload else ""
     if zero.stage == 0:
         return f", optimizer state{state}" if state else ""
-    return f", ZeRO-{zero.stage} over {zero.shard_size or ranks} of {ranks} data ranks{state}"
+    return f", ZeRO-{zero.stage} over {zero.shard_size or ranks} of {counted(ranks, 'data rank')}{state}"
 
 
 def _batch(layout: Layout) -> str:
@@ -192,12 +193,6 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def counted(count: float, one: str, many: str | None = None) -> str:
-    """A number and its noun: ``1 stage``, ``2 stages``, ``1.5 microbatches``."""
-    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
-    return f"{number} {one if count == 1 else many or one + 's'}"
 
 
 def human(count: int) -> str:

@@ -24,7 +24,7 @@ from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.config.typed import typed
 from megastack.data.dataset import Dataset
-from megastack.errors import ConfigError, DataError, MegastackError, PlacementError, ScheduleError, Violation
+from megastack.errors import ConfigError, DataError, MegastackError, PlacementError, ScheduleError, Violation, counted
 from megastack.mesh.shape import DENSE_AXES
 from megastack.testing.compare import TOLERANCES, Trace
 from megastack.testing.diagnose import Finding, diagnose
@@ -132,7 +132,9 @@ class Verifier:
         _require_few(ranks)
         found = legal_layouts(self.config, ranks)
         if not found:
-            raise ConfigError(f"--ranks={ranks}: no layout of {ranks} ranks is legal for this model and batch")
+            raise ConfigError(
+                f"--ranks={ranks}: no layout of {counted(ranks, 'rank')} is legal for this model and batch"
+            )
         return found
 
     def own_layout(self) -> TrainConfig:

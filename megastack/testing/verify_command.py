@@ -19,7 +19,7 @@ from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
-from megastack.errors import ConfigError, MegastackError
+from megastack.errors import ConfigError, MegastackError, counted
 from megastack.faults import Faults, ask_data, ask_model
 from megastack.observe.console import Console
 from megastack.testing.diagnose import Finding
@@ -125,8 +125,8 @@ def _opening(config: TrainConfig, verifier: Verifier, layouts: Sequence[TrainCon
     said = config.precision.compute.value
     precision = "fp64" if said == "fp64" else f"fp64 (the configuration says {said})"
     count = mesh_shape(layouts[0]).world_size
-    what = f"{len(layouts)} layouts of {count} ranks" if many else layout_text(layouts[0])
-    steps = f"{verifier.steps} step{'s' if verifier.steps > 1 else ''}"
+    what = f"{counted(len(layouts), 'layout')} of {counted(count, 'rank')}" if many else layout_text(layouts[0])
+    steps = counted(verifier.steps, "step")
     lines = [f"verify   {what}, against one rank: {steps}, {' and '.join(verifier.runs)}, {precision}, on CPU"]
     if count == 1:
         lines.append("note     one rank is what others are compared with; try parallel.tp=2, or --all --ranks 4")
@@ -189,9 +189,12 @@ def _subject(finding: Finding) -> str:
 def _close_table(console: Console, verdicts: Sequence[Verdict]) -> None:
     bad = [verdict for verdict in verdicts if verdict.status != "equal"]
     if not bad:
-        console.line(f"equal    all {len(verdicts)} layouts agree to {Verifier.tolerance:g}", style="green")
+        agree = f"all {len(verdicts)} layouts agree" if len(verdicts) > 1 else "the one layout agrees"
+        console.line(f"equal    {agree} to {Verifier.tolerance:g}", style="green")
         return
-    console.line(f"\n{len(bad)} of {len(verdicts)} layouts are not equal; the first, {layout_text(bad[0].config)}:")
+    verb = "are" if len(bad) > 1 else "is"
+    count = f"{len(bad)} of {counted(len(verdicts), 'layout')} {verb} not equal"
+    console.line(f"\n{count}; the first, {layout_text(bad[0].config)}:")
     _explain(console, bad[0])
     console.line(f"alone    megastack verify … {' '.join(layout_overrides(bad[0].config))}")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from megastack.batch import Microbatch
 from megastack.comm.objects import all_gather_objects
-from megastack.errors import DataError, MegastackError
+from megastack.errors import DataError, MegastackError, counted
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import describe_coordinates
 
@@ -57,8 +57,8 @@ class Signature:
         samples, tokens = self.validation
         masks = ", document masks" if self.masked else ""
         return (
-            f"step {self.step}: microbatches {shapes or 'none'}, {self.tokens} valid labels{masks}; "
-            f"validation of {samples} samples, {tokens} valid labels"
+            f"step {self.step}: microbatches {shapes or 'none'}, {counted(self.tokens, 'valid label')}{masks}; "
+            f"validation of {counted(samples, 'sample')}, {counted(tokens, 'valid label')}"
         )
 
 

@@ -49,7 +49,7 @@ def test_a_list_tells_what_is_incomplete(run: Path, capsys: pytest.CaptureFixtur
 def test_show_has_files_tensors_and_the_trainers_state(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "show", str(run), "--json", str(run / "show.json")]) == 0  # of a folder, the newest
     said = capsys.readouterr().out
-    assert "step_00000004: " in said and "from 1 ranks" in said
+    assert "step_00000004: " in said and "from 1 rank," in said
     assert all(name in said for name in TENSORS)
     assert "37×7" in said and "scalar" in said and "rank_00000.safetensors" in said
     assert any(line.split() == ["step", "10"] for line in said.splitlines())

@@ -231,6 +231,11 @@ VALUES: list[Broken] = [
         "data.paths=[]: data.source=text reads files and none are named; use data.paths=[FILE,…]",
     ),
     (
+        {"data.allow_special_tokens": True},
+        None,
+        "data.allow_special_tokens=true: data.tokenizer=byte has no special tokens; use false or data.tokenizer=PATH",
+    ),
+    (
         {"data.source": "bin", "data.paths": ["a"], "data.pack": False},
         None,
         "data.pack=false: token files are packed, without a list of their documents; use true",

@@ -91,8 +91,7 @@ def refusal(config: TrainConfig, ranks: int) -> str:
 def test_too_few_ranks_are_refused_with_the_numbers(base: TrainConfig) -> None:
     config = replace_values(base, {"parallel.tp": 4, "parallel.pp": 2})
     assert refusal(config, 7) == (
-        "launch.elastic=true: the 7 ranks that were started do not hold pp·cp·tp = 8; "
-        "use 8 ranks or more or other degrees"
+        "launch.elastic=true: the 7 ranks of this start cannot hold pp·cp·tp = 8; use 8 ranks or more or other degrees"
     )
 
 

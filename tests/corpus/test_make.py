@@ -12,6 +12,7 @@ from megastack.cli import main
 from megastack.corpus import make
 from megastack.corpus.make import Made, make_token_file
 from megastack.corpus.units import BadLines, plan_units, read_unit
+from megastack.corpus.work import Part, Settings, tokenize_unit
 from megastack.data.dataset import build_dataset
 from megastack.data.sources import read_documents
 from megastack.errors import DataError
@@ -159,6 +160,100 @@ def test_inputs_that_are_refused(tmp_path: Path) -> None:
     for name, message in {"gone.txt": "cannot be read", "a.csv": "of no known kind", "empty.txt": "is empty"}.items():
         with pytest.raises(DataError, match=message):
             made(tmp_path, tmp_path / name)
+
+
+EMPTY = {
+    "none.txt": "",
+    "none.jsonl": "",
+    "blank.jsonl": "\n  \n\t\n",
+    "nothing.jsonl": '{"text": ""}\n{"text": ""}\n',
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("place", ["deep/er/out", "out"])
+def test_an_output_without_tokens_is_rejected_and_nothing_is_left(tmp_path: Path, name: str, place: str) -> None:
+    (tmp_path / name).write_text(EMPTY[name])
+    for skip, message in ((False, "is empty|holds no token"), (True, rf"holds no token \(1 empty file, .*{name}\)")):
+        with pytest.raises(DataError, match=message):
+            make_token_file([tmp_path / name], tmp_path / place, skip_bad=skip, workers=1)
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_file_stops_a_folder_or_is_skipped_and_counted(
+    tmp_path: Path, corpus: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / name).write_text(EMPTY[name])
+    corpus.rename(folder / "z.jsonl")
+    with pytest.raises(DataError, match=rf"{name}: is empty"):
+        make_token_file([folder], tmp_path / "out", workers=1)
+    assert not (tmp_path / "out.idx").exists() and not (tmp_path / "out.bin").exists()
+    given = ["--out", str(tmp_path / "out"), "--workers", "1", "--on-bad-line", "skip"]
+    assert main(["tokenize", str(folder), *given]) == 0
+    assert f"skipped   1 empty file, the first: {folder / name}" in capsys.readouterr().out
+    assert texts_of(tmp_path / "out") == TEXTS
+
+
+def test_empty_documents_among_others_are_left_out(tmp_path: Path) -> None:
+    report = made(tmp_path, lines(tmp_path / "a.jsonl", ["one", "", "two", ""]))
+    assert (texts_of(tmp_path / "out"), report.counts.documents, report.empty) == (["one", "two"], 2, 0)
+
+
+def test_a_file_of_bad_lines_alone_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("not json\n" * 3)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: is not JSON"):
+        made(tmp_path, tmp_path / "a.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    with pytest.raises(DataError, match=r"holds no token \(3 bad lines, the first: .*a\.jsonl:1: is not JSON"):
+        made(tmp_path, tmp_path / "a.jsonl", skip_bad=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_after_a_refused_line_the_parts_serve_a_try_that_skips_it_and_not_the_reverse(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", TEXTS[:30])
+    path.write_text(path.read_text() + "not json\n")
+    with pytest.raises(DataError, match="is not JSON"):
+        made(tmp_path, path)
+    units = plan_units([path], 300)
+    settings = Settings("byte", "", "<u2", "text", True)
+    tokenize_unit(units[-1], settings, Part(str(tmp_path / "out.parts" / f"{len(units) - 1:08}")))
+    with pytest.raises(DataError, match="is not JSON"):
+        made(tmp_path, path)
+    report = made(tmp_path, path, skip_bad=True)
+    assert report.resumed == report.parts and texts_of(tmp_path / "out") == TEXTS[:30]
+
+
+def test_text_that_a_tokenizer_makes_no_token_of_is_no_output(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(" \n\t\n")
+    with pytest.raises(DataError, match="holds no token"):
+        made(tmp_path, tmp_path / "a.txt", tokenizer=str(tmp_path / "tokenizer.json"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "tokenizer.json"]
+    made(tmp_path, tmp_path / "a.txt")
+    assert texts_of(tmp_path / "out") == [" \n\t\n"], "blanks are text for bytes, as they are in training"
+
+
+@pytest.mark.parametrize("groups", [0, 1])
+def test_parquet_without_rows(tmp_path: Path, groups: int) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    with parquet.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        for _ in range(groups):
+            writer.write_table(table)
+    for skip in (False, True):
+        with pytest.raises(DataError, match=r"is empty|holds no token"):
+            made(tmp_path, tmp_path / "a.parquet", skip_bad=skip)
+        assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+    report = made(tmp_path, tmp_path / "a.parquet", lines(tmp_path / "b.jsonl", TEXTS), skip_bad=True)
+    assert (report.empty, texts_of(tmp_path / "out")) == (1, TEXTS)
 
 
 def test_parquet_columns(tmp_path: Path) -> None:

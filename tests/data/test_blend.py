@@ -5,11 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megastack.config.compose import compose
+from megastack.config.data_stages import source_text
 from megastack.data.blend import (
     PERIOD,
     BlendOrder,
     Stretch,
+    check_weights,
     continued,
     history_json,
     history_of,
@@ -18,6 +23,7 @@ from megastack.data.blend import (
 )
 from megastack.data.dataset import Dataset, Joined, Wanted, build_dataset
 from megastack.data.order import SampleOrder
+from megastack.data.shares import parts
 from megastack.errors import DataError
 from megastack.random import stream_key
 from tests.data.token_cases import write_by_hand
@@ -72,6 +78,56 @@ def test_every_weight_above_zero_has_a_share() -> None:
     assert shares([1, 1, 2]).tolist() == [PERIOD // 4, PERIOD // 4, PERIOD // 2]
     assert shares([1e-9, 1, 0]).tolist() == [1, PERIOD - 1, 0]
     assert shares([1, 1, 1]).sum() == PERIOD
+
+
+EXTREME = {
+    "sum beyond any number": ([1e308, 1e308, 1e308], [1 / 3] * 3),
+    "sum of three": ([1e308, 0.5e308, 0.5e308], [0.5, 0.25, 0.25]),
+    "denormal": ([5e-324, 1.5e-323], [0.25, 0.75]),
+    "far apart": ([1e308, 5e-324, 1e308], [0.5, 1 / PERIOD, 0.5]),
+    "far apart, with one that is not drawn": ([1.0, 1e-300, 0.0], [1.0, 1 / PERIOD, 0.0]),
+    "one alone": ([1e308], [1.0]),
+}
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_weights_of_any_size_have_their_part(name: str) -> None:
+    weights, expected = EXTREME[name]
+    with np.errstate(all="raise"):
+        counts = shares(weights)
+    assert counts.sum() == PERIOD and all(
+        (count > 0) == (weight > 0) for count, weight in zip(counts, weights, strict=True)
+    )
+    assert np.allclose(counts / PERIOD, expected, atol=2 / PERIOD)
+    assert np.allclose(parts(weights), expected, atol=2 / PERIOD)
+    check_weights(weights, [1] * len(weights))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(lambda weights: sum(weights) > 1e-300))
+def test_parts_of_ordinary_weights_are_the_plain_quotients_to_the_last_bit(weights: list[float]) -> None:
+    assert parts(weights) == pytest.approx([weight / sum(weights) for weight in weights], rel=1e-12)
+    if min((w for w in weights if w), default=1.0) > 1e-290:
+        assert parts(weights) == [weight / sum(weights) for weight in weights]
+
+
+def test_shares_are_whole_and_positive_however_many_small_sources_there_are() -> None:
+    counts = shares([2.9] * 20_000 + [0.188] * 40_000)
+    assert counts.sum() == PERIOD and counts.min() == 1
+    with pytest.raises(DataError, match=r"65,537 sources are drawn; use at most 65,536"):
+        check_weights([1.0] * (PERIOD + 1), [1] * (PERIOD + 1))
+
+
+def test_a_run_tells_what_it_draws_of_sources_with_huge_weights(tmp_path: Path) -> None:
+    blend = [Wanted("bin", [write_by_hand(tmp_path / name, [[at] * 100], 8)], 1e308) for at, name in enumerate("ab")]
+    said = build_dataset(blend=blend, sequence_length=8, vocab=8, validation_fraction=0).describe()
+    assert said.count("(50.00% of the samples)") == 4
+    config = compose(
+        [
+            "data.blend=[{paths: [a], weight: 1e308}, {paths: [b], weight: 1e308}]",
+            "batch.sequence_length=8",
+        ]
+    )
+    assert source_text(config) == "bin a 50.0% + bin b 50.0%"
 
 
 def test_the_history_of_weights_goes_through_a_checkpoint() -> None:

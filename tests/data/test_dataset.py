@@ -94,7 +94,7 @@ def test_too_little_text_is_refused_for_both_splits_at_once(corpus: Path) -> Non
     message = refused(corpus, sequence_length=100_000)
     training, validation = message.split("\n")
     tokens = len(from_file(corpus).train.stream.tokens)
-    assert f"batch.sequence_length=100000: the training split has {tokens} tokens in" in training
+    assert f"batch.sequence_length=100000: the training split has {tokens:,} tokens in" in training
     assert "one sample of 100001" in training and f"batch.sequence_length={tokens - 1} or less" in training
     assert "the validation split has" in validation and "data.validation_fraction above 0.05" in validation
 

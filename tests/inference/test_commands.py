@@ -160,6 +160,15 @@ def test_what_an_import_made_brings_its_model_and_its_tokenizer(
     assert said("generate", tmp_path / "in", *given, "parallel.tp=2")["texts"] == own
     assert main(["generate", str(tmp_path / "in"), "--prompt", "abc", "--max-new-tokens", "30"]) == 78
     assert "prompt 0: its 3 tokens and max_new_tokens=30 exceed the 32 positions" in capsys.readouterr().err
+    letters.add_special_tokens(["</s>"])
+    letters.save(str(tmp_path / "special.json"))
+    asked = ["generate", str(tmp_path / "in"), "--prompt", "ab</s>", "--max-new-tokens", "31"]
+    for allowed, count in (("false", 6), ("true", 3)):
+        choices = [f"data.tokenizer={tmp_path / 'special.json'}", f"data.allow_special_tokens={allowed}"]
+        assert main([*asked, *choices]) == 78
+        assert f"prompt 0: its {count} tokens" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "in"), "--prompt", "a\udcff"]) == 78
+    assert "is not UTF-8" in capsys.readouterr().err
 
 
 def test_an_empty_file_of_tokens_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

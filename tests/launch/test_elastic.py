@@ -93,12 +93,12 @@ def test_spare_ranks_share_a_refusal(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert join(tmp_path, torchrun, 3, *ELASTIC, "parallel.tp=2", "data.paths=[none.jsonl]") == [78, 78, 78]
     assert capfd.readouterr().err.count("none.jsonl") == 1
     assert join(tmp_path, torchrun, 1, *ELASTIC, "parallel.tp=2") == [78]
-    assert "the 1 ranks that were started do not hold pp·cp·tp = 2" in capfd.readouterr().err
+    assert "the 1 rank of this start cannot hold pp·cp·tp = 2" in capfd.readouterr().err
 
 
 def test_without_the_key_another_world_stays_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert join(tmp_path, torchrun, 1, "parallel.dp=2", "resume=auto") == [78]
-    assert "parallel.dp=2: pp·dp·cp·tp = 2 must be the world of 1 ranks" in capfd.readouterr().err
+    assert "parallel.dp=2: pp·dp·cp·tp = 2 must be the world of 1 rank" in capfd.readouterr().err
 
 
 def test_starts_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +18,7 @@ from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, Violation
 from megastack.launch.preflight import inspect
+from tests.data.token_cases import write_by_hand
 from tests.tiny_runs import overrides, status, text, train
 
 
@@ -80,6 +85,57 @@ def test_unusable_data(tmp_path, refused, content, more, words):
         path.write_bytes(content)
     report = refused(f"data.paths=[{path}]", *more)
     assert len(report) <= 2 and any(words in line for line in report)
+
+
+def _token_files(folder: Path) -> dict[str, str]:
+    """Token files of 70,000 ids each, of which one is wrong: beyond what a rank looks at, of some kinds and places."""
+    good = [[7] * 1000] * 70
+    write_by_hand(folder / "good", [[8] * 1000] * 70, 8)
+    write_by_hand(folder / "late", [*good[:-1], [7] * 999 + [999]], 8)
+    write_by_hand(folder / "noted", [[999, *[7] * 69_999]], 8)
+    (folder / "noted.json").write_text(json.dumps({"largest_id": 999, "tokens": 70_000}))
+    np.save(folder / "array.npy", np.where(np.arange(70_000) == 69_000, 999, 7))
+    np.save(folder / "negative.npy", np.where(np.arange(70_000) == 69_000, -5, 7))
+    return {name: str(folder / name) for name in ("good", "late", "noted", "array.npy", "negative.npy")}
+
+
+TOO_LARGE = "token id 999 in"
+
+
+@pytest.mark.parametrize("verb", ["train", "verify"])
+@pytest.mark.parametrize(
+    ("names", "choice", "words"),
+    [
+        ("late", "data.paths=[{0}]", [TOO_LARGE]),
+        ("noted", "data.paths=[{0}]", [TOO_LARGE]),
+        ("array.npy", "data.paths=[{0}]", [TOO_LARGE]),
+        ("negative.npy", "data.paths=[{0}]", ["token id -5 at token 69000 is below 0"]),
+        ("good late", "data.blend=[{{paths: [{0}], weight: 1}}, {{paths: [{1}], weight: 0}}]", [TOO_LARGE]),
+        ("good late", "data.stages=[{{from_step: 2, paths: [{1}]}}]\tdata.paths=[{0}]", [TOO_LARGE]),
+        ("late noted negative.npy", "data.paths=[{0},{1},{2}]", [TOO_LARGE, TOO_LARGE, "token id -5"]),
+        ("late", "data.paths=[{0},gone]", [TOO_LARGE, "gone.idx: does not exist"]),
+        ("good late", "data.stages=[{{from_step: 2, paths: [{1}]}}]\tdata.paths=[{0},gone]", [TOO_LARGE, "gone.idx"]),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_before_anything(tmp_path, capfd, verb, names, choice, words):
+    files = _token_files(tmp_path)
+    given = choice.format(*(files[name] for name in names.split())).split("\t")
+    fixed = ["data.source=bin", "data.paths=[]", "model.vocab=256", "run.steps=3", "data.validation_fraction=0.1"]
+    assert main([verb, *overrides(tmp_path), *fixed, *given]) == 78
+    report = capfd.readouterr().err.strip().splitlines()
+    assert len(report) == len(words)
+    assert all(sum(word in line for line in report) == words.count(word) for word in words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ids_are_said_together_with_other_faults_and_not_asked_of_a_broken_vocabulary(tmp_path, capfd):
+    path = _token_files(tmp_path)["late"]
+    given = [*overrides(tmp_path), "data.source=bin", f"data.paths=[{path}]"]
+    assert main(["train", *given, "model.vocab=256", "optim.lr=-1"]) == 78
+    report = capfd.readouterr().err
+    assert TOO_LARGE in report and "optim.lr=" in report
+    assert main(["train", *given, "model.vocab=0"]) == 78
+    assert "999" not in capfd.readouterr().err
 
 
 def test_unusable_resume_is_reported_together_with_the_data(tmp_path, refused):

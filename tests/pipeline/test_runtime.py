@@ -275,7 +275,7 @@ def test_wrong_sizes_are_refused_with_their_numbers() -> None:
         pipeline.run([batch(1)] * 3, 1)
     with pytest.raises(ScheduleError, match="is for pp=2, the mesh has pp=1"):
         Pipeline([Link(0, 2)], build_schedule("1f1b", 2, 1, 2), mesh)
-    with pytest.raises(ScheduleError, match=r"rank 0 of the pipeline has stages \[0, 1\], but 1 modules came"):
+    with pytest.raises(ScheduleError, match=r"rank 0 of the pipeline has stages \[0, 1\], but 1 module came"):
         Pipeline([Link(0, 2)], build_schedule("gpipe", 1, 2, 2), mesh)
 
 

@@ -64,7 +64,7 @@ def test_all_prints_a_line_for_each_layout_and_explains_the_first_bad_one(
     statuses = {layout["layout"]: layout["status"] for layout in json.loads(file.read_text())["layouts"]}
     assert statuses == {"dp2": "equal", "tp2, sequence parallel": "differs", "tp2, no sequence parallelism": "equal"}
     assert all(any(line.startswith(f"{s:8} {name}") for line in said.splitlines()) for name, s in statuses.items())
-    assert "1 of 3 layouts are not equal" in said
+    assert "1 of 3 layouts is not equal" in said
     assert "blocks.0.mlp.gain" in said
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ import megastack
 from megastack.assemble.data import read_dataset
 from megastack.assemble.loop import build_loop
 from megastack.assemble.training import build_training
+from megastack.batch import Microbatch
 from megastack.checkpoint.reader import CheckpointReader
+from megastack.data.loader import Loader
 from megastack.mesh.mesh import Mesh
 from megastack.observe.folder import RunFolder
 from megastack.training.hooks import Hooks
@@ -50,6 +54,22 @@ def test_validation_changes_nothing_and_ignores_dropout_smoothing_and_z_loss(tmp
     plain, noisy = (rows(tmp_path / name, "validation")[0] for name in ("plain", "noisy"))
     assert plain["loss"] == noisy["loss"] and plain["samples"] == noisy["samples"] > 20
     assert losses(tmp_path / "plain") != losses(tmp_path / "noisy")
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_reading_data_never_takes_more_than_all_of_the_time(tmp_path, monkeypatch, capsys, steps):
+    read = Loader.step
+
+    def slowly(self: Loader, step: int) -> list[Microbatch]:
+        time.sleep(0.3)
+        return read(self, step)
+
+    monkeypatch.setattr(Loader, "step", slowly)
+    run(tmp_path, f"run.steps={steps}", "run.validate_every=0", "data.validation_fraction=0")
+    end = events(tmp_path / "run")[-1]
+    assert 0.3 * steps <= end["data_s"] < end["train_s"]
+    (share,) = re.findall(r"reading data took .* s of training \((.*)%\)", capsys.readouterr().out)
+    assert 0 < float(share) <= 100
 
 
 def test_resumes_within_an_epoch_and_at_its_end_equal_the_straight_run(tmp_path):

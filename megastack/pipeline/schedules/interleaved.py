@@ -7,7 +7,7 @@ near-equal size, larger first, which runs for every M.
 
 from __future__ import annotations
 
-from megastack.errors import Violation
+from megastack.errors import Violation, counted
 from megastack.pipeline.action import Action, Op
 from megastack.pipeline.schedules import gpipe
 
@@ -60,7 +60,8 @@ def violations(pp: int, chunks: int, microbatches: int, *, round: int | None = N
     least = min(pp, microbatches)
     if round is None or (round >= least and not 0 < microbatches % round < least):
         return []
-    rule = f"each round of the {microbatches} microbatches, the last one too, must have at least {least}"
+    total = counted(microbatches, "microbatch", "microbatches")
+    rule = f"each round of the {total}, the last one too, must have at least {least}"
     legal = [size for size in range(least, microbatches + 1) if not 0 < microbatches % size < least]
     return [Violation("schedule.round", round, rule, (None, *legal[:8]))]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megastack.errors import ScheduleError, Violation
+from megastack.errors import ScheduleError, Violation, counted
 from megastack.pipeline.action import EXECUTED, Action, Op
 from megastack.pipeline.check import check
 from megastack.pipeline.schedule import Schedule
@@ -207,6 +207,6 @@ def _require_sizes(schedule: Schedule, sizes: tuple[int, int, int]) -> None:
     if held != sizes or schedule.stages != sizes[0] * sizes[1]:
         words = "pp={}, chunks={}, microbatches={}".format
         raise ScheduleError(
-            f"its lists are for {words(*held)} and {schedule.stages} stages, "
+            f"its lists are for {words(*held)} and {counted(schedule.stages, 'stage')}, "
             f"not for {words(*sizes)}; use the sizes of the lists, or other lists"
         )

@@ -1,0 +1,93 @@
+"""Ids of token files against a vocabulary: certain for small files, bounded for large ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastack.data.token_files import ArrayFile, open_token_files
+from megastack.data.token_ids import id_violations, pieces
+from tests.data.token_cases import write_by_hand
+
+FAR = [[1] * 70_000, [2, 3, 999, 4], [5] * 10]
+"""A document with an id that lies beyond what a rank looks at first."""
+
+
+@dataclass(frozen=True)
+class Huge:
+    """A file of any size that holds ones, and remembers how much of it was read."""
+
+    tokens: int
+    dtype: np.dtype = field(default_factory=lambda: np.dtype("i4"))
+    name: str = "huge"
+    places: int = 1
+    seen: list[tuple[int, int]] = field(default_factory=list)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        self.seen.append((begin, end))
+        return np.ones(end - begin, self.dtype)
+
+
+def test_an_id_anywhere_in_a_file_is_found_with_its_place(tmp_path: Path) -> None:
+    files = open_token_files([write_by_hand(tmp_path / "a", FAR, 8), write_by_hand(tmp_path / "b", [[1, 2]], 8)])
+    (found,) = id_violations(files, 256)
+    rule = f"token id 999 in {tmp_path / 'a'}, at token 70002, is outside the vocabulary"
+    assert str(found) == f"model.vocab=256: {rule}; use 1000 or more"
+    assert not id_violations(files, 1000)
+
+
+@pytest.mark.parametrize("shape", [(-1,), (-1, 4)], ids=["running", "rows"])
+@pytest.mark.parametrize("kind", ["i1", "i2", "i4", "i8"])
+def test_ids_below_0_of_arrays_are_found(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
+    np.save(tmp_path / "a.npy", np.array([0, 1, -3, 2, -1, 5, 0, 0], kind).reshape(shape))
+    (found,) = id_violations([ArrayFile(tmp_path / "a.npy")], 100)
+    assert str(found).startswith(f"data.paths={tmp_path}/a.npy: token id -3 at token 2 is below 0; use")
+
+
+def test_an_array_with_ids_too_large_and_below_0_has_two_faults(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([0, 2**40, -1], "i8"))
+    large, negative = id_violations([ArrayFile(tmp_path / "a.npy")], 100)
+    assert (large.key, large.legal, negative.key) == ("model.vocab", ("other token files",), "data.paths")
+
+
+def test_a_type_that_the_vocabulary_holds_altogether_is_not_read() -> None:
+    file = Huge(10**11, np.dtype("u2"))
+    assert not id_violations([file], 65_536) and not file.seen
+    id_violations([file], 65_535)
+    assert file.seen
+
+
+def test_what_is_read_of_a_large_file_is_bounded_and_spread_over_it() -> None:
+    large, small = Huge(10**11), Huge(1000)
+    assert not id_violations([large, small], 256, most=1 << 20)
+    assert small.seen == [(0, 1000)]
+    assert sum(end - begin for begin, end in large.seen) <= 1 << 20
+    assert large.seen[0][0] == 0 and large.seen[-1][1] == 10**11
+    assert max(np.diff([begin for begin, _ in large.seen])) < 10**11 / 13
+
+
+def test_of_a_large_file_the_note_beside_it_counts_if_it_is_its_own(tmp_path: Path) -> None:
+    files = open_token_files([write_by_hand(tmp_path / "a", [[1] * 200_000], 8)])
+    note = tmp_path / "a.json"
+    note.write_text(json.dumps({"largest_id": 999, "tokens": 200_000}))
+    (found,) = id_violations(files, 256, most=1 << 16)
+    assert str(found).startswith("model.vocab=256: token id 999 in") and "a.json says" in str(found)
+    assert not id_violations(files, 256), "a file that is read whole speaks for itself"
+    note.write_text(json.dumps({"largest_id": 999, "tokens": 5}))
+    assert not id_violations(files, 256, most=1 << 16)
+
+
+@given(st.integers(0, 10**7), st.integers(0, 10**7))
+def test_pieces_lie_apart_within_the_file_and_the_bound(tokens: int, most: int) -> None:
+    found = list(pieces(tokens, most))
+    assert all(0 <= begin < end <= tokens for begin, end in found)
+    assert all(a[1] <= b[0] for a, b in pairwise(found))
+    total = sum(end - begin for begin, end in found)
+    assert total == tokens if most >= tokens else total <= max(most, 1 << 16)

@@ -1,0 +1,94 @@
+"""Numbers and their nouns agree: a count that may be 1 is never written before a fixed plural."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megastack.errors import counted
+
+ROOT = Path(__file__).resolve().parent.parent / "megastack"
+
+NOUNS = """actions arguments blocks buckets bytes checkpoints chunks columns copies devices dims documents elements
+    errors faults files GPUs CPUs groups heads ids jobs labels layers layouts lines messages microbatches modules nodes
+    numbers parameters parts places positions processes ranks rounds rows runs samples seconds sequences shards sources
+    stages steps tensors tokens values weights"""
+PLURAL = re.compile(rf" (?:[a-z-]+ )?({'|'.join(NOUNS.split())})\b(?! [a-z]+=)")
+
+NEVER_ONE = {
+    ("comm/collectives.py", "buffer.numel()"),  # an assertion
+    ("layers/cache.py", "seen"),  # an assertion
+    ("layers/loss.py", "logits_BSV.shape[-1]"),  # a padded vocabulary
+    ("layers/loss.py", "group.size"),  # one rank has all columns
+    ("config/elastic.py", "replica"),  # does not fit in the ranks, of which there is one
+    ("config/layout_rules.py", "count"),  # more stages than layers
+    ("config/stage_rules.py", "BYTE_IDS"),
+    ("config/value_rules.py", "BYTE_IDS"),
+    ("corpus/command.py", "counts.tokens / seconds"),  # a rate
+    ("data/blend.py", "drawn"),  # more than a period
+    ("data/indexed.py", "lengths.max()"),  # more than the format holds
+    ("interop/command.py", "done.parameters"),
+    ("interop/transfer.py", "total_parameters(config)"),
+    ("interop/hub_config.py", "length"),  # longer than the window
+    ("interop/proof.py", "SEQUENCES"),
+    ("launch/local.py", "RANKS_PER_CPU * cpus"),
+    ("launch/weights.py", "shape.world_size"),  # one has a text of its own
+    ("mesh/mesh.py", "shape.world_size"),  # one needs no launcher
+    ("pipeline/split.py", "stages"),  # more than blocks
+    ("placement/boxes.py", "shard.copies"),  # only where there are several
+    ("plan/describe.py", "human(layout.parameters)"),
+    ("testing/variants.py", "schedule.chunks"),  # only where there are several
+    ("testing/verify_command.py", "len(verdicts)"),  # one has a text of its own
+}
+
+NOT_A_COUNT = {
+    ("config/layout_rules.py", "zero.stage"),
+    ("config/value_rules.py", "source"),
+    ("data/indexed.py", "self.dtype"),
+    ("data/sources.py", "source"),
+    ("pipeline/schedule.py", "rank"),
+    ("pipeline/schedules/zero_bubble.py", "name"),
+}
+
+
+def plurals() -> Iterator[tuple[str, str]]:
+    """The file and the expression of each f-string that has a plural right after a value that may be a number."""
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for value, text in pairwise(node.values) if isinstance(node, ast.JoinedStr) else ():
+                if not (isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant)):
+                    continue
+                source = ast.unparse(value.value)
+                if PLURAL.match(str(text.value)) and "join(" not in source and "counted(" not in source:
+                    yield str(path.relative_to(ROOT)), source
+
+
+def test_a_count_that_may_be_one_is_written_with_its_noun_by_one_function() -> None:
+    found = set(plurals())
+    assert not sorted(found - NEVER_ONE - NOT_A_COUNT)
+    assert not sorted((NEVER_ONE | NOT_A_COUNT) - found), "listed and not there"
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (0, "0 ranks"),
+        (1, "1 rank"),
+        (2, "2 ranks"),
+        (12_345, "12,345 ranks"),
+        (np.int64(1), "1 rank"),
+        (1.5, "1.5 ranks"),
+    ],
+)
+def test_counted(count: float, expected: str) -> None:
+    assert counted(count, "rank") == expected
+
+
+def test_a_noun_with_a_plural_of_its_own() -> None:
+    assert [counted(n, "batch", "batches") for n in (1, 3_000_000)] == ["1 batch", "3,000,000 batches"]
