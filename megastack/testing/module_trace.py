@@ -77,12 +77,15 @@ class ModuleTracer:
 
     Attributes:
         traces: by first sample number.
+        vectors: one-dimensional parameters by global name, as the watched microbatches used them. Under ZeRO 2 and 3 a
+            parameter is whole only while its module is at work.
     """
 
     def __init__(self, stages: Sequence[nn.Module], samples: Sequence[int]) -> None:
         self.traces: dict[int, ModuleTrace] = {sample: {} for sample in samples}
         self._now: ModuleTrace | None = None
         self._open: dict[str, Seen] = {}
+        self.vectors: dict[str, Tensor] = {}
         for stage in stages:
             stage.register_forward_pre_hook(self._start)
             for name, module in stage.named_modules():
@@ -104,6 +107,9 @@ class ModuleTracer:
         """Keep the inputs, and hand the module its own alias of each, so that a gradient is that of this use alone."""
         if self._now is None or name in self._now:
             return None
+        for own, parameter in module.named_parameters(name, recurse=False):
+            if parameter.dim() == 1:
+                self.vectors[own] = parameter.detach().clone()
         seen = self._open[name] = Seen()
         given = list(arguments)
         for place, value in enumerate(arguments):

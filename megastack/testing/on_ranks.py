@@ -23,7 +23,7 @@ from megastack.mesh.shape import Axis
 from megastack.placement.placement import Placement
 from megastack.testing.compare import Trace, least_squares_ratio, scales
 from megastack.testing.module_trace import Fault, ModuleTrace, ModuleTracer, Place, find_faults, find_reshaped
-from megastack.testing.parity import perturb_
+from megastack.testing.parity import perturb_items_
 from megastack.testing.training import trace_training
 
 KINDS = ("loss", "norm", "gradient", "weight")
@@ -83,8 +83,7 @@ class ModuleFailed(MegastackError):
 def prepared(config: TrainConfig, mesh: Mesh, dataset: Dataset) -> Training:
     """A training whose parameters that start at one value are moved off it: a bias of zero hides its own faults."""
     training = build_training(config, mesh, dataset)
-    for stage in training.stages:
-        perturb_(stage, mesh)
+    perturb_items_(training.weight_items(), stage_placements(training.stages))
     training.step.optimizer.refresh_masters()
     return training
 
@@ -190,7 +189,7 @@ def blame_modules(
     """
     mesh = Mesh.from_environment(mesh_shape(config), device="cpu")
     training = prepared(config, mesh, dataset)
-    vectors = _vectors(training)
+    placements = stage_placements(training.stages)
     modules = {name: module for stage in training.stages for name, module in stage.named_modules()}
     composed = {name for name, module in modules.items() if any(True for _ in module.children())}
     sample = first_sample(config, mesh.coordinates)
@@ -203,20 +202,10 @@ def blame_modules(
     tp = mesh[Axis.TP]
     faults = find_faults(references[sample], tracer.traces[sample], Place(tp.rank, tp.size), tolerance)
     classes = {name: type(module).__name__ for name, module in modules.items()}
+    vectors = {name: x for name, x in tracer.vectors.items() if Axis.TP not in placements[name].shards}
     return RankFaults(dict(mesh.coordinates), faults, vectors, classes)
 
 
 def first_sample(config: TrainConfig, coordinates: Mapping[Axis, int]) -> int:
     """The global number of the first sample of the first microbatch of a rank."""
     return coordinates[Axis.DP] * config.batch.micro_size
-
-
-def _vectors(training: Training) -> dict[str, Tensor]:
-    """The replicated one-dimensional parameters of this rank, copied."""
-    placements = stage_placements(training.stages)
-    named = (pair for stage in training.stages for pair in stage.named_parameters())
-    return {
-        name: parameter.detach().clone()
-        for name, parameter in named
-        if parameter.dim() == 1 and Axis.TP not in placements[name].shards
-    }

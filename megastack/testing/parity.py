@@ -15,7 +15,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,15 +141,23 @@ def _width(placements: Mapping[str, Placement]) -> int:
     return weights[0].shape[-1]
 
 
-@torch.no_grad()
 def perturb_(module: nn.Module, mesh: Mesh, *, seed: int = SEED, std: float = 0.1) -> None:
     """Add counter noise to every parameter that starts at one value, the same on every layout."""
-    parameters = dict(module.named_parameters())
-    for name, placement in placements_of(module).items():
-        if not isinstance(placement.init, Normal) or placement.init.std == 0:
-            item = items_of("", [(name, parameters[name])], {name: placement}, mesh)[0]
-            box, part = item.boxes[0]
-            part += counter_normal(seed, f"{name}/noise", placement.shape, box, std=std, dtype=part.dtype)
+    perturb_items_(model_items([module], mesh), placements_of(module), seed=seed, std=std)
+
+
+@torch.no_grad()
+def perturb_items_(
+    items: Sequence[StateItem], placements: Mapping[str, Placement], *, seed: int = SEED, std: float = 0.1
+) -> None:
+    """:func:`perturb_` on weights as checkpoint items, whoever holds which boxes of them (a shard under ZeRO 2 and 3)."""
+    for item in items:
+        name = item.name.partition("/")[2]
+        init = placements[name].init
+        if not isinstance(init, Normal) or init.std == 0:
+            for box, part in item.boxes:
+                noise = counter_normal(seed, f"{name}/noise", item.shape, box, std=std, dtype=part.dtype)
+                part += noise.to(part.device)
 
 
 def _global(name: str, width: int, step: int, task: _Task) -> Tensor:

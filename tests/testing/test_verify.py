@@ -43,6 +43,33 @@ def test_a_right_layer_is_equal_with_adamw_and_sgd_whatever_precision_is_asked_f
     assert max(x for worst in verdict.worst.values() for x in worst.values()) < 1e-11
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.zero.stage=2", "parallel.tp=2", "model.tied=true", "optim=adamw"],
+        ["parallel.zero.stage=3", "parallel.pp=2", "model.tied=true"],
+        ["parallel.zero.stage=3", "parallel.dp=4", "parallel.zero.shard_size=2"],
+    ],
+    ids=" ".join,
+)
+def test_a_right_layer_is_equal_with_its_parameters_cut_over_data_ranks(data: list[str], layout: list[str]) -> None:
+    verdict = verify(data, mlp("GainMLP"), "batch.global_size=4", "parallel.dp=2", *layout)
+    assert verdict.status == "equal", verdict
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_faults_are_explained_alike_with_parameters_cut_over_data_ranks(data: list[str], stage: int) -> None:
+    layout = ("parallel.dp=2", "parallel.tp=2", f"parallel.zero.stage={stage}")
+    undeclared = verify(data, mlp("UndeclaredGain"), *layout).finding
+    assert undeclared is not None
+    assert undeclared.name == "blocks.1.mlp.gain"
+    assert "undeclared partial" in (undeclared.cause or "")
+    early = verify(data, mlp("EarlyBias"), *layout).finding
+    assert early is not None
+    assert (early.name, early.owner) == ("blocks.0.mlp.down", "EarlyRow")
+    assert "off by exactly 1 × blocks.0.mlp.down.bias" in (early.cause or "")
+
+
 def test_an_undeclared_partial_gradient_is_named_though_the_placements_fit(data: list[str]) -> None:
     verdict = verify(data, mlp("UndeclaredGain"), "parallel.tp=2")
     assert verdict.status == "differs"
