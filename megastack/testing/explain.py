@@ -6,6 +6,7 @@ from math import isfinite
 
 from megastack.testing.compare import TOLERANCES
 from megastack.testing.diagnose import Finding
+from megastack.testing.layer_training import INPUT_GRADIENT
 
 NAMED = 3
 """Other parameters that are named after the first one."""
@@ -43,7 +44,8 @@ def _subject(finding: Finding) -> str:
         case "module":
             return f"the output of {finding.name or 'the layer'}{owner}, the first module that differs"
         case "gradient":
-            return f"the gradient of {finding.name}{owner}, the first that differs seen from the loss"
+            name = "the layer's input" if finding.name == INPUT_GRADIENT else finding.name
+            return f"the gradient of {name}{owner}, the first that differs seen from the loss"
         case "weight":
             return f"the weight {finding.name}{owner}, though its gradient agrees"
     return {"norm": "the gradient norm, though every gradient agrees"}.get(finding.kind, f"the {finding.kind}")

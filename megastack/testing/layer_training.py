@@ -30,6 +30,7 @@ from megastack.testing.gather import gather_whole
 from megastack.testing.perturb import SEED, perturb_
 
 RATE = 0.05
+OUTPUT, INPUT_GRADIENT = "<output>", "<input gradient>"
 Factory = Callable[[Mesh], nn.Module]
 
 
@@ -107,7 +108,7 @@ class LayerTraining:
     def seen_items(self, stepped: Stepped) -> list[StateItem]:
         """Output and input gradient as items, so that they are gathered like a gradient."""
         assert stepped.inputs.grad is not None
-        parts = (("<output>", stepped.output), ("<input gradient>", stepped.inputs.grad))
+        parts = ((OUTPUT, stepped.output), (INPUT_GRADIENT, stepped.inputs.grad))
         return [self._item(name, part) for name, part in parts]
 
     def _global(self, name: str, step: int) -> Tensor:
@@ -144,7 +145,7 @@ def trace_layer(training: LayerTraining) -> Trace | None:
         trace.rates.append(RATE)
         trace.add_weights(*gather_whole(model_items([layer], mesh), mesh))
         if mesh.rank == 0:
-            trace.losses.append(float((trace.gradients[-1]["<output>"] * training.weights(step)).sum()))
+            trace.losses.append(float((trace.gradients[-1][OUTPUT] * training.weights(step)).sum()))
     return trace if mesh.rank == 0 else None
 
 

@@ -167,7 +167,7 @@ class Comparison:
                 *(self.run, kind, name, step, relative, ratio),
                 actual=actual.clone(),
                 expected=expected.clone(),
-                placement=self.placements[name],
+                placement=self.placements.get(name),
             )
         self.report.mismatches.append(found)
 

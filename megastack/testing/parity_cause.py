@@ -19,7 +19,7 @@ from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape
 from megastack.testing.blame import Classes, RankFaults, agreements, blame_forward, find_faults, merge
 from megastack.testing.compare import TOLERANCES, Trace
 from megastack.testing.diagnose import Evidence, Finding, diagnose
-from megastack.testing.layer_training import Factory, LayerTraining, Task, trace_layer
+from megastack.testing.layer_training import INPUT_GRADIENT, Factory, LayerTraining, Task, trace_layer
 from megastack.testing.module_trace import ModuleTrace, Place, Recorder
 from megastack.testing.on_ranks import Comparison, RankReport, to_probe
 from megastack.testing.probes import Probed, Prober, reasons, seed_generators
@@ -91,11 +91,11 @@ def _seeded(factory: Factory, mesh: Mesh, task: Task) -> LayerTraining:
 
 
 def _reference(factory: Factory, task: Task) -> tuple[Trace, list[str]]:
-    """The training on one rank, and its parameters in the order of the layer."""
+    """The training on one rank, and what has a gradient: the input, and the parameters in the order of the layer."""
     training = _seeded(factory, Mesh.single(), task)
     trace = trace_layer(training)
     assert trace is not None
-    return trace, list(training.placements)
+    return trace, [INPUT_GRADIENT, *training.placements]
 
 
 def _trace_parts(factory: Factory, task: Task, parts: int) -> list[ModuleTrace]:
@@ -122,8 +122,9 @@ def _watch(
     recorder, trace = Recorder(modules.items()), ModuleTrace()
     for step in range(task.steps):
         recorder.trace = None if step else trace
-        training.step(step)
-        comparison.tensors("gradient", step, training.gradient_items(), alone.gradients[step])
+        stepped = training.step(step)
+        seen = [item for item in training.seen_items(stepped) if item.name.endswith(INPUT_GRADIENT)]
+        comparison.tensors("gradient", step, [*training.gradient_items(), *seen], alone.gradients[step])
         comparison.scalar("norm", step, float(grad_norm(training.buckets, mesh)), alone.norms[step])
         training.update()
     pairs = [(parts[mesh.coordinates[Axis.DP]], trace)]

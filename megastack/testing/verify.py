@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
+from pathlib import Path
 
 import torch
 
@@ -43,6 +44,7 @@ from megastack.testing.probes import reasons
 from megastack.testing.ranks import RankFailure, run_ranks
 from megastack.testing.variants import in_double, legal_layouts, reference_of, with_sgd
 
+PACKAGE = str(Path(__file__).resolve().parents[1])
 MOST_RANKS = 64
 """Ranks that this machine is asked to fork at most."""
 REFUSALS = (ConfigError, PlacementError, ScheduleError, DataError)
@@ -230,13 +232,15 @@ class Verifier:
 
 
 def account(failure: RankFailure) -> str:
-    """A failure of a rank in a few lines: who, what, and where outside torch."""
+    """A failure of a rank in a few lines: who, what, and where, in the user's code and then in the package."""
     lines = [line.strip() for line in str(failure).splitlines()]
     if failure.error is None:
         return lines[0]
     what = traceback.format_exception_only(failure.error)[-1].strip()
     where = [line for line in lines if line.startswith("File ") and "/site-packages/" not in line]
-    return f"rank {failure.rank}: {what}" + "".join(f"\n{line}" for line in where[-2:])
+    theirs = [line for line in where if f'"{PACKAGE}' not in line]
+    told = [line for line in where if line in theirs[-1:] or line in where[-2 + bool(theirs) :]]
+    return f"rank {failure.rank}: {what}" + "".join(f"\n{line}" for line in told)
 
 
 def _runs(config: TrainConfig) -> dict[str, TrainConfig]:

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from megastack.errors import ConfigError, PlacementError
+from megastack.testing.ranks import RankFailure
 from megastack.testing.training import composed
-from megastack.testing.verify import Verdict, Verifier
+from megastack.testing.verify import PACKAGE, Verdict, Verifier, account
 
 HERE = "tests.testing.wrong_layers"
 BASE = [
@@ -215,6 +216,21 @@ def test_a_gradient_that_is_off_by_a_little_on_one_rank_is_found(data: list[str]
     assert finding is not None
     assert finding.name == "blocks.1.mlp.gain"
     assert finding.cause is None
+
+
+def test_a_failure_shows_the_users_line_before_the_packages() -> None:
+    inner = f"{PACKAGE}/layers/linear.py"
+    lines = [
+        f'File "{inner}", line 1, in a',
+        'File "/home/me/mine.py", line 2, in forward',
+        f'File "{inner}", line 3, in b',
+    ]
+    failure = RankFailure("\n".join(["rank 1 failed", *lines, f'File "{inner}", line 4, in c']), 1, ValueError("no"))
+    assert account(failure).splitlines() == [
+        "rank 1: ValueError: no",
+        'File "/home/me/mine.py", line 2, in forward',
+        f'File "{inner}", line 4, in c',
+    ]
 
 
 def test_a_parameter_without_a_placement_is_refused(data: list[str]) -> None:
