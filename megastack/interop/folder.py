@@ -7,7 +7,6 @@ the file that the index says. Pickled weights are not read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megastack.errors import CheckpointError, ConfigError
+from megastack.interop.json_file import read_json
 from megastack.interop.names import Source, Weight, sources_of
 from megastack.placement.boxes import Box
 
@@ -32,23 +32,6 @@ BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
 """Tensors of old folders that are computed, not learned."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 _SHOWN = 8
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ConfigError: it is missing or no JSON object.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a Hugging Face folder has one") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    return values
 
 
 class HubFolder:
@@ -109,9 +92,14 @@ class HubFolder:
         if not path.is_file():
             return 0
         values = read_json(path)
-        vocabulary = (values.get("model") or {}).get("vocab") or {}
+        model, added = values.get("model") or {}, values.get("added_tokens") or []
+        vocabulary = (model.get("vocab") if isinstance(model, dict) else None) or {}
+        if not isinstance(vocabulary, dict | list) or not isinstance(added, list):
+            raise ConfigError(f"{path}: model.vocab must be an object or a list, added_tokens a list")
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-        ids += [added["id"] for added in values.get("added_tokens") or []]
+        ids += [each.get("id") if isinstance(each, dict) else None for each in added]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+            raise ConfigError(f"{path}: every token in model.vocab and added_tokens must have a whole number as its id")
         return max(ids, default=-1) + 1
 
     def tokenizer_files(self) -> list[Path]:
