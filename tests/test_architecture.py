@@ -59,7 +59,9 @@ ALLOWED: dict[str, set[str]] = {
         *("faults", "assemble", "config", "checkpoint", "comm", "data", "gradients", "mesh", "optim", "placement"),
         *("random", "training", "batch", "layers.rules", "pipeline.schedules", "observe.console"),
     },
-    "interop": {"config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console"},
+    "interop": {
+        *("config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console", "data.tokenizers"),
+    },
     "corpus": {"data.sources", "data.tokenizers", "data.indexed", "observe.console"},
     "cli": {"inference.arguments", "launch", "plan", "corpus", "testing", "interop", "checkpoint.command"},
     "__init__": set(),

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.integer]
 
-_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Well-known names of the token that ends a document, where nothing beside the vocabulary names it."""
 
 
 class Tokenizer(Protocol):
@@ -75,7 +76,7 @@ class FileTokenizer:
             raise DataError(
                 f"data.tokenizer={path}: the eos_token {named!r} beside it is not in its vocabulary; mend it"
             )
-        names = _END_NAMES if named is None else (named,)
+        names = END_NAMES if named is None else (named,)
         self.end: int | None = next((ids[name] for name in names if name in ids), None)
 
     def encode(self, documents: Sequence[bytes]) -> list[Ids]:

@@ -46,6 +46,8 @@ def _transfer(options: argparse.Namespace, run: Any) -> int:
         return DIFFERS
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+    for note in done.notes:
+        console.line(f"note      {note}")
     console.line(str(done.proof) if done.proof else "proof     none was wanted")
     if options.json:
         Path(options.json).write_text(json.dumps(_record(done), indent=1) + "\n", encoding="utf-8")
@@ -102,4 +104,9 @@ def _config_of(options: argparse.Namespace, checkpoint: Path) -> TrainConfig:
 
 def _record(done: Transfer) -> dict[str, Any]:
     proof = None if done.proof is None else asdict(done.proof) | {"holds": done.proof.holds}
-    return asdict(done) | {"folder": str(done.folder), "files": list(done.files), "proof": proof}
+    return asdict(done) | {
+        "folder": str(done.folder),
+        "files": list(done.files),
+        "notes": list(done.notes),
+        "proof": proof,
+    }

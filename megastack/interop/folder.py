@@ -23,9 +23,10 @@ from megastack.interop.names import Source, Weight, sources_of
 from megastack.placement.boxes import Box
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "generation_config.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", GENERATION, "chat_template.jinja"),
 )
 """What travels beside the weights."""
 BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
