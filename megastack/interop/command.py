@@ -8,12 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megastack.config.compose import compose, from_yaml
-from megastack.config.schema import TrainConfig
 from megastack.errors import CheckpointError, ConfigError
 from megastack.interop.proof import ProofError
-from megastack.interop.saved import RUN_CONFIG, find_checkpoint
-from megastack.interop.transfer import HUB, MODEL, WEIGHTS, Transfer, export_model, import_model
+from megastack.interop.saved import find_saved
+from megastack.interop.transfer import HUB, WEIGHTS, Transfer, export_model, import_model
 from megastack.observe.console import Console
 
 DONE, DIFFERS = 0, 1
@@ -74,11 +72,15 @@ def _import(options: argparse.Namespace, console: Console) -> Transfer:
 
 
 def _export(options: argparse.Namespace, console: Console) -> Transfer:
-    checkpoint = find_checkpoint(Path(options.source))
+    saved = find_saved(options.source, config_dir=options.config_dir, config_name=options.config_name)
+    draft = saved.draft(options.overrides)
+    if draft.faults:
+        with draft.origins():
+            raise ConfigError.of(draft.faults)
     done = export_model(
-        checkpoint,
+        saved.checkpoint,
         options.out,
-        _config_of(options, checkpoint),
+        draft.config,
         architecture=options.architecture,
         like=options.like,
         dtype=options.dtype,
@@ -87,19 +89,6 @@ def _export(options: argparse.Namespace, console: Console) -> Transfer:
     )
     console.line(f"exported  {done.parameters:,} parameters as {done.name} into {done.folder}: {', '.join(done.files)}")
     return done
-
-
-def _config_of(options: argparse.Namespace, checkpoint: Path) -> TrainConfig:
-    """The configuration that the checkpoint belongs to: the one that is given, or the one that lies beside it."""
-    if options.overrides or options.config_dir:
-        return compose(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
-    beside = checkpoint.absolute().parent
-    if (beside.parent / RUN_CONFIG).is_file():
-        return from_yaml((beside.parent / RUN_CONFIG).read_text(encoding="utf-8"))
-    models = list((beside / MODEL).glob("*.yaml"))
-    if len(models) == 1:
-        return compose([f"model={models[0].stem}"], config_dir=beside)
-    raise ConfigError(f"{checkpoint}: no configuration lies beside it; give the model as model=NAME and key=value")
 
 
 def _record(done: Transfer) -> dict[str, Any]:

@@ -17,11 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megastack.checkpoint.manifest import MANIFEST
 from megastack.errors import CheckpointError, ConfigError
 from megastack.interop.json_file import read_json
 from megastack.interop.names import Source, Weight, sources_of
 from megastack.placement.boxes import Box
 
+RUN_CONFIG = "config.yaml"
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
@@ -50,6 +52,8 @@ class HubFolder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ConfigError(f"{self.path}: no such folder; give a Hugging Face folder with config.json and weights")
+        if not (self.path / CONFIG).is_file() and (own := _own_folder(self.path)):
+            raise ConfigError(f"{self.path}: {own}")
         self.config = read_json(self.path / CONFIG)
         self._open: dict[str, Any] = {}
         files = self._files()
@@ -208,6 +212,15 @@ class HubFolder:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / file}: truncated or no safetensors file ({error})") from error
         return set(self._open[file].keys())
+
+
+def _own_folder(path: Path) -> str | None:
+    """What to say of a folder that this package wrote, which needs no import."""
+    if (path / MANIFEST).is_file() or (path / RUN_CONFIG).is_file():
+        return "is a checkpoint or a run of megastack, which needs no import; use it as it is, or megastack export"
+    if (path / "weights" / MANIFEST).is_file():
+        return "was imported already; use it as it is, with checkpoint.load_weights"
+    return None
 
 
 def _canonical(name: str, config: Mapping[str, Any]) -> str:

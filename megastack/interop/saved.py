@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megastack.checkpoint.folder import CHECKPOINTS, newest_complete
+from megastack.checkpoint.folder import CHECKPOINTS, checkpoint_fault, list_checkpoints, newest_complete
 from megastack.checkpoint.manifest import MANIFEST
+from megastack.checkpoint.publish import step_of
 from megastack.config.compose import Draft, draft, from_yaml
 from megastack.config.convert import replace_values, value_of
 from megastack.errors import ConfigError
+from megastack.interop.folder import CONFIG, RUN_CONFIG
 from megastack.interop.transfer import HUB, MODEL, WEIGHTS
 
-RUN_CONFIG = "config.yaml"
 ALONE = {
     "parallel.dp": "1",
     "parallel.cp": "1",
@@ -49,7 +50,7 @@ class Saved:
         checkpoint: its folder.
         config_dir: a folder with the configuration; None where there is none.
         config_name: the file to start from.
-        choices: what makes it the checkpoint's model.
+        choices: what makes it the checkpoint's model; an import's, which no run belongs to.
     """
 
     checkpoint: Path
@@ -57,13 +58,26 @@ class Saved:
     config_name: str = "train"
     choices: tuple[str, ...] = ()
 
+    def lacks_tokenizer(self, overrides: Sequence[str]) -> bool:
+        """Whether it is an import without a ``tokenizer.json``, and no tokenizer is given."""
+        given = any(_key(each) == "data.tokenizer" for each in (*self.choices, *overrides))
+        return bool(self.choices) and not given
+
+    def lacks_data(self, overrides: Sequence[str]) -> bool:
+        """Whether it is an import, which no run belongs to, and no data are given."""
+        keys = {_key(each) for each in overrides} - {"data.tokenizer"}
+        return bool(self.choices) and not any(key.partition(".")[0] in ("data", "experiment") for key in keys)
+
     def draft(self, overrides: Sequence[str]) -> Draft:
         """The configuration for one use of the weights, on one replica of the run's grid or as ``overrides`` say.
 
         Raises:
-            ConfigError: there is nothing that could be read.
+            ConfigError: there is nothing that could be read, or nothing that says what the model is.
         """
-        keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
+        if self.config_dir is None and self.config_name == "train" and not any(map(_names_a_model, overrides)):
+            rule = "no configuration lies beside it; give the model as model=NAME and key=value"
+            raise ConfigError(f"{self.checkpoint}: {rule}")
+        keys = {_key(override) for override in overrides}
         base = [choice for choice in self.choices if choice.partition("=")[0] not in keys]
         base += [f"{key}={value}" for key, value in ALONE.items() if key not in keys]
         if "parallel.layers_per_stage" not in keys and not self._keeps_split(keys):
@@ -83,25 +97,58 @@ class Saved:
         return from_yaml(beside.read_text(encoding="utf-8")).schedule.chunks == 1
 
 
+def _names_a_model(override: str) -> bool:
+    return _key(override).partition(".")[0] in ("model", "experiment")
+
+
+def _key(override: str) -> str:
+    """The key or group that an override is about."""
+    return override.partition("=")[0].lstrip("+~")
+
+
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that is meant: the folder itself, what an import made in it, or the newest of a run."""
-    if not (path / MANIFEST).is_file():
-        if (path / WEIGHTS / MANIFEST).is_file():
-            return path / WEIGHTS
-        if newest := newest_complete(path / CHECKPOINTS, content=False):
-            return newest
-    return path
+    """The checkpoint that is meant: the folder itself, what an import made in it, or the newest of a run.
+
+    Raises:
+        ConfigError: there is none, and what the path is instead.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    if (path / WEIGHTS / MANIFEST).is_file():
+        return path / WEIGHTS
+    newest = newest_complete(path / CHECKPOINTS, content=False) or newest_complete(path, content=False)
+    if newest is None:
+        raise ConfigError(_no_checkpoint(path))
+    return newest
+
+
+def _no_checkpoint(path: Path) -> str:
+    """Why there is no checkpoint in a path, and what would do."""
+    if not path.exists():
+        return f"{path}: no such folder; use a checkpoint, a run folder or what megastack import made"
+    if not path.is_dir():
+        return f"{path}: is a file; use the folder of a checkpoint, of a run or of an import"
+    if step_of(path) is not None:
+        return f"no whole checkpoint in {path}; {checkpoint_fault(path, content=False)}"
+    faulty = [*list_checkpoints(path / CHECKPOINTS, content=False), *list_checkpoints(path, content=False)]
+    if faulty:
+        return f"no whole checkpoint in {path}; " + "; ".join(f"{entry.path.name}: {entry.fault}" for entry in faulty)
+    if (path / RUN_CONFIG).is_file():
+        return (
+            f"no checkpoint in {path}; the run has written none: train with checkpoint.at_end=true or checkpoint.every"
+        )
+    if (path / CONFIG).is_file():
+        return f"no checkpoint in {path}; it is a Hugging Face folder: use what megastack import {path} --out DIR makes"
+    return f"{path}: no checkpoint, no run with one and no imported model; use the folder of one"
 
 
 def find_saved(path: str | Path, *, config_dir: str | None = None, config_name: str = "train") -> Saved:
     """The checkpoint that ``path`` means with the configuration that is given, else the one beside it.
 
     Raises:
-        ConfigError: no checkpoint, or no configuration.
+        ConfigError: no checkpoint.
     """
     checkpoint = find_checkpoint(Path(path))
-    if not (checkpoint / MANIFEST).is_file():
-        raise ConfigError(f"{path}: no checkpoint, no run with one and no imported model; use the folder of one")
     if config_dir is not None or config_name != "train":
         return Saved(checkpoint, None if config_dir is None else Path(config_dir), config_name)
     beside = checkpoint.absolute().parent
