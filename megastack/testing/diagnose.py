@@ -100,7 +100,13 @@ def diagnose(reports: Sequence[RankReport], evidence: Evidence) -> Finding | Non
 
 def _suspect(finding: Finding, evidence: Evidence) -> Finding:
     """A finding without a cause, explained by a module that depends on more than its input."""
-    module = next(iter(evidence.unstable), None)
+    owner = finding.name.rpartition(".")[0]
+    related = (
+        name
+        for name in evidence.unstable
+        if finding.kind != "gradient" or inside(owner, name) or inside(name, owner)  # a gradient has its own module
+    )
+    module = next(related, None)
     if module is None:
         return finding
     return replace(finding, module=module, cause=f"{evidence.classes.label(module)} {evidence.unstable[module]}")
@@ -184,7 +190,8 @@ def _gradient_finding(gradients: Sequence[Found], reports: Sequence[RankReport],
         for other in ordered[1:]
         if cause and _declaration_cause(other, _of(gradients, other), reports, evidence.classes)
     ]
-    cause = cause or factor_cause([m.ratio for _, m in own], evidence.degrees, pairs)
+    if sum(name in report.names for report in reports) == len({id(report) for report, _ in own}):  # on every rank
+        cause = cause or factor_cause([m.ratio for _, m in own], evidence.degrees, pairs)
     if cause is None and broken is not None:
         return _backward_finding(finding, broken, evidence)
     return replace(finding, cause=cause, also=tuple(alike or ordered[1:]))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megastack.batch import Microbatch
 
@@ -99,8 +100,8 @@ class Recorder:
         seen = self.trace.get(name)
         if seen is None:
             seen = Seen(dict(_copies(slots([*enumerate(arguments), *named.items()]))))
-            for own, parameter in module.named_parameters(name, recurse=False):
-                if parameter.dim() == 1:
+            for own, parameter in module.named_parameters(name):  # a part may be used without being called
+                if parameter.dim() == 1 and own not in self.vectors and not isinstance(parameter, DTensor):
                     self.vectors[own] = parameter.detach().clone()
         elif seen.differentiated or not torch.is_grad_enabled():
             return None

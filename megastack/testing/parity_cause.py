@@ -25,15 +25,15 @@ from megastack.testing.on_ranks import Comparison, RankReport, to_probe
 from megastack.testing.probes import Probed, Prober, reasons, seed_generators
 from megastack.testing.ranks import RankFailure, run_ranks
 
-TOLERANCE = TOLERANCES[torch.float64]
-
 
 def find_cause(factory: Factory, shape: MeshShape, task: Task, *, timeout: float) -> Finding | None:
     """The first thing that is wrong with a layer, as far as can be told; None where nothing can."""
-    try:
-        return _Search(factory, shape, replace(task, dtype=torch.float64), timeout).finding()
-    except RankFailure:
-        return None
+    for dtype in dict.fromkeys((torch.float64, task.dtype)):  # a layer may have buffers of a dtype of their own
+        try:
+            return _Search(factory, shape, replace(task, dtype=dtype), timeout).finding()
+        except RankFailure:
+            continue
+    return None
 
 
 class _Search:
@@ -56,8 +56,11 @@ class _Search:
 
     def _unstable(self, blamed: Collection[str]) -> dict[str, str]:
         factory, task = self.factory, self.task
-        runs = [run_ranks(lambda: _probe(factory, task, blamed), 1, timeout=self.timeout)[0] for _ in range(2)]
-        return reasons(runs, TOLERANCE)
+        try:
+            runs = [run_ranks(lambda: _probe(factory, task, blamed), 1, timeout=self.timeout)[0] for _ in range(2)]
+        except RankFailure:
+            return {}
+        return reasons(runs, TOLERANCES[task.dtype])
 
     def _mixing(self, parts: list[ModuleTrace], evidence: Evidence) -> Finding | None:
         """The module whose output for some rows depends on other rows, which another rank has."""
@@ -65,7 +68,9 @@ class _Search:
             return None
         factory, task, classes = self.factory, self.task, evidence.classes
         (whole,) = run_ranks(lambda: _trace_parts(factory, task, 1), 1, timeout=self.timeout)[0]
-        found = [agreements(whole, part, Place(at, len(parts)), TOLERANCE) for at, part in enumerate(parts)]
+        found = [
+            agreements(whole, part, Place(at, len(parts)), TOLERANCES[task.dtype]) for at, part in enumerate(parts)
+        ]
         blame = blame_forward(merge(found, list(whole)), classes)
         if blame is None:
             return None
@@ -117,7 +122,7 @@ def _watch(
     mesh = Mesh.from_environment(shape, device="cpu")
     training = _seeded(factory, mesh, task)
     report = RankReport(dict(mesh.coordinates))
-    comparison = Comparison(task.optimizer, training.placements, TOLERANCE, report)
+    comparison = Comparison(task.optimizer, training.placements, TOLERANCES[task.dtype], report)
     modules = dict(training.layer.named_modules())
     recorder, trace = Recorder(modules.items()), ModuleTrace()
     for step in range(task.steps):
@@ -128,7 +133,7 @@ def _watch(
         comparison.scalar("norm", step, float(grad_norm(training.buckets, mesh)), alone.norms[step])
         training.update()
     pairs = [(parts[mesh.coordinates[Axis.DP]], trace)]
-    faults, classes = find_faults(mesh, Classes.of(modules), pairs, TOLERANCE)
+    faults, classes = find_faults(mesh, Classes.of(modules), pairs, TOLERANCES[task.dtype])
     return report, RankFaults(dict(mesh.coordinates), faults, _replicated(recorder.vectors, training), classes)
 
 
@@ -142,6 +147,6 @@ def _replicated(vectors: Mapping[str, Tensor], training: LayerTraining) -> dict[
 
 def _probe(factory: Factory, task: Task, blamed: Collection[str]) -> dict[str, Probed]:
     training = _seeded(factory, Mesh.single(), task)
-    prober = Prober(to_probe(dict(training.layer.named_modules()), blamed), TOLERANCE)
+    prober = Prober(to_probe(dict(training.layer.named_modules()), blamed), TOLERANCES[task.dtype])
     training.layer(training.inputs(0).requires_grad_())
     return prober.found

@@ -185,18 +185,21 @@ class Verifier:
         degrees = {axis.value: shape.size(axis) for axis in DENSE_AXES}
         try:
             faults = self._watch(layout, self._reference_modules(layout))
-            blamed = {name for rank in faults for f in rank.faults for name in (f.blame.module, f.blame.first)}
-            return Evidence(names, degrees, faults, self._unstable(blamed))
         except RankFailure:
             return Evidence(names, degrees)
+        blamed = {name for rank in faults for f in rank.faults for name in (f.blame.module, f.blame.first)}
+        return Evidence(names, degrees, faults, self._unstable(blamed))
 
     def _unstable(self, blamed: Collection[str]) -> dict[str, str]:
         """The modules that depend on more than their input, on one rank already."""
         alone, dataset, tolerance = self.alone, self.dataset, self.tolerance
-        runs = [
-            run_ranks(lambda: probe_modules(alone, dataset, blamed, tolerance), 1, timeout=self._timeout)[0]
-            for _ in range(2)
-        ]
+        try:
+            runs = [
+                run_ranks(lambda: probe_modules(alone, dataset, blamed, tolerance), 1, timeout=self._timeout)[0]
+                for _ in range(2)
+            ]
+        except RankFailure:
+            return {}
         return reasons(runs, tolerance)
 
     def _watch(self, layout: TrainConfig, modules: Mapping[int, ModuleTrace]) -> Sequence[RankFaults]:

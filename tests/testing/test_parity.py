@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from megastack.comm.autograd import reduce_from
 from megastack.errors import MeshError, PlacementError
 from megastack.layers.mlp import ParallelMLP
 from megastack.layers.norm import RMSNorm
 from megastack.mesh.mesh import Mesh
-from megastack.mesh.shape import MeshShape
+from megastack.mesh.shape import Axis, MeshShape
 from megastack.testing.parity import assert_parity, perturb_
 from tests.testing import unstable_layers
 from tests.testing.layers import (
@@ -139,6 +141,47 @@ class BatchMean(ParallelMLP):
 def test_the_class_at_fault_and_the_cause_are_named(layer: Any, shape: MeshShape, words: str) -> None:
     with pytest.raises(AssertionError, match=f"(?s){words}"):
         assert_parity(lambda mesh: layer(D, D, mesh), shape, steps=1)
+
+
+class EarlyInside(ParallelMLP):
+    """Adds the bias of a product that it does not call, on every rank before the sum."""
+
+    def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
+        inner = self.activate(self.up(hidden_BSD))
+        return reduce_from(functional.linear(inner, self.down.weight, self.down.bias), self.mesh[Axis.TP])
+
+
+class TwiceOnOne(ParallelMLP):
+    """Right in the forward; one rank of two passes back twice the gradient."""
+
+    def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
+        output = super().forward(hidden_BSD, context)
+        return output + (output - output.detach()) * self.mesh[Axis.TP].rank
+
+
+def test_a_parameter_that_is_used_without_calling_its_layer_is_known() -> None:
+    words = r"(?s)output of the layer \(EarlyInside\).*bias added before the reduction: .* 1 × down.bias"
+    with pytest.raises(AssertionError, match=words):
+        assert_parity(lambda mesh: EarlyInside(D, F, mesh, bias=True), TP2, steps=1)
+
+
+def test_a_factor_on_one_rank_alone_is_no_sum_too_many() -> None:
+    with pytest.raises(AssertionError, match="TwiceOnOne") as caught:
+        assert_parity(lambda mesh: TwiceOnOne(D, F, mesh), TP2, steps=1)
+    assert "too often" not in str(caught.value)
+
+
+class Buffered(unstable_layers.RankConstant):
+    """Takes nothing but fp32."""
+
+    def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
+        assert hidden_BSD.dtype == torch.float32
+        return super().forward(hidden_BSD, context)
+
+
+def test_a_layer_of_one_dtype_is_looked_into_in_that() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)output of the layer \(Buffered\).*its own code depends on the rank"):
+        assert_parity(lambda mesh: Buffered(D, F, mesh), TP2, steps=1, dtype=torch.float32)
 
 
 def test_it_is_named_inside_of_other_layers_and_in_fp32() -> None:
