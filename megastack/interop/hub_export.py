@@ -116,7 +116,7 @@ SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_at
 def _carried(config: TrainConfig, values: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
     """What the new file keeps of the old one, if both describe one model."""
     kept = {"use_cache": original["use_cache"]} if isinstance(original.get("use_cache"), bool) else {}
-    if original.get("model_type") not in KEYS or values["model_type"] == "gpt2":
+    if str(original.get("model_type")) not in KEYS or values["model_type"] == "gpt2":
         return kept
     before = completed(original)
     if any(before.get(key) != values[key] for key in SIZES):

@@ -172,3 +172,6 @@ def test_an_original_of_another_model_gives_its_token_ids_and_nothing_else(tmp_p
     export_model(weights, tmp_path / "out", config, like=other, proof="none")
     written = read(tmp_path / "out" / "config.json")
     assert (written["eos_token_id"], written["max_position_embeddings"]) == (7, 16)
+    (other / "config.json").write_text('{"model_type": [], "eos_token_id": 8}')
+    export_model(weights, tmp_path / "out again", config, like=other, proof="none")
+    assert read(tmp_path / "out again" / "config.json")["eos_token_id"] == 8
