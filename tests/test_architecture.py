@@ -80,7 +80,10 @@ ALLOWED: dict[str, set[str]] = {
         *("faults", "assemble", "config", "checkpoint", "comm", "data", "gradients", "mesh", "optim", "placement"),
         *("random", "training", "batch", "layers.rules", "pipeline.schedules", "observe.console"),
     },
-    "interop": {"config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console"},
+    "interop": {
+        *("config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console", "data.tokenizers"),
+        "data.tokenizer_file",
+    },
     "corpus": {"data.sources", "data.tokenizers", "data.indexed", "observe.console"},
     "cli": {
         "inference.arguments",

@@ -16,6 +16,7 @@ from megastack.errors import CheckpointError
 CHECKPOINTS = "checkpoints"
 IMPORTED = "weights"
 """Where an import keeps its checkpoint."""
+RUN_CONFIG, HUB_CONFIG = "config.yaml", "config.json"
 _SHOWN = 4
 
 
@@ -77,6 +78,10 @@ def _meant(path: Path) -> Path:
         return standing(found[-1])
     if (path / IMPORTED / MANIFEST).is_file():
         return path / IMPORTED
+    if (path / RUN_CONFIG).is_file():
+        raise NoCheckpointError(path, "the run has written none", "checkpoint.at_end=true or checkpoint.every to train")
+    if (path / HUB_CONFIG).is_file():
+        raise NoCheckpointError(path, "a Hugging Face folder", f"what megastack import {path} --out DIR makes")
     inside = listed(sorted(entry.name for entry in path.iterdir()), _SHOWN)
     raise NoCheckpointError(path, f"it holds {inside}" if inside else "an empty folder")
 

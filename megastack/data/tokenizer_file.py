@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.integer]
 
-_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _EXCERPT = 40
 
 
@@ -147,7 +147,7 @@ def _end(path: Path, ids: Mapping[str, int]) -> int | None:
     """The id that ends a document: the configured one, none, or the first well-known one."""
     config = _config_beside(path)
     if "eos_token" not in config:
-        return next((ids[name] for name in _END_NAMES if name in ids), None)
+        return next((ids[name] for name in END_NAMES if name in ids), None)
     end = config["eos_token"]
     if isinstance(end, dict):
         end = end.get("content", end)

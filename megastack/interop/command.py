@@ -8,12 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megastack.config.compose import compose, from_yaml
-from megastack.config.schema import TrainConfig
 from megastack.errors import CheckpointError, ConfigError
 from megastack.interop.proof import ProofError
-from megastack.interop.saved import RUN_CONFIG, checkpoint_of
-from megastack.interop.transfer import HUB, MODEL, WEIGHTS, Transfer, export_model, import_model
+from megastack.interop.saved import find_saved
+from megastack.interop.transfer import HUB, WEIGHTS, Transfer, export_model, import_model
 from megastack.observe.console import Console
 
 DONE, DIFFERS = 0, 1
@@ -46,6 +44,8 @@ def _transfer(options: argparse.Namespace, run: Any) -> int:
         return DIFFERS
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+    for note in done.notes:
+        console.line(f"note      {note}")
     console.line(str(done.proof) if done.proof else "proof     none was wanted")
     if options.json:
         Path(options.json).write_text(json.dumps(_record(done), indent=1) + "\n", encoding="utf-8")
@@ -72,11 +72,15 @@ def _import(options: argparse.Namespace, console: Console) -> Transfer:
 
 
 def _export(options: argparse.Namespace, console: Console) -> Transfer:
-    checkpoint = checkpoint_of(options.source)
+    saved = find_saved(options.source, config_dir=options.config_dir, config_name=options.config_name)
+    draft = saved.draft(options.overrides)
+    if draft.faults:
+        with draft.origins():
+            raise ConfigError.of(draft.faults)
     done = export_model(
-        checkpoint,
+        saved.checkpoint,
         options.out,
-        _config_of(options, checkpoint),
+        draft.config,
         architecture=options.architecture,
         like=options.like,
         dtype=options.dtype,
@@ -87,19 +91,11 @@ def _export(options: argparse.Namespace, console: Console) -> Transfer:
     return done
 
 
-def _config_of(options: argparse.Namespace, checkpoint: Path) -> TrainConfig:
-    """The configuration that the checkpoint belongs to: the one that is given, or the one that lies beside it."""
-    if options.overrides or options.config_dir:
-        return compose(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
-    beside = checkpoint.absolute().parent
-    if (beside.parent / RUN_CONFIG).is_file():
-        return from_yaml((beside.parent / RUN_CONFIG).read_text(encoding="utf-8"))
-    models = list((beside / MODEL).glob("*.yaml"))
-    if len(models) == 1:
-        return compose([f"model={models[0].stem}"], config_dir=beside)
-    raise ConfigError(f"{checkpoint}: no configuration lies beside it; give the model as model=NAME and key=value")
-
-
 def _record(done: Transfer) -> dict[str, Any]:
     proof = None if done.proof is None else asdict(done.proof) | {"holds": done.proof.holds}
-    return asdict(done) | {"folder": str(done.folder), "files": list(done.files), "proof": proof}
+    return asdict(done) | {
+        "folder": str(done.folder),
+        "files": list(done.files),
+        "notes": list(done.notes),
+        "proof": proof,
+    }

@@ -1,7 +1,7 @@
 """Reading ``config.json`` key by key: what a key says, what it must say, and which keys nobody looked at.
 
-Hugging Face distinguishes a key that is absent (the class's default holds) from one that is null (there is no such
-thing), and so does this. Every fault is collected, so that a folder is refused once and for all its reasons.
+An absent key has the default of its class (:mod:`megastack.interop.class_keys`); null is a value of its own, or an
+error. Every fault is collected, so that a folder is refused once and for all its reasons.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megastack.errors import Violation
+from megastack.interop.class_keys import KEYS, OTHER_NAMES, WORDS, Key, Kind, is_of_kind
 
 HARMLESS = frozenset(
     {
@@ -22,6 +23,7 @@ HARMLESS = frozenset(
     }
 )
 """Keys that say nothing about what the model computes, or are read only where they do."""
+MISSING: Any = object()
 
 
 class Fields:
@@ -29,63 +31,75 @@ class Fields:
 
     Args:
         values: the parsed file.
+        model_type: the class, whose keys may be asked for.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+    def __init__(self, values: Mapping[str, Any], model_type: str) -> None:
+        self.values = dict(values)
         self.faults: list[Violation] = []
+        self._keys = KEYS[model_type]
         self._seen: set[str] = set()
+        for other, name in OTHER_NAMES.get(model_type, {}).items():
+            self._take_other(other, name)
 
-    def get(self, name: str, absent: Any = None) -> Any:
-        """The value as it stands, ``absent`` where the key is not there."""
+    def get(self, name: str) -> Any:
+        """The value of a key, of its kind; the default of the class where it is absent, None where null is legal."""
+        key = self._keys[name]
         self._seen.add(name)
-        return self.values.get(name, absent)
+        value = self.values.get(name, MISSING)
+        if value is MISSING:
+            return key.default
+        return self.checked(name, value, key)
 
-    def size(self, name: str, absent: int | None = None) -> int | None:
-        """A positive whole number, or None where it is null; a key without ``absent`` has to be there."""
-        value = self.get(name, absent)
-        if value is None and name in self.values:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.fault(name, value, "must be a positive whole number")
-            return 1
-        return value
+    def has(self, name: str) -> bool:
+        """Whether the file has a key."""
+        return name in self.values
 
-    def required(self, name: str) -> int:
-        """A positive whole number that has to be there."""
-        value = self.size(name)
+    def checked(self, name: str, value: Any, key: Key) -> Any:
+        """A value if it is what a key asks for, else its default and a fault."""
         if value is None:
-            self.fault(name, None, "must be a positive whole number")
-        return value or 1
-
-    def number(self, name: str, absent: float) -> float:
-        """A number; null counts as absent."""
-        value = self.get(name, absent)
-        value = absent if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            self.fault(name, value, "must be a number")
-            return absent
-        return float(value)
-
-    def flag(self, name: str, absent: bool) -> bool:
-        """True or false; null counts as absent."""
-        value = self.get(name, absent)
-        value = absent if value is None else value
-        if not isinstance(value, bool):
-            self.fault(name, value, "must be true or false")
-            return absent
-        return value
+            if not key.nullable:
+                self.fault(name, value, f"must be {WORDS[key.kind]}; where it is absent, it is the class's default")
+            return None if key.nullable else key.default
+        if not is_of_kind(value, key.kind):
+            self.fault(name, value, f"must be {WORDS[key.kind]}{' or null' if key.nullable else ''}")
+            return key.default
+        return float(value) if key.kind == "number" else value
 
     def must(self, name: str, legal: tuple[Any, ...], rule: str) -> None:
-        """Note a fault unless the key has one of the legal values; a key that is absent or null has the first."""
-        value = self.get(name)
-        if value is not None and value not in legal:
+        """Note a fault unless a key has one of the legal values; None is legal where the class allows null."""
+        before, value = len(self.faults), self.get(name)
+        if len(self.faults) == before and value is not None and value not in legal:
             self.fault(name, value, rule, legal)
 
+    def absent(self, name: str, legal: tuple[Any, ...], rule: str) -> None:
+        """Note a fault unless a key of no class is absent, null or one of the legal values."""
+        self._seen.add(name)
+        value = self.values.get(name)
+        if value is not None and not any(type(value) is type(each) and value == each for each in legal):
+            self.fault(name, value, rule, (*legal, None))
+
     def fault(self, name: str, value: Any, rule: str, legal: tuple[Any, ...] = ()) -> None:
-        """Note that a key cannot be taken as it is."""
-        self.faults.append(Violation(name, value, rule, legal))
+        """Note that a key cannot be taken as it is; once, however often it is read."""
+        found = Violation(name, value, rule, legal)
+        if found not in self.faults:
+            self.faults.append(found)
 
     def unread(self) -> tuple[str, ...]:
         """The keys that nobody asked for and that are not known to be harmless."""
         return tuple(sorted(set(self.values) - self._seen - HARMLESS))
+
+    def _take_other(self, other: str, name: str) -> None:
+        """Read a key under another name of it."""
+        if other not in self.values:
+            return
+        self._seen.add(other)
+        value = self.values[other]
+        if name in self.values and self.values[name] != value:
+            self.fault(other, value, f"another name of {name}, which is {self.values[name]}")
+        self.values.setdefault(name, value)
+
+
+def key(kind: Kind, default: Any = None, *, nullable: bool = False) -> Key:
+    """A key of no class, of an object inside the file."""
+    return Key(kind, default, nullable)

@@ -7,7 +7,6 @@ the file that the index says. Pickled weights are not read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,37 +17,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megastack.checkpoint.manifest import MANIFEST
 from megastack.errors import CheckpointError, ConfigError, counted
+from megastack.interop.json_file import read_json
 from megastack.interop.names import Source, Weight, sources_of
 from megastack.placement.boxes import Box
 
+RUN_CONFIG = "config.yaml"
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "generation_config.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", GENERATION, "chat_template.jinja"),
 )
 """What travels beside the weights."""
 BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
 """Tensors of old folders that are computed, not learned."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 _SHOWN = 8
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ConfigError: it is missing or no JSON object.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a Hugging Face folder has one") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    return values
 
 
 class HubFolder:
@@ -66,6 +52,8 @@ class HubFolder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ConfigError(f"{self.path}: no such folder; give a Hugging Face folder with config.json and weights")
+        if not (self.path / CONFIG).is_file() and (own := _own_folder(self.path)):
+            raise ConfigError(f"{self.path}: {own}")
         self.config = read_json(self.path / CONFIG)
         self._open: dict[str, Any] = {}
         files = self._files()
@@ -109,9 +97,14 @@ class HubFolder:
         if not path.is_file():
             return 0
         values = read_json(path)
-        vocabulary = (values.get("model") or {}).get("vocab") or {}
+        model, added = values.get("model") or {}, values.get("added_tokens") or []
+        vocabulary = (model.get("vocab") if isinstance(model, dict) else None) or {}
+        if not isinstance(vocabulary, dict | list) or not isinstance(added, list):
+            raise ConfigError(f"{path}: model.vocab must be an object or a list, added_tokens a list")
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-        ids += [added["id"] for added in values.get("added_tokens") or []]
+        ids += [each.get("id") if isinstance(each, dict) else None for each in added]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+            raise ConfigError(f"{path}: every token in model.vocab and added_tokens must have a whole number as its id")
         return max(ids, default=-1) + 1
 
     def tokenizer_files(self) -> list[Path]:
@@ -221,6 +214,15 @@ class HubFolder:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / file}: truncated or no safetensors file ({error})") from error
         return set(self._open[file].keys())
+
+
+def _own_folder(path: Path) -> str | None:
+    """What to say of a folder that this package wrote, which needs no import."""
+    if (path / MANIFEST).is_file() or (path / RUN_CONFIG).is_file():
+        return "is a checkpoint or a run of megastack, which needs no import; use it as it is, or megastack export"
+    if (path / "weights" / MANIFEST).is_file():
+        return "was imported already; use it as it is, with checkpoint.load_weights"
+    return None
 
 
 def _canonical(name: str, config: Mapping[str, Any]) -> str:

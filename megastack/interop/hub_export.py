@@ -14,7 +14,8 @@ from megastack.config.convert import to_plain
 from megastack.config.data_stages import longest
 from megastack.config.schema import ModelOptions, TrainConfig
 from megastack.errors import ConfigError, Violation, spell
-from megastack.interop.hub_config import ARCHITECTURES, Architecture
+from megastack.interop.class_keys import KEYS, completed
+from megastack.interop.hub_config import ARCHITECTURES, Architecture, read_hub_config
 from megastack.models.profile import head_dim, kv_groups, max_positions
 
 LLAMA_LIKE = {"norm": ("rms",), "activation": ("swiglu",), "positions": ("rope",)}
@@ -33,8 +34,8 @@ EXPRESSES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 }
 """What a class can say of each option; options that are not named can have any value."""
 OWN_LAYERS = ("attention", "mlp", "block")
-CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "max_position_embeddings", "use_cache")
-"""Keys of the original ``config.json`` that are kept: they concern the tokenizer and the context, not the weights."""
+WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+"""Keys of the original ``config.json`` that the class keeps where it was the same model."""
 
 
 def choose_architecture(model: ModelOptions, name: str | None = None) -> Architecture:
@@ -79,7 +80,11 @@ def _inexpressible(model: ModelOptions, name: str) -> Iterator[Violation]:
 
 
 def hub_config(
-    config: TrainConfig, architecture: Architecture, dtype: str, original: Mapping[str, Any] | None = None
+    config: TrainConfig,
+    architecture: Architecture,
+    dtype: str,
+    original: Mapping[str, Any] | None = None,
+    ids: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of ``config.json``.
 
@@ -87,7 +92,9 @@ def hub_config(
         config: the run; its model and sequence length are read.
         architecture: a class that expresses the model.
         dtype: name of the weights' dtype, like ``bfloat16``.
-        original: the file of the folder that the model came from, for token ids and the length of its context.
+        original: the file of the folder that the model came from. If it describes a model of this class and these
+            sizes, the length of its context goes along, and its window if the run's sequences fit in it.
+        ids: token ids by key.
     """
     own = _gpt2(config) if architecture.name == "gpt2" else _llama_like(config, architecture)
     shared = {
@@ -99,10 +106,29 @@ def hub_config(
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    carried = {key: original[key] for key in CARRIED if original and key in original}
-    if architecture.name == "gpt2":
-        carried.pop("max_position_embeddings", None)
-    return shared | own | carried
+    carried = _carried(config, own | shared, original) if original else {}
+    return shared | own | carried | dict(ids or {})
+
+
+SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
+def _carried(config: TrainConfig, values: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
+    """What the new file keeps of the old one, if both describe one model."""
+    kept = {"use_cache": original["use_cache"]} if isinstance(original.get("use_cache"), bool) else {}
+    if str(original.get("model_type")) not in KEYS or values["model_type"] == "gpt2":
+        return kept
+    before = completed(original)
+    if any(before.get(key) != values[key] for key in SIZES):
+        return kept
+    try:
+        model = read_hub_config(original, sequence_length=longest(config).batch.sequence_length)
+    except ConfigError:  # a window that these sequences do not fit in
+        return kept
+    kept["max_position_embeddings"] = max(model.context, longest(config).batch.sequence_length)
+    if model.window is not None:
+        kept |= {key: before[key] for key in WINDOW if before.get(key) is not None}
+    return kept
 
 
 def _llama_like(config: TrainConfig, architecture: Architecture) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The Hugging Face model classes in a few lines of torch, as an independent opinion on a folder.
 
-It reads ``config.json`` and stored tensors under their own names and in their own shapes, and shares no code with the
-mapping of names or options, so that a wrong row order, convention or key shows as a difference of logits. A block at a
-time is in memory. It trains nothing and serves nothing.
+It reads ``config.json``, with the defaults of its class, and stored tensors under their own names and in their own
+shapes. It shares no code with the mapping of names or options, so that a wrong row order, convention or key shows as a
+difference of logits. A block at a time is in memory. It trains nothing and serves nothing.
 
 Shapes: B batch, S sequence, D hidden, H heads, G kv groups, K head dim.
 """
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megastack.interop.class_keys import completed
 from megastack.interop.folder import HubFolder
 
 Get = Callable[[str], Tensor]
@@ -28,40 +29,40 @@ def hub_logits(folder: HubFolder, tokens_BS: Tensor, dtype: torch.dtype = torch.
     def get(name: str) -> Tensor:
         return folder.tensor(name).to(dtype)
 
-    values = folder.config
+    values = completed(folder.config)
     with torch.no_grad():
         return _gpt2(values, get, tokens_BS) if values["model_type"] == "gpt2" else _llama(values, get, tokens_BS)
 
 
 def _llama(values: Mapping[str, Any], get: Get, tokens_BS: Tensor) -> Tensor:
-    eps = values.get("rms_norm_eps", 1e-6)
+    eps = values["rms_norm_eps"]
     turns_SK = _angles(values, tokens_BS.shape[1])
     x = get("model.embed_tokens.weight")[tokens_BS]
     for layer in range(values["num_hidden_layers"]):
         at = f"model.layers.{layer}."
         x = x + _attention(values, get, at + "self_attn.", _rms(x, get(at + "input_layernorm.weight"), eps), turns_SK)
         y = _rms(x, get(at + "post_attention_layernorm.weight"), eps)
-        bias = values["model_type"] == "llama" and values.get("mlp_bias", False)
+        bias = values["model_type"] == "llama" and values["mlp_bias"]
         gate, up = (_linear(y, get, f"{at}mlp.{name}_proj", bias) for name in ("gate", "up"))
         x = x + _linear(F.silu(gate) * up, get, at + "mlp.down_proj", bias)
-    tied = values.get("tie_word_embeddings", False)
+    tied = values["tie_word_embeddings"]
     return _rms(x, get("model.norm.weight"), eps) @ get("model.embed_tokens.weight" if tied else "lm_head.weight").T
 
 
 def _attention(values: Mapping[str, Any], get: Get, at: str, x: Tensor, turns_SK: Tensor) -> Tensor:
     kind, width = values["model_type"], _width(values)
-    everywhere = kind == "llama" and values.get("attention_bias", False)
+    everywhere = kind == "llama" and values["attention_bias"]
     biased = everywhere or kind == "qwen2"
     q, k, v = (_linear(x, get, f"{at}{name}_proj", biased).unflatten(-1, (-1, width)) for name in "qkv")
     if kind == "qwen3":
-        eps = values.get("rms_norm_eps", 1e-6)
+        eps = values["rms_norm_eps"]
         q, k = _rms(q, get(at + "q_norm.weight"), eps), _rms(k, get(at + "k_norm.weight"), eps)
     q, k = _turn(q, turns_SK), _turn(k, turns_SK)
     return _linear(_attend(q, k, v).flatten(-2), get, at + "o_proj", everywhere)
 
 
 def _gpt2(values: Mapping[str, Any], get: Get, tokens_BS: Tensor) -> Tensor:
-    eps, heads, hidden = values.get("layer_norm_epsilon", 1e-5), values["n_head"], values["n_embd"]
+    eps, heads, hidden = values["layer_norm_epsilon"], values["n_head"], values["n_embd"]
     x = get("transformer.wte.weight")[tokens_BS] + get("transformer.wpe.weight")[: tokens_BS.shape[1]]
     for layer in range(values["n_layer"]):
         at = f"transformer.h.{layer}."
@@ -73,7 +74,7 @@ def _gpt2(values: Mapping[str, Any], get: Get, tokens_BS: Tensor) -> Tensor:
         y = y @ get(at + "mlp.c_fc.weight") + get(at + "mlp.c_fc.bias")
         y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
         x = x + y @ get(at + "mlp.c_proj.weight") + get(at + "mlp.c_proj.bias")
-    tied = values.get("tie_word_embeddings", True)
+    tied = values["tie_word_embeddings"]
     head = get("transformer.wte.weight" if tied else "lm_head.weight")
     return _layer_norm(x, get, "transformer.ln_f", eps) @ head.T
 
@@ -90,21 +91,22 @@ def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
 def _angles(values: Mapping[str, Any], length: int) -> Tensor:
     """Angle of every position and component, the second half of a head repeating the first."""
     stretch = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = stretch.get("rope_theta", values.get("rope_theta", 10000.0))
+    theta = stretch.get("rope_theta", values["rope_theta"])
     kind, width = stretch.get("rope_type", stretch.get("type", "default")), _width(values)
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
     if kind == "linear":
         frequencies = frequencies / stretch["factor"]
     if kind == "llama3":
-        frequencies = torch.tensor([_llama3(float(f), stretch) for f in frequencies], dtype=torch.float64)
+        frequencies = torch.tensor([_llama3(float(f), stretch, values) for f in frequencies], dtype=torch.float64)
     angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
     return torch.cat((angles, angles), dim=-1)
 
 
-def _llama3(frequency: float, stretch: Mapping[str, Any]) -> float:
+def _llama3(frequency: float, stretch: Mapping[str, Any], values: Mapping[str, Any]) -> float:
     """Llama 3.1's stretching of one frequency."""
     factor, low, high = stretch["factor"], stretch["low_freq_factor"], stretch["high_freq_factor"]
-    context, wavelength = stretch["original_max_position_embeddings"], 2 * math.pi / frequency
+    context = stretch.get("original_max_position_embeddings") or values["max_position_embeddings"]
+    wavelength = 2 * math.pi / frequency
     if wavelength < context / high:
         return frequency
     if wavelength > context / low:
@@ -121,8 +123,7 @@ def _turn(x_BSHK: Tensor, angles_SK: Tensor) -> Tensor:
 
 
 def _width(values: Mapping[str, Any]) -> int:
-    absent = 128 if values["model_type"] == "qwen3" else None
-    return values.get("head_dim", absent) or values["hidden_size"] // values["num_attention_heads"]
+    return values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
 
 
 def _linear(x: Tensor, get: Get, name: str, bias: bool) -> Tensor:

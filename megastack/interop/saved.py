@@ -14,9 +14,9 @@ from megastack.checkpoint.find import find_checkpoint
 from megastack.config.compose import Draft, draft, from_yaml
 from megastack.config.convert import replace_values, value_of
 from megastack.errors import CheckpointError, ConfigError
+from megastack.interop.folder import RUN_CONFIG
 from megastack.interop.transfer import HUB, MODEL
 
-RUN_CONFIG = "config.yaml"
 ALONE = {
     "parallel.dp": "1",
     "parallel.cp": "1",
@@ -48,7 +48,7 @@ class Saved:
         checkpoint: its folder.
         config_dir: a folder with the configuration; None where there is none.
         config_name: the file to start from.
-        choices: what makes it the checkpoint's model.
+        choices: what makes it the checkpoint's model; an import's, which no run belongs to.
     """
 
     checkpoint: Path
@@ -56,13 +56,26 @@ class Saved:
     config_name: str = "train"
     choices: tuple[str, ...] = ()
 
+    def lacks_tokenizer(self, overrides: Sequence[str]) -> bool:
+        """Whether it is an import without a ``tokenizer.json``, and no tokenizer is given."""
+        given = any(_key(each) == "data.tokenizer" for each in (*self.choices, *overrides))
+        return bool(self.choices) and not given
+
+    def lacks_data(self, overrides: Sequence[str]) -> bool:
+        """Whether it is an import, which no run belongs to, and no data are given."""
+        keys = {_key(each) for each in overrides} - {"data.tokenizer"}
+        return bool(self.choices) and not any(key.partition(".")[0] in ("data", "experiment") for key in keys)
+
     def draft(self, overrides: Sequence[str]) -> Draft:
         """The configuration for one use of the weights, on one replica of the run's grid or as ``overrides`` say.
 
         Raises:
-            ConfigError: there is nothing that could be read.
+            ConfigError: there is nothing that could be read, or nothing that says what the model is.
         """
-        keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
+        if self.config_dir is None and self.config_name == "train" and not any(map(_names_a_model, overrides)):
+            rule = "no configuration lies beside it; give the model as model=NAME and key=value"
+            raise ConfigError(f"{self.checkpoint}: {rule}")
+        keys = {_key(override) for override in overrides}
         base = [choice for choice in self.choices if choice.partition("=")[0] not in keys]
         base += [f"{key}={value}" for key, value in ALONE.items() if key not in keys]
         if "parallel.layers_per_stage" not in keys and not self._keeps_split(keys):
@@ -82,6 +95,15 @@ class Saved:
         return from_yaml(beside.read_text(encoding="utf-8")).schedule.chunks == 1
 
 
+def _names_a_model(override: str) -> bool:
+    return _key(override).partition(".")[0] in ("model", "experiment")
+
+
+def _key(override: str) -> str:
+    """The key or group that an override is about."""
+    return override.partition("=")[0].lstrip("+~")
+
+
 def checkpoint_of(path: str | Path) -> Path:
     """The checkpoint that a path on the command line means; its content is checked when it is loaded.
 
@@ -98,7 +120,7 @@ def find_saved(path: str | Path, *, config_dir: str | None = None, config_name: 
     """The checkpoint that ``path`` means with the configuration that is given, else the one beside it.
 
     Raises:
-        ConfigError: no checkpoint, or no configuration.
+        ConfigError: no checkpoint.
     """
     checkpoint = checkpoint_of(path)
     if config_dir is not None or config_name != "train":

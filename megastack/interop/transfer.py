@@ -12,11 +12,13 @@ the folder gets its name, and a folder whose proof fails is not kept.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -24,16 +26,19 @@ from torch import Tensor
 
 from megastack.checkpoint.find import IMPORTED
 from megastack.checkpoint.items import DTYPE_NAMES
+from megastack.checkpoint.publish import write_text
 from megastack.checkpoint.tensorfile import Block
 from megastack.config.rules import violations
 from megastack.config.schema import BatchOptions, ModelOptions, RunOptions, TrainConfig
 from megastack.errors import CheckpointError, ConfigError, Violation
-from megastack.interop.folder import CONFIG, TOKENIZER_FILES, HubFolder, read_json
-from megastack.interop.hub_config import Architecture, read_hub_config
+from megastack.interop.folder import CONFIG, GENERATION, TOKENIZER_FILES, HubFolder
+from megastack.interop.hub_config import HubModel, read_hub_config
 from megastack.interop.hub_export import choose_architecture, hub_config, model_values
+from megastack.interop.json_file import read_json
 from megastack.interop.names import Weight, sources_of, weights_of
 from megastack.interop.proof import Proof, ProofError, choose, prove
 from megastack.interop.stored import PREFIX, StoredWeights
+from megastack.interop.token_ids import byte_ids, generation_config, token_ids
 from megastack.interop.writing import new_folder, write_checkpoint, write_hub_folder
 from megastack.models.profile import total_parameters
 from megastack.placement.boxes import Box
@@ -53,6 +58,7 @@ class Transfer:
         files: the weight files.
         unread: keys of ``config.json`` that were not looked at and might matter.
         proof: the comparison at the end, None where it was not wanted.
+        notes: what else the user should know.
     """
 
     folder: Path
@@ -61,6 +67,7 @@ class Transfer:
     files: tuple[str, ...]
     unread: tuple[str, ...] = ()
     proof: Proof | None = None
+    notes: tuple[str, ...] = ()
 
 
 def import_model(
@@ -100,12 +107,12 @@ def import_model(
     trainer = {"step": 0, "imported": {"architecture": model.architecture.class_name, "rotary": "half-split"}}
     with new_folder(Path(out)) as target:
         write_checkpoint(target / WEIGHTS, blocks, trainer)
-        _carry([folder.path / CONFIG, *folder.tokenizer_files()], target / HUB)
+        _carry({file.name: file for file in (folder.path / CONFIG, *folder.tokenizer_files())}, target / HUB)
         (target / MODEL).mkdir()
-        (target / MODEL / f"{name}.yaml").write_text(_model_yaml(folder, model.architecture, config), encoding="utf-8")
+        (target / MODEL / f"{name}.yaml").write_text(_model_yaml(folder, model, config), encoding="utf-8")
         files = tuple(sorted(path.name for path in (target / WEIGHTS).glob("*.safetensors")))
         found = _proof(config, weights, target / WEIGHTS, folder, against)
-    return Transfer(Path(out), name, total_parameters(config), files, model.unread, found)
+    return Transfer(Path(out), name, total_parameters(config), files, model.unread, found, _window_notes(model))
 
 
 def export_model(
@@ -126,7 +133,8 @@ def export_model(
         out: the folder to make.
         config: the run that the checkpoint belongs to; its model, sequence length and tokenizer are read.
         architecture: the class to write; None takes the one that the model's features ask for.
-        like: a folder whose tokenizer files and token ids are carried along; None is the tokenizer's own.
+        like: a folder whose tokenizer files and token ids are carried along; None is the tokenizer's own. What no
+            ``config.json`` says of token ids, the tokenizer's files do.
         dtype: ``keep``, or what to convert the weights to.
         shard_bytes: the largest weight file.
         proof: ``auto``, ``transformers``, ``reference`` or ``none``.
@@ -142,16 +150,19 @@ def export_model(
     stored = StoredWeights(source)
     stored.require(weights)
     blocks = _export_blocks(stored, weights, dtype)
-    beside = _beside(Path(source), config, like)
-    original = read_json(beside / CONFIG) if beside and (beside / CONFIG).is_file() else None
-    values = hub_config(config, target_class, _dtype_word(blocks), original)
+    found = _tokenizer(Path(source), config, like)
+    values = hub_config(config, target_class, _dtype_word(blocks), found.original, found.ids)
     with new_folder(Path(out)) as target:
         files = write_hub_folder(target, blocks, values, shard_bytes)
-        _carry([beside / name for name in TOKENIZER_FILES if (beside / name).is_file()] if beside else [], target)
+        _carry(found.files, target)
+        if GENERATION not in found.files and (generation := generation_config(found.ids)):
+            write_text(target / GENERATION, json.dumps(generation, indent=2, sort_keys=True) + "\n")
         written = HubFolder(target)
         written.require(weights, vocab=config.model.vocab, tied=config.model.tied)
-        found = _proof(config, weights, Path(source), written, against)
-    return Transfer(Path(out), target_class.class_name, total_parameters(config), tuple(files), (), found)
+        compared = _proof(config, weights, Path(source), written, against)
+    return Transfer(
+        Path(out), target_class.class_name, total_parameters(config), tuple(files), (), compared, found.notes
+    )
 
 
 def _proof(
@@ -213,29 +224,68 @@ def _dtype_word(blocks: Sequence[Block]) -> str:
     return next(str(dtype) for dtype, name in DTYPE_NAMES.items() if name == most).removeprefix("torch.")
 
 
-def _beside(checkpoint: Path, config: TrainConfig, like: str | Path | None) -> Path | None:
-    """The folder whose tokenizer files go along: the named one, the imported one, or the tokenizer's."""
-    if like is not None:
-        if not Path(like).is_dir():
-            raise ConfigError(f"--like {like}: no such folder")
-        return Path(like)
-    imported = checkpoint.absolute().parent / HUB
-    if imported.is_dir():
-        return imported
-    tokenizer = Path(config.data.tokenizer)
-    return tokenizer.parent if tokenizer.is_file() else None
+@dataclass(frozen=True)
+class _Tokenizer:
+    """What goes along with the weights.
+
+    Attributes:
+        files: by the name that they get.
+        original: the ``config.json`` beside them.
+        ids: token ids by key.
+        notes: what the user should know.
+    """
+
+    files: dict[str, Path]
+    original: dict[str, Any] | None
+    ids: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
-def _carry(files: Sequence[Path], folder: Path) -> None:
+def _tokenizer(checkpoint: Path, config: TrainConfig, like: str | Path | None) -> _Tokenizer:
+    """The tokenizer's files and ids: of the named folder, of the imported one, or of the run's tokenizer."""
+    imported, named = checkpoint.absolute().parent / HUB, config.data.tokenizer
+    if like is not None and not Path(like).is_dir():
+        raise ConfigError(f"--like {like}: no such folder")
+    folder = Path(like) if like is not None else imported if imported.is_dir() else None
+    own = Path(named) if folder is None and named != "byte" else None
+    if own is not None and own.is_file():
+        folder = own.parent
+    if folder is None:
+        return _without_files(config)
+    files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    if own is not None:
+        files["tokenizer.json"] = own
+    original = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    return _Tokenizer(files, original, token_ids(files, original, vocab=config.model.vocab))
+
+
+def _without_files(config: TrainConfig) -> _Tokenizer:
+    if config.data.tokenizer != "byte":
+        note = f"data.tokenizer={config.data.tokenizer} is not there: no tokenizer files, no token ids; use --like"
+        return _Tokenizer({}, None, token_ids({}), (note,))
+    if config.data.source == "bin":
+        return _Tokenizer({}, None, token_ids({}), ("no tokenizer files and no token ids: use --like",))
+    return _Tokenizer({}, None, byte_ids(config.model.vocab))
+
+
+def _carry(files: Mapping[str, Path], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
+    for name, file in files.items():
+        shutil.copyfile(file, folder / name)
+
+
+def _window_notes(model: HubModel) -> tuple[str, ...]:
+    if model.window is None:
+        return ()
+    return (f"the class attends to {model.window} tokens: sequences up to that length are computed alike, none longer",)
 
 
 def _yaml_name(folder: Path) -> str:
     return re.sub(r"\W+", "_", folder.resolve().name.lower()).strip("_") or "imported"
 
 
-def _model_yaml(folder: HubFolder, architecture: Architecture, config: TrainConfig) -> str:
-    head = f"# {architecture.class_name} from {folder.path.resolve().name}, {total_parameters(config):,} parameters.\n"
+def _model_yaml(folder: HubFolder, model: HubModel, config: TrainConfig) -> str:
+    name, size = folder.path.resolve().name, total_parameters(config)
+    head = f"# {model.architecture.class_name} from {name}, {size:,} parameters.\n"
+    head += "".join(f"# {note[0].upper()}{note[1:]}.\n" for note in _window_notes(model))
     return head + OmegaConf.to_yaml(OmegaConf.create(model_values(config.model)))

@@ -9,6 +9,7 @@ from typing import Any
 
 from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.stages import load_stages
+from megastack.config.choices import DataSource
 from megastack.config.data_stages import stage_configs
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
@@ -52,13 +53,17 @@ def evaluate_command(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    use = use_of(options)
     if options.file:
-        needs = ("data.tokenizer", "model.vocab", "batch.sequence_length")
+        kind = _kind(Path(options.file))
+        ids = kind is DataSource.bin
+        data = {"source": kind, "paths": [options.file], "blend": [], "stages": [], "pack": True}
+        use = use_of(options, data=data, tokenizer=not ids)
+        needs = ("model.vocab", "batch.sequence_length", *(() if ids else ("data.tokenizer",)))
         texts = use.faults.ask(lambda: _file(use.config, Path(options.file)), *needs)
     else:
+        use = use_of(options, split=True)
         first = use.faults.ask(lambda: stage_configs(use.config)[0].config, "data.stages") or use.config
-        dataset = ask_data(first, use.faults)
+        dataset = None if use.lacks_data else ask_data(first, use.faults)
         texts = use.faults.ask(lambda: _own_split(use.config, dataset)) if dataset is not None else None
     use.require_legal()
     assert texts is not None
@@ -102,18 +107,28 @@ def _own_split(config: TrainConfig, dataset: Dataset) -> _Texts:
 
 def _file(config: TrainConfig, path: Path) -> _Texts:
     """The documents of a file, each in windows of the sequence length; every token but a document's first counts."""
+    if not path.exists() and not idx_path(path).is_file():
+        raise DataError(f"--file {path}: does not exist; use a text, a .jsonl or a token file (.npy, .bin)")
     stream = _stream(config, path)
     if not len(stream.tokens) > stream.documents:
         raise DataError(f"--file {path}: has no token to predict; use a text of at least two tokens")
     return _Texts(str(path), SingleSamples(stream, config.batch.sequence_length))
 
 
-def _stream(config: TrainConfig, path: Path) -> TokenStream:
+def _kind(path: Path) -> DataSource:
+    """How a file is read: as ids, as documents by line, or as one text."""
     if path.suffix in TOKEN_FILES or idx_path(path).is_file():
+        return DataSource.bin
+    return DataSource.jsonl if path.suffix == ".jsonl" else DataSource.text
+
+
+def _stream(config: TrainConfig, path: Path) -> TokenStream:
+    kind = _kind(path)
+    if kind is DataSource.bin:
         return _token_stream(path, config.model.vocab)
     tokenizer = configured_tokenizer(config)
     check_vocab(config.model.vocab, tokenizer)
-    if path.suffix == ".jsonl":
+    if kind is DataSource.jsonl:
         return stream_of(tokenizer.encode(list(read_documents("jsonl", [path]))), tokenizer.size)
     return stream_of(tokenizer.encode([b"".join(read_documents("text", [path]))]), tokenizer.size)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megastack.config.choices import DataSource
 from megastack.config.compose import Draft
+from megastack.config.convert import replace_values, value_of
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, MegastackError
+from megastack.config.value_rules import BYTE_IDS
+from megastack.errors import ConfigError, MegastackError, Violation
 from megastack.faults import Faults, ask_model, check_fit
 from megastack.interop.saved import find_saved
 from megastack.launch.environment import is_first_rank, world_size
@@ -23,13 +26,25 @@ from megastack.observe.console import Console
 FAILED = 1
 
 
+WITHOUT_TOKENIZER: dict[str, Any] = {"source": DataSource.bin, "paths": [""], "blend": [], "stages": [], "pack": True}
+"""Data that are ids already, as far as the rules ask."""
+
+
 @dataclass(frozen=True)
 class Use:
-    """A checkpoint, the configuration that it is used with, and what stands against both so far."""
+    """A checkpoint, the configuration that it is used with, and what stands against both so far.
+
+    Attributes:
+        checkpoint: its folder.
+        draft: the configuration.
+        faults: what was found; a command adds its own.
+        lacks_data: data are needed, and it has none: that is among the faults.
+    """
 
     checkpoint: Path
     draft: Draft
     faults: Faults
+    lacks_data: bool = False
 
     @property
     def config(self) -> TrainConfig:
@@ -52,18 +67,38 @@ class Use:
         return f"{self.checkpoint}, {ranks}, {self.config.precision.compute.value}"
 
 
-def use_of(options: argparse.Namespace) -> Use:
+def use_of(
+    options: argparse.Namespace, *, data: Mapping[str, Any] | None = None, tokenizer: bool = True, split: bool = False
+) -> Use:
     """What a command is to work with; it adds its own faults and asks for legality.
+
+    Args:
+        options: of the command line.
+        data: keys of the section ``data`` that stand for the run's, where the command reads something else.
+        tokenizer: whether it needs the tokenizer.
+        split: whether it needs the data of a run.
 
     Raises:
         ConfigError: there is no checkpoint, or no configuration that could be read.
     """
     saved = find_saved(options.source, config_dir=options.config_dir, config_name=options.config_name)
-    draft = saved.draft(options.overrides)
-    faults = Faults([*draft.faults, *violations(draft.config, world_size())])
+    draft, lacking = saved.draft(options.overrides), Faults()
+    vocab = value_of(draft.config, "model.vocab")
+    lacks_data = split and saved.lacks_data(options.overrides)
+    if lacks_data:
+        rule = "is an import, which no run and no validation split belong to; use --file FILE"
+        lacking.found.append(f"{options.source}: {rule}")
+    elif tokenizer and saved.lacks_tokenizer(options.overrides) and vocab != BYTE_IDS:
+        rule = f"{options.source} has no tokenizer.json, and its {vocab} tokens are not bytes"
+        lacking.found.append(Violation("data.tokenizer", "byte", rule, ("the path of its tokenizer.json",)))
+    if lacking.found or not tokenizer:
+        data = WITHOUT_TOKENIZER
+    if data:
+        draft = replace(draft, config=replace_values(draft.config, {f"data.{key}": x for key, x in data.items()}))
+    faults = Faults([*draft.faults, *lacking.found, *violations(draft.config, world_size())])
     shapes = ask_model(draft.config, faults)
     faults.ask(lambda: check_fit("checkpoint", saved.checkpoint, shapes, strict=True))
-    return Use(saved.checkpoint, draft, faults)
+    return Use(saved.checkpoint, draft, faults, lacks_data)
 
 
 def run_command(options: argparse.Namespace, run: Callable[[argparse.Namespace, Console], dict[str, Any]]) -> int:

@@ -21,6 +21,13 @@ CLOSE = 1e-7
 """How near, relative to the largest element, numbers must come to a signature."""
 
 
+OWN_CODE = (
+    "its input is right on every rank: its own code depends on the rank, or takes this rank's part (an index, a size, "
+    "a mean, the rows of a parameter) for the whole"
+)
+"""What is left to say of a wrong output if the module repeats its output on one rank and no signature fits."""
+
+
 def close(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors agree well enough to tell a cause from."""
     if a.shape != b.shape or not a.numel():
@@ -55,15 +62,32 @@ def gradient_cause(name: str, placement: Placement, copies: Sequence[Tensor], ex
     return None
 
 
-def factor_cause(ratios: Sequence[float], degrees: Mapping[str, int]) -> str | None:
-    """The likely cause of values that are a whole multiple, or a whole part, of the reference on every rank."""
-    for axis, degree in degrees.items():
-        if degree > 1 and all(abs(ratio / degree - 1) < CLOSE for ratio in ratios):
+def factor_cause(
+    ratios: Sequence[float], degrees: Mapping[str, int], tensors: Sequence[tuple[Tensor, Tensor]] = ()
+) -> str | None:
+    """The likely cause of values that are a whole multiple, or a whole part, of the reference on every rank.
+
+    Args:
+        ratios: of each rank's value to the reference.
+        degrees: of the axes; all whose degree fits are named.
+        tensors: the values and the reference where they are tensors; each element has to follow the ratio then.
+    """
+    for degree in sorted({degree for degree in degrees.values() if degree > 1}):
+        axes = " or ".join(axis for axis, size in degrees.items() if size == degree)
+        for factor in (float(degree), 1 / degree):
+            if not all(abs(ratio / factor - 1) < CLOSE for ratio in ratios):
+                continue
+            if not all(close(actual, factor * expected) for actual, expected in tensors):
+                continue
+            if factor > 1:
+                return (
+                    f"it is exactly {degree} times the reference, and the degree of {axes} is {degree}: most likely "
+                    f"summed over {axes} once too often"
+                )
             return (
-                f"summed over {axis} once too often: it is exactly {degree} times the reference, and {axis} is {degree}"
+                f"it is exactly 1/{degree} of the reference, and the degree of {axes} is {degree}: most likely a sum "
+                f"over {axes} is missing"
             )
-        if degree > 1 and all(abs(ratio * degree - 1) < CLOSE for ratio in ratios):
-            return f"a sum over {axis} is missing: it is exactly 1/{degree} of the reference, and {axis} is {degree}"
     return None
 
 
@@ -87,13 +111,16 @@ def output_cause(copies: Sequence[Tensor], expected: Sequence[Tensor], vectors: 
                 f"{name}, and tp is {degree}; add it after the sum over tp"
             )
     if _is_multiple(copies, expected, degree):
-        return f"summed over tp what is whole already: it is exactly {degree} times the reference, and tp is {degree}"
+        return (
+            f"it is exactly {degree} times the reference, and tp is {degree}: most likely summed over tp what is whole "
+            "already"
+        )
     if _are_whole(expected) and close(_sum(copies), expected[0]):
         return (
             "missing reduction over tp: the sum over the ranks is the reference; end with a RowParallelLinear, or with "
             "megastack.comm.autograd.reduce_from"
         )
-    return "what it takes in is right: in its own code, something works on this rank's part as if it were the whole"
+    return OWN_CODE
 
 
 def backward_cause(module: str, copies: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
@@ -107,7 +134,7 @@ def backward_cause(module: str, copies: Sequence[Tensor], expected: Sequence[Ten
         )
     if degree > 1 and _is_multiple(copies, expected, degree):
         return f"{where}: it is exactly {degree} times the reference, and tp is {degree}; it is summed once too often"
-    return f"{where}: the backward of one of its collectives is not the conjugate of its forward"
+    return f"{where}: the fault is in its own code, for example a collective whose backward is not its conjugate"
 
 
 def _sum(copies: Sequence[Tensor]) -> Tensor:

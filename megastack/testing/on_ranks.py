@@ -6,10 +6,10 @@ only what differs. A part is held against the same part of the whole reference; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megastack.assemble.training import Training, build_training
 from megastack.checkpoint.collect import stage_placements
@@ -21,12 +21,16 @@ from megastack.errors import MegastackError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.placement import Placement
+from megastack.testing.blame import Classes, RankFaults, find_faults, is_packaged
 from megastack.testing.compare import Trace, largest_difference, least_squares_ratio, scales
-from megastack.testing.module_trace import Fault, ModuleTrace, ModuleTracer, Place, find_faults, find_reshaped
-from megastack.testing.parity import perturb_items_
+from megastack.testing.module_trace import ModuleTrace, ModuleTracer, find_reshaped
+from megastack.testing.perturb import perturb_items_
+from megastack.testing.probes import Probed, Prober, seed_generators
 from megastack.testing.training import as_number, trace_training
 
 KINDS = ("loss", "norm", "gradient", "weight")
+WATCHED = 4
+"""Microbatches of each rank whose modules are watched at most."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +70,8 @@ class RankReport:
     mismatches: list[Mismatch] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class RankFaults:
-    """The modules that one rank of a layout blames, its replicated vectors as they were then, and classes by module."""
-
-    coordinates: Mapping[Axis, int]
-    faults: Sequence[Fault]
-    vectors: Mapping[str, Tensor]
-    classes: Mapping[str, str]
-
-
 class ModuleFailed(MegastackError):
-    """A module's call raised; the arguments are its name, and what led to that if it can be told (or empty)."""
+    """A module's call raised; the arguments are its name, its class, and what led to that if it can be told."""
 
 
 def prepared(config: TrainConfig, mesh: Mesh, dataset: Dataset) -> Training:
@@ -88,10 +82,25 @@ def prepared(config: TrainConfig, mesh: Mesh, dataset: Dataset) -> Training:
     return training
 
 
+def seed_rank(mesh: Mesh) -> None:
+    """Seed the process's generators otherwise than on one rank: what draws from them must not agree by luck."""
+    seed_generators(1 + mesh.rank)
+
+
+def seed_reference() -> None:
+    """Seed the generators of the reference."""
+    seed_generators(0)
+
+
 def reference_traces(runs: Mapping[str, TrainConfig], steps: int, dataset: Dataset) -> dict[str, Trace]:
     """The first steps on one rank, by run."""
     mesh = Mesh.single()
-    return {run: trace_training(prepared(config, mesh, dataset), steps) for run, config in runs.items()}
+    traces = {}
+    for run, config in runs.items():
+        training = prepared(config, mesh, dataset)
+        seed_reference()
+        traces[run] = trace_training(training, steps)
+    return traces
 
 
 def compare_training(
@@ -106,39 +115,37 @@ def compare_training(
     report = RankReport(dict(mesh.coordinates))
     for run, config in runs.items():
         training = prepared(config, mesh, dataset)
-        _Comparison(run, training, references[run], tolerance, report).run(steps)
+        seed_rank(mesh)
+        comparison = Comparison(run, stage_placements(training.stages), tolerance, report)
+        _compare_steps(training, steps, references[run], comparison)
     return report
 
 
-class _Comparison:
-    """One training beside its reference, on one rank."""
+class Comparison:
+    """Parts of one training beside the whole of its reference, on one rank.
 
-    def __init__(self, run: str, training: Training, reference: Trace, tolerance: float, report: RankReport) -> None:
-        self.name, self.training, self.reference = run, training, reference
+    Args:
+        run: the optimizer.
+        placements: of this rank's parameters.
+        tolerance: the relative difference that rounding may make.
+        report: where differences are noted.
+    """
+
+    def __init__(self, run: str, placements: Mapping[str, Placement], tolerance: float, report: RankReport) -> None:
+        self.run, self.placements = run, placements
         self.tolerance, self.report = tolerance, report
-        self.placements = stage_placements(training.stages)
         self.worst = report.worst.setdefault(run, dict.fromkeys(KINDS, 0.0))
         self.evidence_step: int | None = None
 
-    def run(self, steps: int) -> None:
-        training, reference = self.training, self.reference
-        for step in range(steps):
-
-            def on_gradients(step: int = step) -> None:
-                self._tensors("gradient", step, training.gradient_items(), reference.gradients[step])
-
-            outcome = training.step(step, on_gradients)
-            self._scalar("loss", step, as_number(outcome.loss), reference.losses[step])
-            self._scalar("norm", step, as_number(outcome.grad_norm), reference.norms[step])
-            self._tensors("weight", step, training.weight_items(), reference.weights[step])
-
-    def _scalar(self, kind: str, step: int, actual: float, expected: float) -> None:
+    def scalar(self, kind: str, step: int, actual: float, expected: float) -> None:
+        """Compare a loss or a norm."""
         relative = abs(actual - expected) / max(abs(expected), 1e-300)
         if self._counts(kind, relative):
             ratio = actual / expected if expected else float("inf")
-            self.report.mismatches.append(Mismatch(self.name, kind, "", step, relative, ratio))
+            self.report.mismatches.append(Mismatch(self.run, kind, "", step, relative, ratio))
 
-    def _tensors(self, kind: str, step: int, items: Sequence[StateItem], whole: Mapping[str, Tensor]) -> None:
+    def tensors(self, kind: str, step: int, items: Sequence[StateItem], whole: Mapping[str, Tensor]) -> None:
+        """Compare this rank's boxes of gradients or weights."""
         scale = scales(whole)
         for item in items:
             name = item.name.partition("/")[2]
@@ -153,14 +160,14 @@ class _Comparison:
         if not self._counts(kind, relative):
             return
         ratio = least_squares_ratio(expected, actual)
-        found = Mismatch(self.name, kind, name, step, relative, ratio)
+        found = Mismatch(self.run, kind, name, step, relative, ratio)
         if kind == "gradient" and self.evidence_step in (None, step):
             self.evidence_step = step
             found = Mismatch(
-                *(self.name, kind, name, step, relative, ratio),
+                *(self.run, kind, name, step, relative, ratio),
                 actual=actual.clone(),
                 expected=expected.clone(),
-                placement=self.placements[name],
+                placement=self.placements.get(name),
             )
         self.report.mismatches.append(found)
 
@@ -171,55 +178,101 @@ class _Comparison:
         return fails
 
 
+def _compare_steps(training: Training, steps: int, reference: Trace, comparison: Comparison) -> None:
+    for step in range(steps):
+
+        def on_gradients(step: int = step) -> None:
+            comparison.tensors("gradient", step, training.gradient_items(), reference.gradients[step])
+
+        outcome = training.step(step, on_gradients)
+        comparison.scalar("loss", step, as_number(outcome.loss), reference.losses[step])
+        comparison.scalar("norm", step, as_number(outcome.grad_norm), reference.norms[step])
+        comparison.tensors("weight", step, training.weight_items(), reference.weights[step])
+
+
 def reference_modules(config: TrainConfig, dataset: Dataset, samples: Sequence[int]) -> dict[int, ModuleTrace]:
     """What every module did on one rank, for the microbatches that begin with these samples."""
     training = prepared(config, Mesh.single(), dataset)
     tracer = ModuleTracer(training.stages, samples)
+    seed_reference()
     training.step(0)
     return tracer.traces
+
+
+def probe_modules(
+    config: TrainConfig, dataset: Dataset, blamed: Collection[str], tolerance: float
+) -> dict[str, Probed]:
+    """Call again, on one rank, the modules of no class of the package, and those that are blamed."""
+    training = prepared(config, Mesh.single(), dataset)
+    modules = named_modules(training)
+    prober = Prober(to_probe(modules, blamed), tolerance)
+    seed_reference()
+    training.step(0)
+    return prober.found
+
+
+def to_probe(modules: Mapping[str, nn.Module], blamed: Collection[str]) -> dict[str, nn.Module]:
+    """The modules that are probed: those of no class of the package, and those that are blamed."""
+    return {name: x for name, x in modules.items() if name in blamed or not is_packaged(x)}
 
 
 def blame_modules(
     config: TrainConfig, dataset: Dataset, references: Mapping[int, ModuleTrace], tolerance: float
 ) -> RankFaults:
-    """The modules to blame on this rank of a layout, from its first microbatch.
+    """The modules at fault on a layout, from its first microbatches; all ranks come to the same ones.
 
     Raises:
         ModuleFailed: a module's call raised.
     """
     mesh = Mesh.from_environment(mesh_shape(config), device="cpu")
     training = prepared(config, mesh, dataset)
-    vectors = _vectors(training)
-    modules = {name: module for stage in training.stages for name, module in stage.named_modules()}
-    composed = {name for name, module in modules.items() if any(True for _ in module.children())}
-    sample = first_sample(config, mesh.coordinates)
-    tracer = ModuleTracer(training.stages, [sample])
+    placements = stage_placements(training.stages)
+    modules = named_modules(training)
+    classes = Classes.of(modules)
+    samples = first_samples(config, mesh.coordinates[Axis.DP], mesh.shape.dp)
+    tracer = ModuleTracer(training.stages, samples)
+    seed_rank(mesh)
     try:
         training.step(0)
     except Exception as error:
-        reshaped = find_reshaped(references[sample], tracer.traces[sample], composed)
-        raise ModuleFailed(tracer.running, reshaped or "") from error
-    tp = mesh[Axis.TP]
-    faults = find_faults(references[sample], tracer.traces[sample], Place(tp.rank, tp.size), tolerance)
-    classes = {name: type(module).__name__ for name, module in modules.items()}
-    return RankFaults(dict(mesh.coordinates), faults, vectors, classes)
-
-
-def first_sample(config: TrainConfig, coordinates: Mapping[Axis, int]) -> int:
-    """The global number of the first sample of the first microbatch of a rank."""
-    return coordinates[Axis.DP] * config.batch.micro_size
-
-
-def _vectors(training: Training) -> dict[str, Tensor]:
-    """The one-dimensional parameters that this rank holds whole and that tp does not cut, copied."""
-    placements = stage_placements(training.stages)
-    held = (
-        (item.name.partition("/")[2], item.shape, box, part)
-        for item in training.weight_items()
-        for box, part in item.boxes
-    )
-    return {
-        name: part.detach().clone()
-        for name, shape, box, part in held
-        if name in placements and len(shape) == 1 and box.size == shape and Axis.TP not in placements[name].shards
+        raise _module_failed(modules, classes, tracer, references, samples) from error
+    traces = [(references[sample], tracer.traces[sample]) for sample in samples]
+    faults, everywhere = find_faults(mesh, classes, traces, tolerance)
+    vectors = {
+        name: x
+        for name, x in tracer.recorder.vectors.items()
+        if name in placements and Axis.TP not in placements[name].shards
     }
+    return RankFaults(dict(mesh.coordinates), faults, vectors, everywhere)
+
+
+def _module_failed(
+    modules: Mapping[str, nn.Module],
+    classes: Classes,
+    tracer: ModuleTracer,
+    references: Mapping[int, ModuleTrace],
+    samples: Sequence[int],
+) -> ModuleFailed:
+    """The innermost running module of a class of the user's, or the one that gave a tensor of a wrong shape."""
+    composed = {name for name, module in modules.items() if any(True for _ in module.children())}
+    for sample in samples:
+        if reshaped := find_reshaped(references[sample], tracer.traces[sample], composed):
+            name, taken, given = reshaped
+            cause = f"{name} gives {given} for an input of {taken}; on one rank they are of one shape"
+            return ModuleFailed(name, classes.owner_class(name) or "", cause)
+    running = tracer.recorder.running
+    own = next((name for name in reversed(running) if name in classes.own), None)
+    name = own if own is not None else next(reversed(running), "")
+    return ModuleFailed(name, classes.owner_class(name) or "", "")
+
+
+def named_modules(training: Training) -> dict[str, nn.Module]:
+    """The modules of this rank's stages by global name, the stages themselves left out."""
+    return {name: module for stage in training.stages for name, module in stage.named_modules() if name}
+
+
+def first_samples(config: TrainConfig, dp_rank: int, dp: int) -> list[int]:
+    """The global number of the first sample of each watched microbatch of a data-parallel coordinate."""
+    micro = config.batch.micro_size
+    count = min(WATCHED, config.batch.global_size // (micro * dp))
+    return [(at * dp + dp_rank) * micro for at in range(count)]

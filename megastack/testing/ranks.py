@@ -1,16 +1,17 @@
 """Run a function on several ranks of this machine: forked processes, gloo, results as a list.
 
-A module-level function runs in a standing pool of forked ranks, which serves many meshes one after another and is
-forked anew after it lost or had to give up a rank. Anything else (a closure, a function of ``__main__``) gets a fresh
-fork, which inherits it. Ranks run on one thread: a parent that used several threads may not fork ranks that do so as
-well. The parent must hold no process group.
+A module-level function whose arguments are plain data runs in a standing pool of forked ranks, which serves many meshes
+one after another and is forked anew after it lost or had to give up a rank. Anything else gets a fresh fork, which
+inherits function and arguments: a closure or a lambda, whether it is the function or an argument, a local class, what
+``__main__`` or a notebook defines. Which of the two it is follows from function and arguments alone. Ranks run on one
+thread: a parent that used several threads may not fork ranks that do so as well. The parent must hold no process group.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -23,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -52,10 +54,9 @@ class RankFailure(MegastackError):
 
 @dataclass(frozen=True)
 class _Task:
-    """What a rank is asked to do; ``call`` is a (module, name) pair, ``None`` for the function its fork inherited."""
+    """What a rank is asked to do; ``call`` pickles function and arguments, ``None`` for what its fork inherited."""
 
-    call: tuple[str, str] | None
-    args: tuple[Any, ...]
+    call: bytes | None
     rank: int
     world_size: int
     store: str
@@ -75,23 +76,24 @@ class _Outcome:
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` gloo ranks and return what each rank returned, by rank.
 
-    Inside, ``Mesh.from_environment(MeshShape(...))`` finds the process group. Arguments and results travel by pickle.
+    Inside, ``Mesh.from_environment(MeshShape(...))`` finds the process group. Results travel by pickle.
 
     Args:
-        fn: what each rank runs; module-level functions share a standing pool of processes.
+        fn: what each rank runs, any callable; module-level functions share a standing pool of processes, which does not
+            see what this process changed in its modules after the pool was forked.
         world_size: the number of ranks.
+        args: any objects; what cannot be pickled, or is defined where the pool cannot import it, is inherited by a
+            fresh fork.
         timeout: seconds after which ranks are killed.
 
     Raises:
         RankFailure: with the first failing rank and its own traceback.
     """
     assert not dist.is_initialized(), "a parent that holds a process group cannot fork ranks"
-    call = _importable(fn)
+    call = _pickled_call(fn, args)
     folder = tempfile.mkdtemp(prefix="megastack-ranks-")
-    pool = _holder.get(world_size) if call else _Pool(world_size, fn)
-    tasks = [
-        _Task(call, args, rank, world_size, f"{folder}/store", tuple(sys.path), timeout) for rank in range(world_size)
-    ]
+    pool = _holder.get(world_size) if call else _Pool(world_size, lambda: fn(*args))
+    tasks = [_Task(call, rank, world_size, f"{folder}/store", tuple(sys.path), timeout) for rank in range(world_size)]
     try:
         return pool.run(tasks, timeout)
     finally:
@@ -100,17 +102,34 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _importable(fn: Callable[..., Any]) -> tuple[str, str] | None:
-    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "<locals>")
-    if not module or module == "__main__" or not name.isidentifier():
+def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes | None:
+    """A module-level function and its arguments for the pool; None where only a fork can inherit them."""
+    if not isinstance(fn, FunctionType | type):
         return None
-    return (module, name) if getattr(sys.modules.get(module), name, None) is fn else None
+    buffer = io.BytesIO()
+    try:
+        _PoolPickler(buffer).dump((fn, args))
+    except Exception:  # whatever an object raises when it is pickled
+        return None
+    return buffer.getvalue()
+
+
+class _PoolPickler(pickle.Pickler):
+    """Pickles functions and classes only by the name of a module that any process can import."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, FunctionType | type):
+            module = sys.modules.get(obj.__module__)
+            spec = getattr(module, "__spec__", None)
+            if obj.__module__ == "__main__" or spec is None or (spec.origin is None and spec.loader is None):
+                raise pickle.PicklingError(f"{obj.__qualname__} is not importable")
+        return NotImplemented
 
 
 class _Pool:
     """Forked ranks, each behind a pipe."""
 
-    def __init__(self, size: int, fn: Callable[..., Any] | None = None) -> None:
+    def __init__(self, size: int, fn: Callable[[], Any] | None = None) -> None:
         self.size = size
         self.broken = False
         self._pipes: list[multiprocessing.connection.Connection] = []
@@ -157,6 +176,8 @@ class _Pool:
             self._processes[rank].join(1)
             code = self._processes[rank].exitcode
             return _Outcome(trace=f"the process ended with exit code {code}", time=time.time())
+        except Exception as error:
+            return _Outcome(trace=f"the result cannot be read: {error}", time=time.time())
 
     def close(self) -> None:
         """Kill every rank."""
@@ -202,9 +223,7 @@ def _failure(failed: dict[int, _Outcome], missing: list[int], timeout: float) ->
     return RankFailure(f"rank {rank} failed{others}\n{failed[rank].trace}", rank, failed[rank].error)
 
 
-def _serve(
-    pipe: multiprocessing.connection.Connection, others: list[Any], inherited: Callable[..., Any] | None
-) -> None:
+def _serve(pipe: multiprocessing.connection.Connection, others: list[Any], inherited: Callable[[], Any] | None) -> None:
     """The life of a rank: run tasks until the pipe closes."""
     for other in others:
         other.close()
@@ -217,20 +236,24 @@ def _serve(
         pipe.send_bytes(_pickled(_perform(task, inherited)))
 
 
-def _perform(task: _Task, inherited: Callable[..., Any] | None) -> _Outcome:
+def _perform(task: _Task, inherited: Callable[[], Any] | None) -> _Outcome:
     try:
         sys.path[:] = list(task.path)
-        fn = getattr(importlib.import_module(task.call[0]), task.call[1]) if task.call else inherited
+        fn, args = pickle.loads(task.call) if task.call else (inherited, ())
         assert fn is not None
         with _process_group(task):
-            return _Outcome(value=fn(*task.args))
+            return _Outcome(value=fn(*args))
     except BaseException as error:
         return _Outcome(error=error, trace=traceback.format_exc(), time=time.time(), echo=is_echo(error))
 
 
 def _pickled(outcome: _Outcome) -> bytes:
+    """An outcome for the parent, without a value or an error that would not arrive there."""
     try:
-        return pickle.dumps(outcome)
+        content = pickle.dumps(outcome)
+        if outcome.error is not None:
+            pickle.loads(content)  # an exception with arguments of its own may be pickled and not be built again
+        return content
     except Exception as error:
         trace = outcome.trace or f"the result cannot be pickled: {error}"
         return pickle.dumps(_Outcome(trace=trace, time=outcome.time, echo=outcome.echo))

@@ -88,6 +88,9 @@ def layout_text(config: TrainConfig) -> str:
     grid, schedule = config.parallel, config.schedule
     sizes = {"dp": data_parallel_degree(config), "cp": grid.cp, "tp": grid.tp, "pp": grid.pp, "ep": grid.ep}
     words = [" × ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"]
+    if grid.zero.stage:
+        shared = f" of {grid.zero.shard_size} ranks" if grid.zero.shard_size else ""
+        words.append(f"ZeRO {grid.zero.stage}{shared}")
     if grid.tp > 1:
         words.append("sequence parallel" if grid.sequence_parallel else "no sequence parallelism")
     if grid.pp * schedule.chunks > 1:
@@ -100,6 +103,10 @@ def layout_overrides(config: TrainConfig) -> list[str]:
     shape, grid, schedule = mesh_shape(config), config.parallel, config.schedule
     degrees = {"dp": shape.dp, "tp": shape.tp, "pp": shape.pp, "cp": shape.cp}
     found = [f"parallel.{axis}={size}" for axis, size in degrees.items() if size > 1 or axis in ("dp", "tp", "pp")]
+    if grid.zero.stage:
+        found.append(f"parallel.zero.stage={grid.zero.stage}")
+    if grid.zero.shard_size:
+        found.append(f"parallel.zero.shard_size={grid.zero.shard_size}")
     if shape.tp > 1:
         found.append(f"parallel.sequence_parallel={str(grid.sequence_parallel).lower()}")
     if shape.pp * schedule.chunks > 1:

@@ -11,10 +11,11 @@ Ranks are forked from this process, with gloo; it must hold no process group and
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
+from pathlib import Path
 
 import torch
 
@@ -26,21 +27,25 @@ from megastack.config.typed import typed
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, DataError, MegastackError, PlacementError, ScheduleError, Violation, counted
 from megastack.mesh.shape import DENSE_AXES
+from megastack.testing.blame import RankFaults
 from megastack.testing.compare import TOLERANCES, Trace
-from megastack.testing.diagnose import Finding, diagnose
+from megastack.testing.diagnose import Evidence, Finding, diagnose
 from megastack.testing.module_trace import ModuleTrace
 from megastack.testing.on_ranks import (
     ModuleFailed,
-    RankFaults,
     RankReport,
     blame_modules,
     compare_training,
+    first_samples,
+    probe_modules,
     reference_modules,
     reference_traces,
 )
+from megastack.testing.probes import reasons
 from megastack.testing.ranks import RankFailure, run_ranks
 from megastack.testing.variants import in_double, legal_layouts, reference_of, with_sgd
 
+PACKAGE = str(Path(__file__).resolve().parents[1])
 MOST_RANKS = 64
 """Ranks that this machine is asked to fork at most."""
 REFUSALS = (ConfigError, PlacementError, ScheduleError, DataError)
@@ -169,9 +174,7 @@ class Verifier:
             return Verdict(layout, "differs", worst, Finding("weight", sorted(missing)[0], cause=reason))
         if not any(report.mismatches for report in reports):
             return Verdict(layout, "equal", worst)
-        shape = mesh_shape(layout)
-        degrees = {axis.value: shape.size(axis) for axis in DENSE_AXES}
-        return Verdict(layout, "differs", worst, diagnose(reports, self._blamed(layout), names, degrees))
+        return Verdict(layout, "differs", worst, diagnose(reports, self._evidence(layout, names)))
 
     def _compare(self, layout: TrainConfig) -> list[RankReport]:
         runs, steps, dataset = _runs(layout), self.steps, self.dataset
@@ -182,13 +185,28 @@ class Verifier:
             timeout=self._timeout,
         )
 
-    def _blamed(self, layout: TrainConfig) -> Sequence[RankFaults]:
-        """What each rank blames; nothing where watching the modules is what breaks them."""
+    def _evidence(self, layout: TrainConfig, names: Sequence[str]) -> Evidence:
+        """What modules tell; nothing where watching them is what breaks them."""
+        shape = mesh_shape(layout)
+        degrees = {axis.value: shape.size(axis) for axis in DENSE_AXES}
         try:
-            modules = self._reference_modules(mesh_shape(layout).dp)
-            return self._watch(layout, modules)
+            faults = self._watch(layout, self._reference_modules(layout))
         except RankFailure:
-            return ()
+            return Evidence(names, degrees)
+        blamed = {name for rank in faults for f in rank.faults for name in (f.blame.module, f.blame.first)}
+        return Evidence(names, degrees, faults, self._unstable(blamed))
+
+    def _unstable(self, blamed: Collection[str]) -> dict[str, str]:
+        """The modules that depend on more than their input, on one rank already."""
+        alone, dataset, tolerance = self.alone, self.dataset, self.tolerance
+        try:
+            runs = [
+                run_ranks(lambda: probe_modules(alone, dataset, blamed, tolerance), 1, timeout=self._timeout)[0]
+                for _ in range(2)
+            ]
+        except RankFailure:
+            return {}
+        return reasons(runs, tolerance)
 
     def _watch(self, layout: TrainConfig, modules: Mapping[int, ModuleTrace]) -> Sequence[RankFaults]:
         dataset, tolerance = self.dataset, self.tolerance
@@ -198,9 +216,9 @@ class Verifier:
             timeout=self._timeout,
         )
 
-    def _reference_modules(self, dp: int) -> Mapping[int, ModuleTrace]:
-        alone, dataset = self.alone, self.dataset
-        samples = [rank * alone.batch.micro_size for rank in range(dp)]
+    def _reference_modules(self, layout: TrainConfig) -> Mapping[int, ModuleTrace]:
+        alone, dataset, dp = self.alone, self.dataset, mesh_shape(layout).dp
+        samples = [sample for rank in range(dp) for sample in first_samples(layout, rank, dp)]
         if not set(samples) <= set(self._modules):
             self._modules = run_ranks(lambda: reference_modules(alone, dataset, samples), 1, timeout=self._timeout)[0]
         return self._modules
@@ -208,13 +226,14 @@ class Verifier:
     def _failed(self, layout: TrainConfig, failure: RankFailure) -> Verdict:
         if isinstance(failure.error, REFUSALS):
             return Verdict(layout, "refused", reason=str(failure.error))
-        module, cause = "", None
+        finding = Finding("failure", "")
         try:
-            self._watch(layout, self._reference_modules(mesh_shape(layout).dp))
+            self._watch(layout, self._reference_modules(layout))
         except RankFailure as again:
             if isinstance(again.error, ModuleFailed):
-                module, cause = again.error.args
-        return Verdict(layout, "failed", finding=Finding("failure", module, cause=cause), reason=account(failure))
+                module, owner, cause = again.error.args
+                finding = Finding("failure", module, cause=cause or None, owner=owner or None)
+        return Verdict(layout, "failed", finding=finding, reason=account(failure))
 
     @property
     def _timeout(self) -> float:
@@ -222,13 +241,15 @@ class Verifier:
 
 
 def account(failure: RankFailure) -> str:
-    """A failure of a rank in a few lines: who, what, and where outside torch."""
+    """A failure of a rank in a few lines: who, what, and where, in the user's code and then in the package."""
     lines = [line.strip() for line in str(failure).splitlines()]
     if failure.error is None:
         return lines[0]
     what = traceback.format_exception_only(failure.error)[-1].strip()
     where = [line for line in lines if line.startswith("File ") and "/site-packages/" not in line]
-    return f"rank {failure.rank}: {what}" + "".join(f"\n{line}" for line in where[-2:])
+    theirs = [line for line in where if f'"{PACKAGE}' not in line]
+    told = [line for line in where if line in theirs[-1:] or line in where[-2 + bool(theirs) :]]
+    return f"rank {failure.rank}: {what}" + "".join(f"\n{line}" for line in told)
 
 
 def _runs(config: TrainConfig) -> dict[str, TrainConfig]:

@@ -22,7 +22,7 @@ from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, MegastackError, counted
 from megastack.faults import Faults, ask_data, ask_model
 from megastack.observe.console import Console
-from megastack.testing.diagnose import Finding
+from megastack.testing.explain import figure, finding_lines
 from megastack.testing.on_ranks import KINDS
 from megastack.testing.ranks import RankFailure
 from megastack.testing.variants import in_double, layout_overrides, layout_text, reference_of
@@ -31,8 +31,6 @@ from megastack.testing.verify import REFUSALS, Verdict, Verifier, account
 EQUAL, DIFFERS, REFUSED = 0, 1, 78
 WIDTH = 100
 UNBROKEN: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-NAMED = 3
-"""Other parameters that are named after the first one."""
 
 
 def verify_command(options: argparse.Namespace, *, is_worker: bool = False) -> int:
@@ -136,12 +134,12 @@ def _opening(config: TrainConfig, verifier: Verifier, layouts: Sequence[TrainCon
 def _say(console: Console, verdict: Verdict, width: int | None) -> None:
     if width is not None:
         worst = {kind: max((w[kind] for w in verdict.worst.values()), default=None) for kind in KINDS}
-        figures = "".join(f"  {_figure(worst[kind]):>10}" for kind in KINDS) if verdict.worst else ""
+        figures = "".join(f"  {figure(worst[kind]):>10}" for kind in KINDS) if verdict.worst else ""
         style = "" if verdict.status == "equal" else "red"
         console.line(f"{verdict.status:8} {layout_text(verdict.config):{width}}{figures}".rstrip(), style=style)
         return
     if verdict.worst:
-        console.table(["", *KINDS], [[run, *(_figure(w[kind]) for kind in KINDS)] for run, w in verdict.worst.items()])
+        console.table(["", *KINDS], [[run, *(figure(w[kind]) for kind in KINDS)] for run, w in verdict.worst.items()])
     _explain(console, verdict)
 
 
@@ -161,29 +159,11 @@ def _lines(verdict: Verdict) -> list[tuple[str, str]]:
     """What to say of a layout that is not equal, with a label for each part."""
     finding = verdict.finding
     if verdict.status != "differs" or finding is None:
-        where = f" in {finding.name}" if finding and finding.name else ""
+        owner = f" ({finding.owner})" if finding and finding.owner else ""
+        where = f" in {finding.name}{owner}" if finding and finding.name else ""
         lines = [(verdict.status, f"on this layout{where}: {verdict.reason}")]
         return [*lines, ("cause", finding.cause)] if finding and finding.cause else lines
-    lines = [("differs", f"{_subject(finding)}, at step {finding.step + 1}")]
-    if finding.relative is not None:
-        lines.append(("by", f"{_figure(finding.relative)} of its largest element; {Verifier.tolerance:g} is allowed"))
-    lines.append(("cause", finding.cause or "the numbers do not tell"))
-    if finding.also:
-        more = f", … ({len(finding.also)} in all)" if len(finding.also) > NAMED else ""
-        lines.append(("also", ", ".join(finding.also[:NAMED]) + more))
-    return lines
-
-
-def _subject(finding: Finding) -> str:
-    owner = f" ({finding.owner})" if finding.owner else ""
-    match finding.kind:
-        case "module":
-            return f"the output of {finding.name}{owner}, the first module that differs"
-        case "gradient":
-            return f"the gradient of {finding.name}{owner}, the first that differs seen from the loss"
-        case "weight":
-            return f"the weight {finding.name}{owner}, though its gradient agrees"
-    return {"norm": "the gradient norm, though every gradient agrees"}.get(finding.kind, f"the {finding.kind}")
+    return finding_lines(finding)
 
 
 def _close_table(console: Console, verdicts: Sequence[Verdict]) -> None:
@@ -197,12 +177,6 @@ def _close_table(console: Console, verdicts: Sequence[Verdict]) -> None:
     console.line(f"\n{count}; the first, {layout_text(bad[0].config)}:")
     _explain(console, bad[0])
     console.line(f"alone    megastack verify … {' '.join(layout_overrides(bad[0].config))}")
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return "not finite" if not isfinite(value) else "0" if value == 0 else f"{value:.2g}"
 
 
 def as_record(verifier: Verifier, verdicts: Sequence[Verdict], broken: str | None = None) -> dict[str, Any]:

@@ -175,3 +175,44 @@ def test_an_empty_file_of_tokens_is_refused(run: Path, tmp_path: Path, capsys: p
     (tmp_path / "empty.npy").touch()
     assert main(["evaluate", str(run), "--file", f"{tmp_path}/empty.npy", "launch.threads_per_rank=1"]) == 78
     assert f"{tmp_path}/empty.npy: cannot be read as an array" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an import made of a folder without a tokenizer, of 37 tokens."""
+    folder = tmp_path_factory.mktemp("bare")
+    import_model(write(folder / "source", CONFIGS["llama2"]), folder / "in", proof="none")
+    return folder / "in"
+
+
+def test_ids_in_a_file_need_no_tokenizer(bare: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(30, dtype=np.int16))
+    assert said("evaluate", bare, "--file", f"{tmp_path}/ids.npy")["tokens"] == 29
+    lost = f"data.tokenizer={tmp_path}/lost.json"
+    assert said("evaluate", bare, "--file", f"{tmp_path}/ids.npy", lost)["tokens"] == 29
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "reason"),
+    [
+        (
+            "generate",
+            ["--prompt", "a"],
+            "data.tokenizer=byte: BARE has no tokenizer.json, and its 37 tokens are not bytes",
+        ),
+        ("evaluate", ["--file", "TEXT"], "data.tokenizer=byte: BARE has no tokenizer.json"),
+        ("evaluate", ["--file", "TEXT", "data.tokenizer=byte"], "model.vocab=37: must hold the 256 ids"),
+        ("evaluate", [], "BARE: is an import, which no run and no validation split belong to; use --file FILE"),
+        ("evaluate", ["data.tokenizer=byte"], "is an import, which no run and no validation split belong to"),
+        ("evaluate", ["--file", "gone.npy"], "--file gone.npy: does not exist"),
+    ],
+)
+def test_what_an_import_does_not_have_is_asked_for_by_its_name(
+    bare: Path, tmp_path: Path, verb: str, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("three words here")
+    given = [str(tmp_path / "text.txt") if each == "TEXT" else each for each in arguments]
+    assert main([verb, str(bare), *given, "launch.threads_per_rank=1"]) == 78
+    report = capsys.readouterr().err
+    assert reason.replace("BARE", str(bare)) in report
+    assert len(report.splitlines()) == 1

@@ -214,3 +214,56 @@ def test_a_proof_that_fails_exits_1_and_keeps_nothing(
     assert "DIFFERENT" in said and "nothing was kept" in said and not (tmp_path / "in").exists()
     monkeypatch.setattr(proof, "hub_logits", lambda *given: reference(*given) * float("nan"))
     assert main(["import", str(folder), "--out", str(tmp_path / "in"), "--proof", "reference"]) == 1
+
+
+def make_run(folder: Path) -> Path:
+    """A run folder that holds no checkpoint."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("model: {}\n")
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["export", "generate", "evaluate"])
+def test_what_is_no_checkpoint_is_told_by_what_it_is(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = write(tmp_path / "hub", LLAMA | SMALL)
+    run, torn = make_run(tmp_path / "run"), make_run(tmp_path / "torn")
+    (torn / "checkpoints" / "step_00000007").mkdir()
+    cases = {
+        tmp_path / "gone": "no such folder); use the folder of a checkpoint or of a run",
+        run / "config.yaml": "is a file); use the folder of",
+        run: f"{run}: no checkpoint that can be used (the run has written none); use checkpoint.at_end=true",
+        torn: f"{torn}: no checkpoint that can be used ({torn}/checkpoints/step_00000007",
+        torn / "checkpoints": f"{torn}/checkpoints: no checkpoint that can be used ({torn}/checkpoints/step_00000007",
+        torn / "checkpoints" / "step_00000007": "manifest.json: missing",
+        hub: f"{hub}: no checkpoint that can be used (a Hugging Face folder); use what megastack import",
+    }
+    more = {"export": ["--out", str(tmp_path / "out")], "generate": ["--prompt", "a"], "evaluate": []}[verb]
+    for path, reason in cases.items():
+        assert main([verb, str(path), *more]) == 78
+        said = capsys.readouterr().err
+        assert reason in said and "configuration" not in said, said
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_needs_no_import_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(write(tmp_path / "hub", LLAMA | SMALL)), "--out", str(tmp_path / "in")]) == 0
+    assert "was imported already" in refused(tmp_path / "in", capsys)
+    assert "needs no import" in refused(tmp_path / "in" / "weights", capsys)
+    assert "needs no import" in refused(make_run(tmp_path / "run"), capsys)
+
+
+def test_a_checkpoint_alone_asks_for_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(write(tmp_path / "hub", LLAMA | SMALL)), "--out", str(tmp_path / "in")]) == 0
+    (tmp_path / "in" / "weights").rename(tmp_path / "alone")
+    for verb in (["export", "--out", str(tmp_path / "out")], ["generate", "--prompt", "a"], ["evaluate"]):
+        assert main([verb[0], str(tmp_path / "alone"), *verb[1:]]) == 78
+        assert "no configuration lies beside it; give the model as model=NAME" in capsys.readouterr().err
+
+
+def test_keys_of_the_command_line_come_on_top_of_what_lies_beside(tmp_path: Path) -> None:
+    assert main(["import", str(write(tmp_path / "hub", LLAMA | SMALL)), "--out", str(tmp_path / "in")]) == 0
+    assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "model.init_std=0.5"]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["initializer_range"], written["num_hidden_layers"]) == (0.5, 1)

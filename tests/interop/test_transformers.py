@@ -48,6 +48,8 @@ def test_what_it_saves_comes_back_to_it(family: str, tmp_path: Path) -> None:
     assert same_bits(stored(tmp_path / "out"), stored(tmp_path / "source"))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(again) is type(model)
+    for key in ("bos_token_id", "eos_token_id"):
+        assert getattr(again.config, key) == getattr(again.generation_config, key) == getattr(config, key)
     tokens = proof_tokens(run)
     with torch.no_grad():
         torch.testing.assert_close(again.to(torch.float32)(tokens).logits, model(tokens).logits, rtol=0, atol=1e-6)

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
+from megastack.comm.autograd import reduce_from
 from megastack.errors import MeshError, PlacementError
+from megastack.layers.mlp import ParallelMLP
 from megastack.layers.norm import RMSNorm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Placement, Shard, Zeros
 from megastack.testing.parity import assert_parity, perturb_
+from tests.testing import unstable_layers
 from tests.testing.layers import (
     RIGHT,
     SPLIT,
@@ -94,8 +98,120 @@ def test_a_bias_that_is_added_too_often_is_caught_in_what_follows_from_it() -> N
     """Its own gradient is right; noise on the zeros of a bias makes the output tell."""
     with pytest.raises(AssertionError) as caught:
         assert_parity(early_bias, TP2, steps=2)
+    assert "the output of down (EarlyBias)" in str(caught.value)
+    assert "cause    bias added before the reduction: the output is off by exactly 1 × down.bias" in str(caught.value)
     assert "loss differs" in str(caught.value)
     assert "gradient down.bias" not in str(caught.value).split("step 1")[0]
+
+
+class BatchMean(ParallelMLP):
+    """Takes a mean over the samples of the batch."""
+
+    def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
+        output = super().forward(hidden_BSD, context)
+        return output - output.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "words"),
+    [
+        (
+            unstable_layers.LocalFeatures,
+            TP2,
+            r"output of the layer \(LocalFeatures\).*\ncause .*its own code depends on",
+        ),
+        (
+            unstable_layers.RankConstant,
+            MeshShape(dp=2),
+            r"output of the layer \(RankConstant\).*\ncause .*its own code",
+        ),
+        (
+            unstable_layers.DroppingModule,
+            TP2,
+            r"\(DroppingModule\).*\ncause    drop \(Dropout\) draws from torch's gen",
+        ),
+        (unstable_layers.Clock, TP2, r"output of the layer \(Clock\).*\ncause    it is not deterministic"),
+        (
+            unstable_layers.NoisyBackward,
+            TP2,
+            r"gradient of the layer's input.*\ncause    the gradient is right where it enters the layer \(NoisyB",
+        ),
+        (BatchMean, MeshShape(dp=2), r"output of the layer \(BatchMean\).*\ncause .* mixes samples of the batch"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_class_at_fault_and_the_cause_are_named(layer: Any, shape: MeshShape, words: str) -> None:
+    with pytest.raises(AssertionError, match=f"(?s){words}"):
+        assert_parity(lambda mesh: layer(D, D, mesh), shape, steps=1)
+
+
+class EarlyInside(ParallelMLP):
+    """Adds the bias of a product that it does not call, on every rank before the sum."""
+
+    def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
+        inner = self.activate(self.up(hidden_BSD))
+        return reduce_from(functional.linear(inner, self.down.weight, self.down.bias), self.mesh[Axis.TP])
+
+
+class TwiceOnOne(ParallelMLP):
+    """Right in the forward; one rank of two passes back twice the gradient."""
+
+    def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
+        output = super().forward(hidden_BSD, context)
+        return output + (output - output.detach()) * self.mesh[Axis.TP].rank
+
+
+def test_a_parameter_that_is_used_without_calling_its_layer_is_known() -> None:
+    words = r"(?s)output of the layer \(EarlyInside\).*bias added before the reduction: .* 1 × down.bias"
+    with pytest.raises(AssertionError, match=words):
+        assert_parity(lambda mesh: EarlyInside(D, F, mesh, bias=True), TP2, steps=1)
+
+
+def test_a_factor_on_one_rank_alone_is_no_sum_too_many() -> None:
+    with pytest.raises(AssertionError, match="TwiceOnOne") as caught:
+        assert_parity(lambda mesh: TwiceOnOne(D, F, mesh), TP2, steps=1)
+    assert "too often" not in str(caught.value)
+
+
+class Buffered(unstable_layers.RankConstant):
+    """Takes nothing but fp32."""
+
+    def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
+        assert hidden_BSD.dtype == torch.float32
+        return super().forward(hidden_BSD, context)
+
+
+def test_a_layer_of_one_dtype_is_looked_into_in_that() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)output of the layer \(Buffered\).*its own code depends on the rank"):
+        assert_parity(lambda mesh: Buffered(D, F, mesh), TP2, steps=1, dtype=torch.float32)
+
+
+def test_it_is_named_inside_of_other_layers_and_in_fp32() -> None:
+    def nested(mesh: Mesh) -> nn.Module:
+        return nn.Sequential(unstable_layers.LocalHeads(D, 4, mesh), mlp(mesh))
+
+    with pytest.raises(
+        AssertionError, match=r"(?s)the output of 0 \(LocalHeads\).*gives to 0.out \(RowParallelLinear\)"
+    ):
+        assert_parity(nested, TP2, steps=1, dtype=torch.float32, optimizer="adamw")
+
+
+def test_an_undeclared_partial_gradient_of_a_norm_is_that_of_the_class_that_built_it() -> None:
+    def layer(mesh: Mesh) -> nn.Module:
+        return unstable_layers.WholeNorm(D, F, mesh, sequence_parallel=True)
+
+    words = r"(?s)the gradient of norm.weight \(WholeNorm\).*\ncause    undeclared partial gradient over tp"
+    with pytest.raises(AssertionError, match=words):
+        assert_parity(layer, TP2, steps=1, sequence_parallel=True)
+
+
+def test_any_factory_will_do() -> None:
+    class Local(ParallelMLP):
+        pass
+
+    width = [D, F]
+    assert_parity(lambda mesh: Local(*width, mesh), TP2, steps=1)
+    assert_parity(partial(lambda mesh, inner: Local(D, inner, mesh), inner=F), TP2, steps=1)
 
 
 def unnamed(mesh: Mesh) -> nn.Module:

@@ -2,7 +2,12 @@
 
 import os
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +66,65 @@ def test_every_rank_returns_what_it_saw(shape: tuple[int, int]) -> None:
 def test_a_closure_runs_in_a_fresh_fork() -> None:
     offset = 40
     assert run_ranks(lambda: dist.get_rank() + offset, 2) == [40, 41]
+
+
+def called(fn: Callable[[], Any]) -> tuple[int, Any]:
+    return dist.get_rank(), fn()
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def test_any_callable_may_be_an_argument_and_what_cannot_be_imported_is_inherited() -> None:
+    class Local:
+        def __call__(self) -> int:
+            return 7
+
+    lock = threading.Lock()  # cannot be pickled
+    calls: list[Callable[[], Any]] = [lambda: 7, Local(), partial(lambda x: x, 7), lambda: 7 if lock else 0, seven]
+    for fn in calls:
+        assert run_ranks(called, 2, fn) == [(0, 7), (1, 7)]
+
+
+def seven() -> int:
+    return 7
+
+
+def test_what_main_defines_later_than_the_pool_was_forked_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that was forked before cannot know it."""
+    assert run_ranks(called, 2, seven) == [(0, 7), (1, 7)]
+    monkeypatch.setattr(sys.modules["__main__"], "eight", lambda: 8, raising=False)
+    eight = sys.modules["__main__"].eight  # type: ignore[attr-defined]
+    eight.__module__, eight.__qualname__ = "__main__", "eight"
+    assert run_ranks(called, 2, eight) == [(0, 8), (1, 8)]
+
+
+def test_plain_functions_and_arguments_share_a_standing_pool() -> None:
+    assert run_ranks(pid, 2) == run_ranks(pid, 2)
+    assert run_ranks(called, 2, pid) == run_ranks(called, 2, pid)
+
+
+class Odd(Exception):
+    """An exception that pickles, and cannot be built again."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def raises_odd() -> None:
+    raise Odd(1, 2)
+
+
+def test_an_error_that_does_not_travel_is_told_by_its_traceback() -> None:
+    with pytest.raises(RankFailure, match="1 and 2") as caught:
+        run_ranks(raises_odd, 1)
+    assert caught.value.error is None
+
+
+def test_a_result_that_does_not_travel_is_a_failure() -> None:
+    with pytest.raises(RankFailure, match="the result cannot be pickled"):
+        run_ranks(threading.Lock, 1)
 
 
 def test_the_first_failing_rank_is_named_with_its_traceback_and_the_pool_recovers() -> None:

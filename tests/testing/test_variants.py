@@ -75,3 +75,10 @@ def test_a_layout_reads_well_and_composes_again_from_what_is_printed() -> None:
     config = composed("experiment=parity", "parallel.tp=2", "parallel.pp=2", "schedule=interleaved")
     assert layout_text(config) == "tp2 × pp2, sequence parallel, interleaved of 2 chunks"
     assert identity(composed("experiment=parity", layout_overrides(config))) == identity(config)
+
+
+def test_the_cut_over_data_ranks_is_said_and_composes_again() -> None:
+    config = composed("experiment=parity", "parallel.dp=4", "parallel.zero.stage=3", "parallel.zero.shard_size=2")
+    assert layout_text(config) == "dp4, ZeRO 3 of 2 ranks"
+    again = composed("experiment=parity", layout_overrides(config))
+    assert again.parallel.zero == config.parallel.zero

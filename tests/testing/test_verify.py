@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from megastack.errors import ConfigError, PlacementError
+from megastack.testing.ranks import RankFailure
 from megastack.testing.training import composed
-from megastack.testing.verify import Verdict, Verifier
+from megastack.testing.verify import PACKAGE, Verdict, Verifier, account
 
 HERE = "tests.testing.wrong_layers"
 BASE = [
@@ -41,6 +43,33 @@ def test_a_right_layer_is_equal_with_adamw_and_sgd_whatever_precision_is_asked_f
     assert set(verdict.worst) == {"adamw", "sgd"}
     assert verdict.config.precision.compute == "fp64"
     assert max(x for worst in verdict.worst.values() for x in worst.values()) < 1e-11
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.zero.stage=2", "parallel.tp=2", "model.tied=true", "optim=adamw"],
+        ["parallel.zero.stage=3", "parallel.pp=2", "model.tied=true"],
+        ["parallel.zero.stage=3", "parallel.dp=4", "parallel.zero.shard_size=2"],
+    ],
+    ids=" ".join,
+)
+def test_a_right_layer_is_equal_with_its_parameters_cut_over_data_ranks(data: list[str], layout: list[str]) -> None:
+    verdict = verify(data, mlp("GainMLP"), "batch.global_size=4", "parallel.dp=2", *layout)
+    assert verdict.status == "equal", verdict
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_faults_are_explained_alike_with_parameters_cut_over_data_ranks(data: list[str], stage: int) -> None:
+    layout = ("parallel.dp=2", "parallel.tp=2", f"parallel.zero.stage={stage}")
+    undeclared = verify(data, mlp("UndeclaredGain"), *layout).finding
+    assert undeclared is not None
+    assert undeclared.name == "blocks.1.mlp.gain"
+    assert "undeclared partial" in (undeclared.cause or "")
+    early = verify(data, mlp("EarlyBias"), *layout).finding
+    assert early is not None
+    assert (early.name, early.owner) == ("blocks.0.mlp.down", "EarlyRow")
+    assert "off by exactly 1 × blocks.0.mlp.down.bias" in (early.cause or "")
 
 
 def test_an_undeclared_partial_gradient_is_named_though_the_placements_fit(data: list[str]) -> None:
@@ -91,6 +120,75 @@ def test_a_wrong_forward_names_the_module_whose_own_code_it_is_and_not_the_linea
     assert finding.relative > 1e-6
 
 
+UNSTABLE = "tests.testing.unstable_layers"
+TP, ROWS = ["parallel.tp=2"], ["parallel.tp=2", "parallel.sequence_parallel=false"]
+OWN, DRAWS = "its own code depends on the rank, or takes this rank's part", "draws from torch's generator"
+
+
+@pytest.mark.parametrize(
+    ("layer", "layout", "words"),
+    [
+        ("attention.LocalHeads", TP, OWN),
+        ("attention.LocalHeads", [*ROWS, "parallel.pp=2"], OWN),
+        ("mlp.LocalFeatures", [*TP, "recompute.mode=full"], OWN),
+        ("mlp.RankConstant", ROWS, OWN),
+        ("mlp.RankConstant", ["parallel.dp=2"], OWN),
+        ("mlp.WrongDim", TP, OWN),
+        ("block.LocalBlock", [*TP, "parallel.dp=2", "parallel.zero.stage=3", "batch.global_size=4"], OWN),
+        ("mlp.OneRankPair", ROWS, "missing reduction over tp.*inside it blocks.0.mlp.down .RowParallelLinear. differs"),
+        ("mlp.Dropping", ROWS, f"it {DRAWS}"),
+        ("mlp.Dropping", ["parallel.pp=2"], f"it {DRAWS}"),
+        ("mlp.Dropping", [], f"it {DRAWS}"),
+        ("mlp.DroppingModule", TP, f"blocks.0.mlp.drop .Dropout. {DRAWS}"),
+        ("attention.DroppingHeads", TP, f"it {DRAWS}"),
+        ("mlp.PythonNoise", TP, "it draws from Python's random module"),
+        ("mlp.NumpyNoise", TP, "it draws from NumPy's global generator"),
+        ("mlp.Clock", TP, "it is not deterministic"),
+        ("mlp.Counting", ["parallel.dp=2"], "it keeps state between calls"),
+        ("mlp.Counting", [*TP, "recompute.mode=full"], "it keeps state between calls"),
+    ],
+    ids=str,
+)
+def test_the_users_class_is_named_with_what_it_depends_on(
+    data: list[str], layer: str, layout: list[str], words: str
+) -> None:
+    part, _, name = layer.partition(".")
+    finding = verify(data, f"model.{part}={{_target_: {UNSTABLE}.{name}}}", *layout).finding
+    assert finding is not None
+    place = "blocks.0" if part == "block" else f"blocks.0.{part}"
+    assert (finding.kind, finding.owner) == ("module", name)
+    assert finding.name in (place, place.replace("blocks.0", "blocks.1"))
+    assert re.search(words, finding.cause or ""), finding.cause
+
+
+def test_a_backward_that_draws_is_found_and_not_explained_by_more_than_that(data: list[str]) -> None:
+    finding = verify(data, f"model.mlp={{_target_: {UNSTABLE}.NoisyBackward}}", *TP).finding
+    assert finding is not None
+    assert (finding.kind, finding.module, finding.owner) == ("gradient", "blocks.1.mlp", "NoisyBackward")
+    assert "blocks.1.mlp (NoisyBackward) and wrong where it leaves it: the fault is in its own code" in (
+        finding.cause or ""
+    )
+
+
+def test_a_parameter_of_a_layer_of_the_package_is_that_of_the_users_class_that_built_it(data: list[str]) -> None:
+    finding = verify(data, f"model.mlp={{_target_: {UNSTABLE}.WholeNorm}}", *TP).finding
+    assert finding is not None
+    assert (finding.name, finding.owner) == ("blocks.1.mlp.norm.weight", "WholeNorm")
+    assert "undeclared partial gradient over tp" in (finding.cause or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("Bent", None), ("OneRankPair", r"gives \(1, 8, 16\) for an input of \(1, 4, 16\)")]
+)
+def test_a_layout_that_does_not_run_names_the_users_class(data: list[str], name: str, words: str | None) -> None:
+    verdict = verify(data, f"model.mlp={{_target_: {UNSTABLE}.{name}}}", *TP)
+    assert verdict.status == "failed"
+    finding = verdict.finding
+    assert finding is not None
+    assert (finding.name, finding.owner) == ("blocks.0.mlp", name)
+    assert re.search(words, finding.cause or "") if words else finding.cause is None
+
+
 def test_a_missing_reduction_is_told_by_the_sum(data: list[str]) -> None:
     finding = verify(data, mlp("NoReduction"), "parallel.tp=2", "parallel.sequence_parallel=false").finding
     assert finding is not None
@@ -118,6 +216,21 @@ def test_a_gradient_that_is_off_by_a_little_on_one_rank_is_found(data: list[str]
     assert finding is not None
     assert finding.name == "blocks.1.mlp.gain"
     assert finding.cause is None
+
+
+def test_a_failure_shows_the_users_line_before_the_packages() -> None:
+    inner = f"{PACKAGE}/layers/linear.py"
+    lines = [
+        f'File "{inner}", line 1, in a',
+        'File "/home/me/mine.py", line 2, in forward',
+        f'File "{inner}", line 3, in b',
+    ]
+    failure = RankFailure("\n".join(["rank 1 failed", *lines, f'File "{inner}", line 4, in c']), 1, ValueError("no"))
+    assert account(failure).splitlines() == [
+        "rank 1: ValueError: no",
+        'File "/home/me/mine.py", line 2, in forward',
+        f'File "{inner}", line 4, in c',
+    ]
 
 
 def test_a_parameter_without_a_placement_is_refused(data: list[str]) -> None:

@@ -1,0 +1,127 @@
+"""Reading the JSON files of a folder: what a value cannot be is an error that names its key.
+
+JSON as the standard says it: no NaN and no infinity (also not as a number too large for a float), no key twice in an
+object, no text that is not Unicode. What Python would read in silence, or end with a traceback, is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from megastack.errors import ConfigError
+
+DEEPEST = 64
+"""Objects and lists inside one another at most."""
+_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Bad:
+    """A value that is refused: as it is written, and why."""
+
+    text: str
+    rule: str
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: it is missing, no JSON object, or has values that JSON does not have, each with its key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(
+            text, parse_constant=_constant, parse_float=_float, parse_int=_int, object_pairs_hook=_object
+        )
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a Hugging Face folder has one") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as JSON ({error})") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: {_deep_key(text)}: {_TOO_DEEP}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    if faults := list(_faults(values)):
+        raise ConfigError("\n".join(f"{path}: {fault}" for fault in faults))
+    return values
+
+
+_TOO_DEEP = f"objects and lists lie inside one another more than {DEEPEST} deep"
+
+
+def _constant(text: str) -> _Bad:
+    return _Bad(text, "JSON has no such number; use a finite one")
+
+
+def _float(text: str) -> float | _Bad:
+    value = float(text)
+    return value if isfinite(value) else _Bad(_short(text), "too large for a float; use a finite number")
+
+
+def _int(text: str) -> int | _Bad:
+    try:
+        return int(text) if isfinite(float(text)) else _Bad(_short(text), "too large; use a smaller number")
+    except ValueError:  # more digits than Python converts
+        return _Bad(_short(text), "too large; use a smaller number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in seen:
+                rule = "the key stands twice in its object; keep one"
+                values[name] = _Bad(f"{_short(str(seen[name]))} and {_short(str(value))}", rule)
+            seen[name] = value
+    return values
+
+
+def _faults(values: dict[str, Any]) -> Iterator[str]:
+    """Every value that is refused, with its dotted key."""
+    waiting: list[tuple[str, Any, int]] = [("", values, 0)]
+    while waiting:
+        where, value, depth = waiting.pop()
+        if isinstance(value, _Bad):
+            yield f"{where}={value.text}: {value.rule}"
+        elif isinstance(value, str) and not _is_unicode(value):
+            yield f"{where}: holds half of a character (a lone surrogate); use whole Unicode characters"
+        elif isinstance(value, dict | list):
+            if depth >= DEEPEST:
+                yield f"{_short(where)}: {_TOO_DEEP}"
+                continue
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            named = [(f"{where}.{name}".lstrip(".") if where else str(name), item) for name, item in items]
+            if isinstance(value, dict) and not all(_is_unicode(name) for name in value):
+                yield f"{where or 'the file'}: a key holds half of a character (a lone surrogate)"
+                continue
+            waiting += [(name, item, depth + 1) for name, item in reversed(named)]
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _deep_key(text: str) -> str:
+    """The key of the file's object under which it becomes too deep."""
+    depth, last = 0, ""
+    for match in _TOKENS.finditer(text):
+        token = match[0]
+        if token[0] == '"':
+            last = token[1:-1] if depth == 1 else last
+        else:
+            depth += 1 if token in "[{" else -1
+        if depth > DEEPEST:
+            break
+    return last or "the file"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:30]}…"
