@@ -61,7 +61,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "interop": {"config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console"},
     "corpus": {"data.sources", "data.tokenizers", "data.indexed", "observe.console"},
-    "cli": {"inference.arguments", "launch", "plan", "corpus", "testing", "interop", "checkpoint.command"},
+    "cli": {
+        *("observe.streams", "inference.arguments", "launch", "plan", "corpus", "testing", "interop"),
+        "checkpoint.command",
+    },
     "__init__": set(),
 }
 

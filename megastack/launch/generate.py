@@ -87,7 +87,8 @@ def _ids(
     if tokenizer is None or texts is None:
         return ()
     faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
-    prompts = tuple(tuple(int(i) for i in ids) for ids in tokenizer.encode([text.encode() for text in texts]))
+    raw = [text.encode("utf-8", "surrogateescape") for text in texts]  # what a shell with another locale gave
+    prompts = tuple(tuple(int(i) for i in ids) for ids in tokenizer.encode(raw))
     needs = ("model.vocab", "model.positions", "model.max_positions", "batch.sequence_length")
     faults.ask(lambda: check_prompts(prompts, new, vocab=config.model.vocab, longest=longest_text(config)), *needs)
     return prompts

@@ -32,6 +32,7 @@ from megastack.observe.console import Console
 from megastack.observe.failure import FailureRecord, by_cause, read_failures
 from megastack.observe.folder import RunFolder
 from megastack.observe.status import read_status, update_status
+from megastack.observe.streams import best_effort_output, protect_output
 from megastack.observe.watchdog import read_reports
 from megastack.training.hooks import Hooks
 from megastack.training.state import RunResult
@@ -75,7 +76,7 @@ def launch(
     world_size = mesh_shape(config).world_size
     named = config.model.attention or config.model.mlp or config.model.block  # imported here, whatever that may run
     method = "fork" if (cold and not named) or threads_per_rank(config, world_size) == 1 else "forkserver"
-    with StopForwarder(config.launch.grace_s) as stop:
+    with best_effort_output(), StopForwarder(config.launch.grace_s) as stop:
         result = _result(prepared, agent(config, world_size, method), hooks, stop)
     return replace(result, interrupted=stop.received is not None)
 
@@ -129,6 +130,7 @@ def _rank(line: StartLine, assignment: Assignment, dataset: Dataset, hooks: Hook
     One that fails has left its account; the agent learns no more than that.
     """
     die_with_parent()
+    protect_output()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         result = work(

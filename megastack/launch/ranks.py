@@ -27,6 +27,7 @@ from megastack.launch.start import StartLine, agent, die_with_parent
 from megastack.launch.worker import is_refusal, threads_per_rank
 from megastack.mesh.mesh import Mesh
 from megastack.observe.failure import FailureRecord, read_failures
+from megastack.observe.streams import best_effort_output, protect_output
 
 T = TypeVar("T")
 
@@ -60,7 +61,8 @@ def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
         line = StartLine("fork", world, config.launch.timeout_s)
         task = _Task(config, work, arguments, Path(folder), line)
         try:
-            returned = elastic_launch(agent(config, world, "fork"), _rank)(task)
+            with best_effort_output():
+                returned = elastic_launch(agent(config, world, "fork"), _rank)(task)
         except ChildFailedError as error:
             raise _account(error, Path(folder)) from None
     result: T = returned[0]
@@ -82,6 +84,7 @@ def _here(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
 def _rank(task: _Task) -> Any:
     """A rank of this launcher: it ends with it, and leaves its account where it fails."""
     die_with_parent()
+    protect_output()
     rank = int(os.environ["RANK"])
     try:
         task.line.wait(rank)

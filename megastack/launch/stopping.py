@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from megastack.observe.streams import say_at_once
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 REPEAT_S = 1.0
 
@@ -81,7 +83,7 @@ class StopForwarder:
         if not ranks:
             raise StoppedEarly(f"received {name.name} before the ranks started")
         hint = " (a second SIGINT kills them)" if name is signal.SIGINT else ""
-        _say(f"{name.name}: the ranks finish their step, save and stop{hint}\n")
+        say_at_once(f"{name.name}: the ranks finish their step, save and stop{hint}\n")
         self._thread = threading.Thread(target=self._press, args=(ranks, name), daemon=True)
         self._thread.start()
 
@@ -98,8 +100,3 @@ class StopForwarder:
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _say(text: str) -> None:
-    """Straight to the descriptor: a handler may have interrupted a write of the same stream."""
-    os.write(2, text.encode())
