@@ -17,7 +17,7 @@ from megastack.corpus.arguments import add_tokenize_arguments
 from megastack.errors import ConfigError, MeshError, ScheduleError
 from megastack.inference.arguments import add_evaluate_arguments, add_generate_arguments
 from megastack.interop.arguments import add_export_arguments, add_import_arguments
-from megastack.launch.environment import is_first_rank, is_worker
+from megastack.launch.environment import is_first_rank, is_worker, let_threads_sleep
 from megastack.observe.streams import best_effort_output, release_output
 
 FAILED, INTERRUPTED, REFUSED = 1, 130, 78
@@ -38,6 +38,7 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Classes of the current folder can be named in ``_target_``."""
+    let_threads_sleep()
     with best_effort_output():
         try:
             options = _parse(sys.argv[1:] if arguments is None else list(arguments))

@@ -60,7 +60,10 @@ class LaunchOptions:
     timeout_s: float = option(600.0, "Seconds after which a rank that waits for another gives up.", above=0)
     grace_s: float = option(30.0, "Seconds between asking the ranks to end and killing them.", above=0)
     threads_per_rank: int | None = option(
-        None, "CPU threads of each rank; null divides the machine's among its ranks.", least=1
+        None,
+        "CPU threads of each rank; null takes `OMP_NUM_THREADS`, else a share of the CPUs, as far as the model is large "
+        "enough to profit.",
+        least=1,
     )
     elastic: bool = option(
         False,

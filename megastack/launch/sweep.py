@@ -99,7 +99,6 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], position: int, f
                 broken=broken,
                 place=partial(folders.job, config, position),
                 opening="" if broken else short(config),
-                cold=True,
             )
     except ConfigError as error:
         Console(stderr=True).line(str(error), style="red")

@@ -58,7 +58,7 @@ class BestEffortStream:
             raise
         except BlockingIOError:
             pass  # a pipe in non-blocking mode is full for the moment
-        except (OSError, ValueError) as error:  # ValueError: the stream itself was closed
+        except Exception as error:  # of the system, of a stream that was closed, of a notebook's own stream
             self.error = error
 
     def release(self) -> None:

@@ -47,7 +47,7 @@ def test_illegal_jobs_are_listed_and_the_rest_runs(tmp_path, capfd):
 )
 def test_where_every_job_is_illegal_nothing_starts(tmp_path, monkeypatch, capfd, faulty, reasons):
     """Broken rules, values that cannot be read, and what only data or model can tell: no folder, no ranks, 78."""
-    monkeypatch.setattr(local, "elastic_launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(local, "run_agent", lambda *_, **__: pytest.fail("ranks were started"))
     table = tmp_path / "table.json"
     text(tmp_path)
     before = sorted(tmp_path.rglob("*"))
