@@ -61,7 +61,7 @@ class LaunchOptions:
     grace_s: float = option(30.0, "Seconds between asking the ranks to end and killing them.", above=0)
     threads_per_rank: int | None = option(
         None,
-        "CPU threads of each rank; null takes `OMP_NUM_THREADS`, else a share of the CPUs, as far as the model is large "
+        "CPU threads of each rank; null takes `OMP_NUM_THREADS`, else a share of the CPUs, if the model is large "
         "enough to profit.",
         least=1,
     )
