@@ -18,13 +18,16 @@ from megastack.corpus.arguments import add_tokenize_arguments
 from megastack.errors import ConfigError, MeshError, ScheduleError
 from megastack.inference.arguments import add_evaluate_arguments, add_generate_arguments
 from megastack.interop.arguments import add_export_arguments, add_import_arguments
-from megastack.launch.environment import is_first_rank, is_worker
+from megastack.launch.environment import is_first_rank, is_worker, let_threads_sleep
 from megastack.observe.printable import printable
+from megastack.observe.streams import best_effort_output, release_output
 
 if TYPE_CHECKING:
     from megastack.plan.command import Look
 
-INTERRUPTED, REFUSED = 130, 78
+FAILED, INTERRUPTED, REFUSED = 1, 130, 78
+PRINTING = ("show", "generate", "evaluate")
+"""Verbs that exist for what they print: they fail where standard output cannot hold it, as on a full disk."""
 VERBS = {
     "train": "train a model over the grid of ranks that the degrees describe",
     "verify": "prove that a layout, your own layers included, computes what one rank does, or name what differs",
@@ -40,9 +43,22 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Classes of the current folder can be named in ``_target_``."""
+    let_threads_sleep()
+    with best_effort_output():
+        try:
+            options = _parse(sys.argv[1:] if arguments is None else list(arguments))
+            code = _run(options)
+        finally:
+            lost = release_output()
+        if lost and code == 0 and options.verb in PRINTING:
+            print(f"standard output: {lost}", file=sys.stderr)  # noqa: T201
+            return FAILED
+        return code
+
+
+def _run(options: argparse.Namespace) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    options = _parse(sys.argv[1:] if arguments is None else list(arguments))
     run: Callable[[argparse.Namespace], int] = {
         "train": _train,
         "verify": _verify,

@@ -86,14 +86,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "corpus": {"data.sources", "data.tokenizers", "data.indexed", "observe.console"},
     "cli": {
-        "inference.arguments",
-        "launch",
-        "plan",
-        "corpus",
-        "testing",
-        "interop",
-        "checkpoint.command",
-        "observe.printable",
+        *("observe.streams", "inference.arguments", "launch", "plan", "corpus", "testing", "interop"),
+        *("checkpoint.command", "observe.printable"),
     },
     "__init__": set(),
 }

@@ -18,6 +18,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as Override
+from hydra.core.override_parser.types import ValueType as ValueType
 from hydra.errors import HydraException as HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf

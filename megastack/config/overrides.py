@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from megastack.config.fields import keys
-from megastack.config.hydra_session import HydraException, Override, Session, session
+from megastack.config.hydra_session import HydraException, Override, Session, ValueType, session
 from megastack.config.names import known_keys, suggest
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, Violation
@@ -47,28 +48,53 @@ def read_overrides(overrides: Sequence[str], hydra: Session) -> Overrides:
 def sweep_jobs(overrides: Sequence[str], *, config_dir: str | Path | None = None) -> list[list[str]]:
     """The overrides of each job of a sweep: the product, as written, of those with several values, the last fastest.
 
-    ``parallel.tp=1,2`` and Hydra's ``choice(…)``, ``range(…)`` and ``glob(…)`` have several values.
+    ``parallel.tp=1,2`` and Hydra's ``choice(…)``, ``range(…)``, ``sort(…)``, ``shuffle(…)`` and ``tag(…)`` have several
+    values; ``glob(…)`` chooses files of a config group.
 
     Raises:
-        ConfigError: an override that cannot be read, or a sweep without a list of values.
+        ConfigError: an override that cannot be read, a sweep without values, or more jobs than :data:`MOST_JOBS`.
     """
     with session(config_dir) as hydra:
-        choices, faults = [], []
+        choices, faults = list[list[str]](), list[Violation]()
         for text in overrides:
-            try:
-                choices.append(_choices(text, hydra.parse(text)))
-            except (HydraException, ValueError):  # ValueError: a number of thousands of digits
-                faults.append(Violation(*_halves(text), "cannot be read as a sweep", ("key=1,2", "group=a,b")))
+            found = _choices(text, hydra)
+            if isinstance(found, Violation):
+                faults.append(found)
+            else:
+                choices.append(found)
     if faults:
         raise ConfigError.of(faults)
+    jobs = prod(map(len, choices))
+    if jobs > MOST_JOBS:
+        raise ConfigError(f"-m: the product has {jobs:,} jobs; use at most {MOST_JOBS:,}")
     return [list(job) for job in itertools.product(*choices)]
 
 
-def _choices(text: str, override: Override) -> list[str]:
-    if not override.is_sweep_override():
-        return [text]
-    key = override.get_key_element()
-    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+def _choices(text: str, hydra: Session) -> list[str] | Violation:
+    """An override once for each of its values."""
+    try:
+        override = hydra.parse(text)
+        if not override.is_sweep_override():
+            return [text]
+        if override.value_type == ValueType.GLOB_CHOICE_SWEEP and not hydra.options(override.key_or_group):
+            return _without_values(text, override, hydra)
+        values = list(itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1))
+    except (HydraException, ValueError, TypeError, ArithmeticError):  # Python's own, of a range whose step is 0
+        return Violation(*_halves(text), "cannot be read as a sweep", ("key=1,2", "group=a,b"))
+    if len(values) > MOST_JOBS:
+        return Violation(*_halves(text), f"has more than {MOST_JOBS:,} values")
+    if not values:
+        return _without_values(text, override, hydra)
+    return [f"{override.get_key_element()}={value}" for value in values]
+
+
+def _without_values(text: str, override: Override, hydra: Session) -> Violation:
+    if override.value_type != ValueType.GLOB_CHOICE_SWEEP:
+        return Violation(*_halves(text), "has no values", ("key=1,2", "group=a,b"))
+    key = override.key_or_group
+    if options := hydra.options(key):
+        return Violation(*_halves(text), "no file of this config group matches", tuple(options))
+    return Violation(*_halves(text), "glob chooses files of a config group, and this is none", (f"{key}=1,2",))
 
 
 def _fault(override: Override, groups: Sequence[str], hydra: Session) -> Violation | None:
@@ -77,7 +103,8 @@ def _fault(override: Override, groups: Sequence[str], hydra: Session) -> Violati
         return Violation(key, value, "settings of Hydra are not used", ("run.root", "run.dir", "-m"))
     if override.is_sweep_override():
         _, text = _halves(override.input_line or "")
-        return Violation(key, text, "has several values", ("-m for a sweep", f"[{text}] for a list"))
+        as_list = () if "(" in text else (f"[{text}] for a list",)
+        return Violation(key, text, "has several values", ("-m for a sweep", *as_list))
     if _is_group(override, groups):
         return _group_fault(override, key, value, groups, hydra)
     if override.is_delete():
@@ -117,5 +144,7 @@ def _halves(text: str) -> tuple[str, str]:
     return key, value
 
 
+MOST_JOBS = 10_000
+"""Jobs of a sweep; more is a mistake, not a plan."""
 FREE_KEYS = tuple(key.name for key in keys(TrainConfig) if key.type is Any)
 """Keys whose value is any mapping."""

@@ -69,7 +69,11 @@ class LaunchOptions:
         30.0, "Seconds between asking the ranks to end and killing them.", above=0, limit=LONGEST_WAIT_S
     )
     threads_per_rank: int | None = option(
-        None, "CPU threads of each rank; null divides the machine's among its ranks.", least=1, limit=2**12
+        None,
+        "CPU threads of each rank; null takes `OMP_NUM_THREADS`, else a share of the CPUs, if the model is large "
+        "enough to profit.",
+        least=1,
+        limit=2**12,
     )
     elastic: bool = option(
         False,

@@ -25,8 +25,10 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
     """Train what a configuration describes.
 
     Starts the ranks on this machine; under torchrun or srun this process is one of the ranks, and every rank calls.
-    Where ranks have several CPU threads they come from a fork server, which imports the main module anew: a script then
-    calls this under ``if __name__ == "__main__":``.
+    Local ranks are forked from this process, always: hooks may be closures, the main module is not imported again (a
+    script needs no ``if __name__ == "__main__":``, a notebook or an interpreter will do), and this process may have
+    computed on any number of threads before. What hooks change in a rank stays in that rank. A process that has
+    initialized CUDA, or that holds a process group, cannot fork ranks and is told so.
 
     Args:
         config: from :func:`megastack.compose`; changes to it by ``dataclasses.replace`` are checked as well.
@@ -39,7 +41,7 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
         ConfigError: the configuration, its data, its resume path or its run folder cannot be used; nothing was trained.
     """
     config, mistyped = typed(config)
-    return _train(config, (), hooks, cold=False, unread=mistyped)
+    return _train(config, (), hooks, unread=mistyped)
 
 
 def _settled(config: TrainConfig, unread: Sequence[Fault]) -> tuple[TrainConfig, int | None, list[Fault]]:
@@ -58,7 +60,7 @@ def _settled(config: TrainConfig, unread: Sequence[Fault]) -> tuple[TrainConfig,
 
 
 def _train(
-    config: TrainConfig, overrides: Sequence[str], hooks: Hooks | None, *, cold: bool, unread: Sequence[Fault] = ()
+    config: TrainConfig, overrides: Sequence[str], hooks: Hooks | None, unread: Sequence[Fault] = ()
 ) -> RunResult:
     config, ranks, broken = _settled(config, unread)
     opening = "" if broken else short(config, ranks)
@@ -68,7 +70,7 @@ def _train(
         return join(config, overrides, broken=broken, opening=opening, hooks=hooks)
     from megastack.launch.local import launch
 
-    return launch(config, overrides, broken=broken, opening=opening, hooks=hooks, cold=cold)
+    return launch(config, overrides, broken=broken, opening=opening, hooks=hooks)
 
 
 def train_command(options: argparse.Namespace) -> int:
@@ -79,7 +81,7 @@ def train_command(options: argparse.Namespace) -> int:
         return sweep_command(options)
     given = draft(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
     with given.origins():
-        result = _train(given.config, options.overrides, None, cold=True, unread=given.faults)
+        result = _train(given.config, options.overrides, None, unread=given.faults)
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n", encoding="utf-8")
     return result.exit_code

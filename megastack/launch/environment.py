@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, MutableMapping
 
 from megastack.observe.claims import Job
 from megastack.observe.process import Process
 
 BASE_PORT, PORTS = 20000, 20000
+WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 def is_worker(environment: Mapping[str, str] | None = None) -> bool:
@@ -66,6 +68,28 @@ def nodes(environment: Mapping[str, str] | None = None) -> int | None:
     env = os.environ if environment is None else environment
     found = env.get("GROUP_WORLD_SIZE", env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "")))
     return int(found) if found.isdigit() else None
+
+
+def cpus_of_task(environment: Mapping[str, str] | None = None) -> int | None:
+    """The CPUs that Slurm gave this rank for itself; ``None`` where it does not tell."""
+    env = os.environ if environment is None else environment
+    found = env.get("SLURM_CPUS_PER_TASK", "")
+    return int(found) if in_slurm_step(env) and found.isdigit() and int(found) else None
+
+
+def let_threads_sleep(environment: MutableMapping[str, str] | None = None) -> None:
+    """Have OpenMP's threads sleep while they wait for each other, unless the user says otherwise.
+
+    OpenMP reads its variables when it is loaded, so nothing is changed where torch has been imported already.
+    """
+    if "torch" not in sys.modules:
+        (os.environ if environment is None else environment).setdefault(WAIT_POLICY, "passive")
+
+
+def lets_threads_sleep(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether OpenMP's threads sleep while they wait for each other; else they spin, and keep their CPU from others."""
+    env = os.environ if environment is None else environment
+    return env.get(WAIT_POLICY, "").strip().lower() == "passive"
 
 
 def has_agent(environment: Mapping[str, str] | None = None) -> bool:

@@ -97,10 +97,12 @@ def _ids(
 
 
 def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    try:
-        raw = [text.encode() for text in texts]
-    except UnicodeEncodeError as error:  # bytes of the command line that are not UTF-8
-        raise DataError(f"--prompt {error.object!r}: is not UTF-8; use UTF-8 text") from None
+    raw = [text.encode("utf-8", "surrogateescape") for text in texts]  # the bytes that a shell of any locale gave
+    for prompt in raw:
+        try:
+            prompt.decode()
+        except UnicodeDecodeError:
+            raise DataError(f"--prompt {prompt!r}: is not UTF-8; use UTF-8 text") from None
     return tuple(tuple(ids.tolist()) for ids in tokenizer.encode(raw))
 
 

@@ -15,24 +15,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
-from megastack.errors import ConfigError, Fault, counted
+from megastack.errors import ConfigError, Fault, Violation, counted
 from megastack.launch.account import Seen, account_of
 from megastack.launch.preflight import Prepared, inspect, take
-from megastack.launch.start import StartLine, agent, die_with_parent
+from megastack.launch.start import START_METHOD, StartLine, agent, die_with_parent, run_agent
 from megastack.launch.stopping import SIGNALS, StopForwarder, StoppedEarly
 from megastack.launch.survivors import SurvivorKiller
-from megastack.launch.worker import Assignment, threads_per_rank, work
+from megastack.launch.worker import Assignment, work
 from megastack.observe.console import Console
 from megastack.observe.failure import FailureRecord, by_cause, read_failures
 from megastack.observe.folder import RunFolder
 from megastack.observe.ownership import Heartbeat
 from megastack.observe.status import read_status, update_status
+from megastack.observe.streams import best_effort_output, protect_output
 from megastack.observe.watchdog import read_reports
 from megastack.training.hooks import Hooks
 from megastack.training.state import RunResult
@@ -49,7 +51,6 @@ def launch(
     place: Callable[[], str] | None = None,
     opening: str = "",
     hooks: Hooks | None = None,
-    cold: bool = False,
 ) -> RunResult:
     """Train on as many local ranks as the degrees multiply to.
 
@@ -60,26 +61,22 @@ def launch(
         place: gives the run folder instead of ``run.dir``, asked when nothing is wrong.
         opening: what to print before the run starts.
         hooks: what ranks call on the way.
-        cold: this process ran no torch operation, so that ranks with several threads may be forked from it too.
 
     Raises:
         ConfigError: configuration, data, resume path, run folder or checkpoint cannot be used; nothing was trained.
     """
-    found = inspect(config, broken, also=_require_room)
+    found = inspect(config, broken, also=_require_startable)
     if place is not None:
         config = replace(config, run=replace(config.run, dir=place()))
-    prepared = take(config, overrides, found)
-    with Heartbeat(prepared.taken.ownership), _told_how_it_ended(prepared.assignment):
-        console, folder = Console(), RunFolder(prepared.assignment.folder)
-        for line in (opening, *prepared.notes, f"run folder {folder.path}"):
-            if line:
-                console.line(line)
-        world_size = mesh_shape(config).world_size
-        named = config.model.attention or config.model.mlp or config.model.block  # imported here, whatever that may run
-        method = "fork" if (cold and not named) or threads_per_rank(config, world_size) == 1 else "forkserver"
-        with StopForwarder(config.launch.grace_s) as stop:
-            result = _result(prepared, agent(config, world_size, method), hooks, stop)
-        return replace(result, interrupted=stop.received is not None)
+    with best_effort_output(), StopForwarder(config.launch.grace_s) as stop:
+        prepared = take(config, overrides, found)
+        with Heartbeat(prepared.taken.ownership), _told_how_it_ended(prepared.assignment):
+            console, folder = Console(), RunFolder(prepared.assignment.folder)
+            for line in (opening, *prepared.notes, f"run folder {folder.path}"):
+                if line:
+                    console.line(line)
+            result = _result(prepared, hooks, stop)
+    return replace(result, interrupted=stop.received is not None)
 
 
 @contextlib.contextmanager
@@ -96,21 +93,33 @@ def _told_how_it_ended(assignment: Assignment) -> Iterator[None]:
         raise
 
 
-def _require_room(config: TrainConfig) -> None:
-    """Refuse a world that this machine cannot hold, before anything is made."""
+def _require_startable(config: TrainConfig) -> None:
+    """Refuse a world that this machine cannot hold or that this process cannot fork, before anything is made."""
+    faults = list[Fault]()
     ranks, cpus = mesh_shape(config).world_size, os.cpu_count() or 1
     if ranks > RANKS_PER_CPU * cpus:
-        raise ConfigError(
+        faults.append(
             f"world={ranks}: pp·dp·cp·tp ranks are too many for the {counted(cpus, 'CPU')} of this machine; use "
             f"torchrun or srun on several, or degrees of at most {RANKS_PER_CPU * cpus} ranks"
         )
+    if dist.is_initialized():
+        faults.append(
+            "train: ranks are forked from this process, which holds a process group; use "
+            "torch.distributed.destroy_process_group() before, or torchrun"
+        )
+    if config.device != "cpu" and torch.cuda.is_initialized():
+        rule = "ranks are forked from this process, which has initialized CUDA, so they cannot use a GPU"
+        advice = ("cpu", "train before the first CUDA operation", "megastack train", "torchrun")
+        faults.append(Violation("device", config.device, rule, advice))
+    if faults:
+        raise ConfigError.of(faults)
 
 
-def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: StopForwarder) -> RunResult:
+def _result(prepared: Prepared, hooks: Hooks | None, stop: StopForwarder) -> RunResult:
     folder, config = RunFolder(prepared.assignment.folder), prepared.assignment.config
     ranks = mesh_shape(config).world_size
-    told = multiprocessing.get_context(agent.start_method).SimpleQueue()
-    line = StartLine(agent.start_method, ranks, config.launch.timeout_s)
+    told = multiprocessing.get_context(START_METHOD).SimpleQueue()
+    line = StartLine(ranks, config.launch.timeout_s)
     survivors = SurvivorKiller(
         ranks,
         lambda: not told.empty() or any(folder.failures.glob("rank_*")),
@@ -118,7 +127,8 @@ def _result(prepared: Prepared, agent: LaunchConfig, hooks: Hooks | None, stop: 
     )
     try:
         with survivors:
-            returned = elastic_launch(agent, _rank)(line, prepared.assignment, prepared.dataset, hooks, told)
+            work = (line, prepared.assignment, prepared.dataset, hooks, told)
+            returned = run_agent(agent(config, ranks), _rank, *work, before=stop.check)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         seen = Seen(rank, survivors.exit_codes() | {rank: failure.exitcode}, _why_killed(stop))
@@ -145,6 +155,7 @@ def _rank(line: StartLine, assignment: Assignment, dataset: Dataset, hooks: Hook
     One that fails has left its account; the agent learns no more than that.
     """
     die_with_parent()
+    protect_output()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         result = work(

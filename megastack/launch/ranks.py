@@ -16,17 +16,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import elastic_launch
 
 from megastack.comm.echo import is_echo
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, MegastackError
 from megastack.launch.environment import adopt_slurm, is_worker, world_size
-from megastack.launch.start import StartLine, agent, die_with_parent
-from megastack.launch.worker import is_refusal, threads_per_rank
+from megastack.launch.start import StartLine, agent, die_with_parent, run_agent
+from megastack.launch.threads import choose_threads
+from megastack.launch.worker import is_refusal
 from megastack.mesh.mesh import Mesh
 from megastack.observe.failure import FailureRecord, read_failures
+from megastack.observe.streams import best_effort_output, protect_output
 
 T = TypeVar("T")
 
@@ -47,8 +48,6 @@ class _Task:
 def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
     """``work(config, mesh, *arguments)`` on every rank; what the first one returns, or under a launcher this one.
 
-    To be called before this process has run anything of torch on several threads.
-
     Raises:
         ConfigError: a rank refused what was asked.
         RanksFailed: a rank failed in another way.
@@ -57,10 +56,11 @@ def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
     if is_worker() or world == 1:
         return _here(config, work, *arguments)
     with tempfile.TemporaryDirectory(prefix="megastack-") as folder:
-        line = StartLine("fork", world, config.launch.timeout_s)
+        line = StartLine(world, config.launch.timeout_s)
         task = _Task(config, work, arguments, Path(folder), line)
         try:
-            returned = elastic_launch(agent(config, world, "fork"), _rank)(task)
+            with best_effort_output():
+                returned = run_agent(agent(config, world), _rank, task)
         except ChildFailedError as error:
             raise _account(error, Path(folder)) from None
     result: T = returned[0]
@@ -69,7 +69,7 @@ def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
 
 def _here(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
     adopt_slurm()
-    torch.set_num_threads(threads_per_rank(config))
+    torch.set_num_threads(choose_threads(config).count)
     shape = mesh_shape(config, world_size())
     mesh = Mesh.from_environment(shape, device=config.device.value, timeout_s=config.launch.timeout_s)
     try:
@@ -82,6 +82,7 @@ def _here(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
 def _rank(task: _Task) -> Any:
     """A rank of this launcher: it ends with it, and leaves its account where it fails."""
     die_with_parent()
+    protect_output()
     rank = int(os.environ["RANK"])
     try:
         task.line.wait(rank)

@@ -4,6 +4,11 @@ A forked rank inherits the locks of its parent as they are, and nobody in it wil
 of the parent holds. One such thread serves the store in which ranks find each other: for every connection it asks the
 C library for the name of an address, under a lock. A rank forked in that moment would wait for the lock for ever at its
 own first look-up. So no rank talks to the store before all of them have been forked: they meet at a start line.
+
+Ranks are always forked, whoever calls: no main module is imported again, and closures reach them as they are. A parent
+that computed on several threads is no hindrance. OpenMP keeps a pool of threads for each thread that computed; a child
+of such a thread would wait for threads that it does not have. The agent runs on a thread of its own, which never
+computes, so its children have no pool yet and make their own.
 """
 
 from __future__ import annotations
@@ -14,8 +19,11 @@ import math
 import multiprocessing
 import signal
 import sys
+import threading
 import time
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
@@ -24,14 +32,16 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megastack.config.schema import TrainConfig
 from megastack.errors import MegastackError
 
 QUIET = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 """Loggers of the agent; what they have to say about failures is said better by the ranks."""
+START_METHOD = "fork"
 LOOKS_EVERY_S = 0.002
+INTERRUPTED_EVERY_S = 0.1
 ADDRESS = "127.0.0.1"
 RENDEZVOUS = "megastack"
 
@@ -46,13 +56,12 @@ class StartLine:
     Marks in shared memory, without a lock: a rank that is killed on the way leaves nothing behind that others need.
 
     Args:
-        method: how the ranks are started, as in :mod:`multiprocessing`.
         ranks: how many there will be.
         timeout_s: how long one waits for the others.
     """
 
-    def __init__(self, method: str, ranks: int, timeout_s: float) -> None:
-        self._arrived = multiprocessing.get_context(method).RawArray("b", ranks)
+    def __init__(self, ranks: int, timeout_s: float) -> None:
+        self._arrived = multiprocessing.get_context(START_METHOD).RawArray("b", ranks)
         self._timeout_s = timeout_s
 
     def wait(self, rank: int) -> None:
@@ -94,12 +103,48 @@ class _OneAgent(StaticTCPRendezvous):
 rendezvous_handler_registry.register(RENDEZVOUS, _OneAgent)
 
 
-def agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConfig:
+def run_agent(
+    agent: LaunchConfig, entry: Callable[..., Any], *arguments: Any, before: Callable[[], object] = lambda: None
+) -> dict[int, Any]:
+    """Start the ranks, wait until they have ended; what ``entry(*arguments)`` returned on each.
+
+    Args:
+        agent: from :func:`agent`.
+        entry: what each rank runs; inherited, so it need not be picklable, nor need its arguments.
+        before: called immediately before the ranks are started; starts none where it raises.
+
+    Raises:
+        ChildFailedError: a rank failed.
+    """
+    returned, raised = dict[int, Any](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            before()
+            returned.update(elastic_launch(agent, entry)(*arguments))
+        except BaseException as error:
+            raised.append(error)
+
+    others = set(multiprocessing.active_children())
+    thread = threading.Thread(target=run, name="agent", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:  # an interrupt of this process: what it started ends with it
+        while thread.is_alive():
+            for child in set(multiprocessing.active_children()) - others:
+                child.kill()
+            thread.join(INTERRUPTED_EVERY_S)
+        raise
+    if raised:
+        raise raised[0]
+    return returned
+
+
+def agent(config: TrainConfig, world_size: int) -> LaunchConfig:
     """How torch's elastic agent starts the ranks of this machine, and says little about it."""
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    if start_method == "forkserver":
-        multiprocessing.set_forkserver_preload(["megastack.launch.worker"])
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -110,7 +155,7 @@ def agent(config: TrainConfig, world_size: int, start_method: str) -> LaunchConf
         local_addr=ADDRESS,
         max_restarts=0,
         monitor_interval=0.1,
-        start_method=start_method,
+        start_method=START_METHOD,
         signals_to_handle="",
         shutdown_timeout=math.ceil(config.launch.grace_s),
     )

@@ -15,9 +15,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
+
+from megastack.observe.streams import say_at_once
+from megastack.training.signals import heeded
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 REPEAT_S = 1.0
@@ -30,7 +32,8 @@ class StoppedEarly(Exception):
 class StopForwarder:
     """A context in which signals to stop go to the children that this process starts in it.
 
-    A second SIGINT kills them at once. Where there are no children yet, a signal raises :class:`StoppedEarly`.
+    A second SIGINT kills them at once. A signal that comes before there are children goes to the first that is found,
+    and whoever starts them calls :meth:`check` before. SIGHUP stays ignored where it is, as under nohup.
 
     Args:
         grace_s: seconds from the signal to the end of patience.
@@ -53,8 +56,17 @@ class StopForwarder:
 
     def __enter__(self) -> StopForwarder:
         if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._former = {number: signal.signal(number, self._on_signal) for number in heeded(SIGNALS)}
         return self
+
+    def check(self) -> None:
+        """To be called immediately before the children are started.
+
+        Raises:
+            StoppedEarly: a signal came already.
+        """
+        if self.received is not None:
+            raise StoppedEarly(f"received {self.received.name} before the ranks started")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -76,30 +88,26 @@ class StopForwarder:
                 self._wake.set()
             return
         self.received = name
-        children = {child.pid for child in multiprocessing.active_children()} - self._others
-        ranks = [pid for pid in children if pid is not None]
-        if not ranks:
-            raise StoppedEarly(f"received {name.name} before the ranks started")
         hint = " (a second SIGINT kills them)" if name is signal.SIGINT else ""
-        _say(f"{name.name}: the ranks finish their step, save and stop{hint}\n")
-        self._thread = threading.Thread(target=self._press, args=(ranks, name), daemon=True)
+        say_at_once(f"{name.name}: the ranks finish their step, save and stop{hint}\n")
+        self._thread = threading.Thread(target=self._press, args=(name,), daemon=True)
         self._thread.start()
 
-    def _press(self, ranks: Sequence[int], number: signal.Signals) -> None:
+    def _press(self, number: signal.Signals) -> None:
         """Ask until the run is over, for a rank may not have been listening; after the grace, kill."""
-        deadline = time.monotonic() + self._grace_s
+        deadline, ranks = time.monotonic() + self._grace_s, list[int]()
         while not (self._over or self.killed):
-            self.killed = self._impatient or time.monotonic() >= deadline
+            ranks = ranks or self._children()
+            self.killed = bool(ranks) and (self._impatient or time.monotonic() >= deadline)
             for pid in ranks:
                 _send(pid, signal.SIGKILL if self.killed else number)
             self._wake.wait(REPEAT_S)
+
+    def _children(self) -> list[int]:
+        children = {child.pid for child in multiprocessing.active_children()} - self._others
+        return [pid for pid in children if pid is not None]
 
 
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _say(text: str) -> None:
-    """Straight to the descriptor: a handler may have interrupted a write of the same stream."""
-    os.write(2, text.encode())

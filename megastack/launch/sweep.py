@@ -2,6 +2,10 @@
 
 Jobs run one after another; each starts its own ranks from this parent, which stays free of anything that one job could
 leave to the next. An illegal job is listed as refused with its reason and the rest run.
+
+Where all jobs have the same ``run.dir``, it is the folder of the sweep and each job has a numbered folder in it. Where
+they differ, as with ``run.dir=out/tp${parallel.tp}``, each job has its own; one that several jobs have in common holds
+their numbered folders.
 """
 
 from __future__ import annotations
@@ -9,21 +13,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
+import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from megastack.config.compose import draft
-from megastack.config.convert import replace_values
+from megastack.config.compose import Draft, draft
+from megastack.config.convert import replace_values, value_of
 from megastack.config.overrides import sweep_jobs
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
 from megastack.launch.environment import is_worker, job
 from megastack.launch.local import launch
+from megastack.launch.worker import REFUSALS
 from megastack.observe.console import Console, number
 from megastack.observe.folder import RunFolder, TakenFolder, claim
 from megastack.observe.metrics import read_metrics
@@ -31,7 +40,7 @@ from megastack.observe.ownership import Heartbeat
 from megastack.plan.describe import short
 from megastack.training.state import RunResult
 
-REFUSED = 78
+FAILED, REFUSED = 1, 78
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,13 @@ def sweep_command(options: argparse.Namespace) -> int:
         raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun or srun")
     jobs = sweep_jobs(options.overrides, config_dir=options.config_dir)
     varied = [key for key in _keys(jobs[0]) if len({_value(job, key) for job in jobs}) > 1]
+    drafts = [_draft(options, overrides) for overrides in jobs]
     done = list[Job]()
-    with _Folders() as folders:
-        for position, overrides in enumerate(jobs, 1):
+    with _Folders([given.config for given in drafts if isinstance(given, Draft)]) as folders:
+        for position, (overrides, given) in enumerate(zip(jobs, drafts, strict=True), 1):
             shown = "  ".join(f"{key}={_value(overrides, key)}" for key in varied)
             Console().line(f"\njob {position} of {len(jobs)}  {shown}", style="bold")
-            done.append(_run(options, overrides, position, folders))
+            done.append(_run(given, overrides, position, folders))
             if done[-1].interrupted:
                 break
     _show(done, varied, left_out=len(jobs) - len(done))
@@ -72,27 +82,43 @@ def sweep_command(options: argparse.Namespace) -> int:
 
 
 class _Folders:
-    """The folder of a sweep, taken with its first legal job, and in it one for each job."""
+    """The folders of a sweep: those that several jobs share, taken with the first legal one, and in them one for each.
 
-    def __init__(self) -> None:
-        self._taken: TakenFolder | None = None
+    Args:
+        configs: of all jobs, as far as they could be read.
+    """
+
+    def __init__(self, configs: Sequence[TrainConfig]) -> None:
+        places = Counter(_place(config) for config in configs)
+        self._alone = {place for place, jobs in places.items() if jobs == 1 and len(places) > 1}
+        self._roots = dict[Any, TakenFolder]()
         self._beats = contextlib.ExitStack()
+
+    def _is_own(self, config: TrainConfig) -> bool:
+        """Whether ``run.dir`` is this job's alone."""
+        return isinstance(value_of(config, "run.dir"), str) and _place(config) in self._alone
 
     def intended(self, config: TrainConfig, position: int) -> TrainConfig:
         """The configuration of the job at ``position``, in a folder that nobody has made yet."""
-        given = config.run.dir or Path(config.run.root) / "multirun"
-        root = Path(given) / "sweep" if self._taken is None else self._taken.path
+        if self._is_own(config):
+            return config
+        taken = self._roots.get(_place(config))
+        root = _root(config) / "sweep" if taken is None else taken.path
         return replace_values(config, {"run.dir": str(root / str(position))})
 
     def job(self, config: TrainConfig, position: int) -> str:
         """Where the job at ``position`` goes, now that it is legal."""
-        if self._taken is None:
+        if self._is_own(config):
+            return str(config.run.dir)
+        place = _place(config)
+        if place not in self._roots:
             try:
-                self._taken = claim(config.run.dir, Path(config.run.root) / "multirun", job=job())
+                taken = claim(config.run.dir, Path(config.run.root) / "multirun", job=job())
             except OSError as error:
                 raise ConfigError(f"run.dir={config.run.dir or config.run.root}: cannot be made ({error})") from None
-            self._beats.enter_context(Heartbeat(self._taken.ownership))
-        return str(self._taken.path / str(position))
+            self._roots[place] = taken
+            self._beats.enter_context(Heartbeat(taken.ownership))
+        return str(self._roots[place].path / str(position))
 
     def __enter__(self) -> _Folders:
         return self
@@ -100,15 +126,34 @@ class _Folders:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The folder is no longer the sweep's to fill; one that no job came to is removed."""
+        """The folders are no longer the sweep's to fill; those that no job came to are removed."""
         self._beats.close()
-        if self._taken is not None:
-            self._taken.undo()
+        for taken in self._roots.values():
+            taken.undo()
 
 
-def _run(options: argparse.Namespace, overrides: Sequence[str], position: int, folders: _Folders) -> Job:
+def _root(config: TrainConfig) -> Path:
+    return Path(config.run.dir or Path(config.run.root) / "multirun")
+
+
+def _place(config: TrainConfig) -> tuple[object, object]:
+    """What tells the folders of jobs apart: ``run.dir``, or ``run.root`` without one; unusable values as they are."""
+    values = (value_of(config, "run.dir"), value_of(config, "run.root"))
+    folder, root = (os.path.abspath(value) if isinstance(value, str) else value for value in values)
+    return (folder, None) if isinstance(folder, str) else (folder, root)
+
+
+def _draft(options: argparse.Namespace, overrides: Sequence[str]) -> Draft | ConfigError:
     try:
-        given = draft(overrides, config_dir=options.config_dir, config_name=options.config_name)
+        return draft(overrides, config_dir=options.config_dir, config_name=options.config_name)
+    except ConfigError as error:
+        return error
+
+
+def _run(given: Draft | ConfigError, overrides: Sequence[str], position: int, folders: _Folders) -> Job:
+    try:
+        if isinstance(given, ConfigError):
+            raise given
         config, broken = given.config, [*given.faults, *violations(given.config)]
         with given.origins():
             result = launch(
@@ -117,11 +162,13 @@ def _run(options: argparse.Namespace, overrides: Sequence[str], position: int, f
                 broken=broken,
                 place=partial(folders.job, config, position),
                 opening="" if broken else short(config),
-                cold=True,
             )
-    except ConfigError as error:
+    except REFUSALS as error:
         Console(stderr=True).line(str(error), style="red")
         return Job(tuple(overrides), "refused", REFUSED, reason=str(error))
+    except Exception as error:  # of the launcher's own; the other jobs run all the same
+        Console(stderr=True).line("".join(traceback.format_exception(error)).rstrip(), style="red")
+        return Job(tuple(overrides), "failed", FAILED, reason=f"{type(error).__name__}: {error}")
     return _job(overrides, result)
 
 
@@ -150,7 +197,7 @@ def _record(job: Job) -> dict[str, object]:
 def _show(jobs: Sequence[Job], varied: Sequence[str], *, left_out: int) -> None:
     console = Console()
     console.table(
-        [*varied, "status", "step", "loss", "validation", "step ms", "folder or reason"],
+        [*varied, "status", "step", "loss", "validation", "step ms", "folder", "reason"],
         [[*(_value(job.overrides, key) for key in varied), *_cells(job)] for job in jobs],
     )
     if left_out:
@@ -165,13 +212,28 @@ def _cells(job: Job) -> list[str]:
         number(job.loss, ".4f"),
         number(job.validation_loss, ".4f"),
         number(milliseconds, ".0f"),
-        job.folder or (job.reason or "").splitlines()[0],
+        job.folder or "–",
+        _reason(job),
     ]
 
 
+def _reason(job: Job) -> str:
+    """Why a job did not complete, in one line."""
+    if job.status == "completed" or not job.reason:
+        return ""
+    first, *more = job.reason.strip().splitlines()
+    return f"{first} (and {len(more)} more line{'' if len(more) == 1 else 's'})" if more else first
+
+
 def _keys(overrides: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(override.partition("=")[0] for override in overrides))
+    return list(dict.fromkeys(_key(override) for override in overrides))
+
+
+def _key(override: str) -> str:
+    """What an override sets, with or without the plus signs of Hydra."""
+    return override.partition("=")[0].lstrip("+")
 
 
 def _value(overrides: Sequence[str], key: str) -> str:
-    return next((value for name, _, value in (o.partition("=") for o in overrides) if name == key), "")
+    """The value of a key; of several, the last one counts."""
+    return next((override.partition("=")[2] for override in reversed(overrides) if _key(override) == key), "")

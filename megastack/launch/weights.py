@@ -117,5 +117,5 @@ def run_command(options: argparse.Namespace, run: Callable[[argparse.Namespace, 
         return FAILED
     if options.json and first:
         text = json.dumps(record, indent=1, ensure_ascii=False)
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        Path(options.json).write_text(text + "\n", encoding="utf-8", errors="surrogateescape")
     return 0

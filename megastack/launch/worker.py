@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from megastack.errors import (
     ScheduleError,
 )
 from megastack.launch.memory import keep_freed_memory
+from megastack.launch.threads import choose_threads
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.observe.failure import FailureRecord
@@ -101,7 +101,8 @@ def work(
         first: called with this rank before it looks for the others.
     """
     config, folder = assignment.config, RunFolder(assignment.folder, assignment.restart)
-    torch.set_num_threads(threads_per_rank(config))
+    threads = choose_threads(config)
+    torch.set_num_threads(threads.count)
     shape = mesh_shape(config, int(os.environ.get("WORLD_SIZE", "1")))
     rank, loop = int(os.environ.get("RANK", "0")), None
     with StopRequest(config.run.time_limit_s, signals) as stop:
@@ -119,7 +120,7 @@ def work(
                 mesh = _join(shape, config, ledger)
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
-                log.info("started with pid %d on %s, %d threads", os.getpid(), mesh.device, torch.get_num_threads())
+                log.info("started with pid %d on %s, %s", os.getpid(), mesh.device, threads)
                 if assignment.start is not None:
                     log.info(assignment.start)
                 ready = _ready(assignment, mesh, dataset)
@@ -203,12 +204,3 @@ def is_refusal(error: BaseException) -> bool:
 def is_of_others(error: BaseException, rank: int) -> bool:
     """Whether an error is the fault of other ranks, which raise it as well."""
     return isinstance(error, MegastackError) and bool(error.ranks) and rank not in error.ranks
-
-
-def threads_per_rank(config: TrainConfig, local_ranks: int | None = None) -> int:
-    """CPU threads of each rank: as configured, else this machine's divided among its ranks."""
-    if config.launch.threads_per_rank is not None:
-        return config.launch.threads_per_rank
-    local = local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // local)

@@ -14,13 +14,20 @@ from rich.text import Text
 
 from megastack.errors import counted
 from megastack.observe.printable import printable
+from megastack.observe.streams import standard_error, standard_output
 
 
 class Console:
-    """Writes to the screen on one rank and nowhere on the others."""
+    """Writes to the screen on one rank and nowhere on the others. A screen that takes nothing raises nothing."""
 
     def __init__(self, *, enabled: bool = True, stderr: bool = False) -> None:
-        self._rich = RichConsole(quiet=not enabled, highlight=False, soft_wrap=True, stderr=stderr)
+        self._rich = RichConsole(
+            file=standard_error() if stderr else standard_output(),
+            quiet=not enabled,
+            highlight=False,
+            soft_wrap=True,
+            force_jupyter=False,
+        )
 
     def line(self, text: str, style: str = "") -> None:
         """One line (or several)."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from megastack.mesh.shape import Axis, describe_coordinates
 from megastack.observe.files import cannot_write
 from megastack.observe.printable import printable
+from megastack.observe.streams import standard_error
 
 LOGGER = "megastack"
 
@@ -47,9 +48,9 @@ def set_up_logging(path: Path, rank: int, coordinates: Mapping[Axis, int]) -> lo
     for old in list(logger.handlers):
         logger.removeHandler(old)
         old.close()
-    file = _LogFile(path, encoding="utf-8")
+    file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(_Printable(f"%(asctime)s %(levelname)s {prefix} %(message)s"))
-    screen = logging.StreamHandler()
+    screen = logging.StreamHandler(standard_error())
     screen.setLevel(logging.WARNING)
     screen.setFormatter(_Printable(f"{prefix} %(levelname)s %(message)s"))
     logger.addHandler(file)

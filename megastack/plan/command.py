@@ -47,5 +47,5 @@ def show_command(options: argparse.Namespace, load_look: Callable[[], Look]) -> 
     text = printable(full(config)) if options.format == "text" else render(Layout(config).timeline, options.format)
     sys.stdout.write(text + "\n")
     if options.json:
-        Path(options.json).write_text(json.dumps(as_record(config), indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(as_record(config), indent=1) + "\n", encoding="utf-8")
     return 0

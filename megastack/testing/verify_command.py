@@ -62,7 +62,8 @@ def _verify(options: argparse.Namespace) -> int:
         console.line(f"failed   on one rank: {broken}", style="red")
     verdicts = [] if broken else _check_all(console, verifier, layouts, many)
     if options.json:
-        Path(options.json).write_text(json.dumps(as_record(verifier, verdicts, broken), indent=1) + "\n")
+        text = json.dumps(as_record(verifier, verdicts, broken), indent=1)
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
     return DIFFERS if broken else exit_code(verdicts)
 
 

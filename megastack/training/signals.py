@@ -32,7 +32,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._on_signal) for number in self._signals}
+            self._former = {number: signal.signal(number, self._on_signal) for number in heeded(self._signals)}
         return self
 
     def __exit__(
@@ -51,6 +51,11 @@ class StopRequest:
             return float(self._received)
         over = self._deadline is not None and time.monotonic() >= self._deadline
         return TIME_IS_OVER if over else 0.0
+
+
+def heeded(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Signals to listen to: all but SIGHUP where it is ignored, as ``nohup`` asks for."""
+    return [number for number in signals if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def describe_stop(code: float) -> str:

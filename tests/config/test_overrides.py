@@ -39,6 +39,7 @@ def test_keys_are_set_whether_or_not_a_file_names_them() -> None:
         ("parallel.tp", "parallel.tp=: cannot be read; use key=value or group=option"),
         ("parallel.tp=[1", "parallel.tp=[1: cannot be read; use key=value or group=option"),
         ("parallel.tp=1,2", "parallel.tp=1,2: has several values; use -m for a sweep or [1,2] for a list"),
+        ("seed=choice(1,2)", "seed=choice(1,2): has several values; use -m for a sweep"),
         (
             "model=llama_tiny,gpt2_tiny",
             "model=llama_tiny,gpt2_tiny: has several values; use -m for a sweep",
@@ -92,6 +93,58 @@ def test_without_several_values_there_is_one_job() -> None:
     assert sweep_jobs([]) == [[]]
 
 
-def test_a_sweep_that_is_no_list_of_values_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optim.lr=interval\(0,1\): cannot be read as a sweep"):
-        sweep_jobs(["optim.lr=interval(0,1)"])
+@pytest.mark.parametrize(
+    ("override", "values"),
+    [
+        ("seed=choice(3,1)", ["3", "1"]),
+        ("seed=sort(3,1,2)", ["1", "2", "3"]),
+        ("seed=sort(3,1,2,reverse=true)", ["3", "2", "1"]),
+        ("seed=tag(x,choice(1,2))", ["1", "2"]),
+        ("seed=int(1,2)", ["1", "2"]),
+        ("optim.lr=range(1,2,0.5)", ["1.0", "1.5"]),
+        ("model=glob([*_tiny,llama_*],exclude=[gpt*,*byte])", ["llama_tiny"]),
+    ],
+)
+def test_every_kind_of_sweep(override: str, values: list[str]) -> None:
+    key = override.partition("=")[0]
+    assert sweep_jobs([override]) == [[f"{key}={value}"] for value in values]
+
+
+def test_a_shuffle_has_all_values() -> None:
+    assert sorted(sweep_jobs(["seed=shuffle(range(1,4))"])) == [["seed=1"], ["seed=2"], ["seed=3"]]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("optim.lr=interval(0,1)", "optim.lr=interval(0,1): cannot be read as a sweep; use key=1,2 or group=a,b"),
+        ("optim.lr=tag(x,interval(0,1))", "optim.lr=tag(x,interval(0,1)): cannot be read as a sweep; use "),
+        (
+            "optim.lr=glob(*)",
+            "optim.lr=glob(*): glob chooses files of a config group, and this is none; use optim.lr=1,2",
+        ),
+        ("nothing=glob(*)", "nothing=glob(*): glob chooses files of a config group, and this is none; use nothing=1,2"),
+        (
+            "precision=glob(x*)",
+            "precision=glob(x*): no file of this config group matches; use bf16, fp16, fp32 or fp64",
+        ),
+        ("seed=range(3,0)", "seed=range(3,0): has no values; use key=1,2 or group=a,b"),
+        ("seed=range(0,1,0)", "seed=range(0,1,0): cannot be read as a sweep; use "),
+        ("seed=range(0,inf)", "seed=range(0,inf): has more than 10,000 values"),
+        ("seed=range(a)", "seed=range(a): cannot be read as a sweep; use "),
+        ("seed=choice()", "seed=choice(): cannot be read as a sweep; use "),
+        ("seed=choice(1,2", "seed=choice(1,2: cannot be read as a sweep; use "),
+        ("seed=sort(1,a)", "seed=sort(1,a): cannot be read as a sweep; use "),
+        ("seed=1,,2", "seed=1,,2: cannot be read as a sweep; use "),
+        ("seed=1,", "seed=1,: cannot be read as a sweep; use "),
+    ],
+)
+def test_a_sweep_that_is_no_list_of_values_is_refused(override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sweep_jobs(["parallel.tp=1,2", override])
+    assert str(caught.value).startswith(line)
+
+
+def test_a_product_of_too_many_jobs_is_refused_before_any_is_made() -> None:
+    with pytest.raises(ConfigError, match="-m: the product has 100,000,000 jobs; use at most 10,000"):
+        sweep_jobs(["seed=range(10000)", "run.steps=range(10000)"])

@@ -164,7 +164,6 @@ def test_hooks_are_called_on_every_rank(tmp_path):
 
 
 def test_a_rank_with_two_threads_computes(tmp_path):
-    """Forked from a parent that ran nothing on several threads."""
     assert (
         train(tmp_path, "launch.threads_per_rank=2", "run.steps=1", "model.hidden=128", "data.validation_fraction=0")
         == 0
@@ -172,11 +171,52 @@ def test_a_rank_with_two_threads_computes(tmp_path):
     assert "2 threads" in (tmp_path / "run" / "logs" / "rank_00000.log").read_text()
 
 
-@pytest.mark.full
-def test_ranks_with_several_threads_come_from_a_fork_server(tmp_path):
-    """A parent that may have computed on several threads cannot fork them."""
-    more = ("launch.threads_per_rank=2", "parallel.dp=2", "run.steps=2")
-    assert megastack.train(megastack.compose([*overrides(tmp_path), *more])).status == "completed"
+SCRIPT = """
+import megastack, os, torch
+open("started", "a").write("x")
+torch.set_num_threads(2)
+a = torch.ones(512, 512, requires_grad=True)
+(a @ a).exp().sum().backward()  # this process has a pool of OpenMP threads now
+seen = []
+hooks = megastack.Hooks(on_step=[lambda row: seen.append(open(f"step-{os.environ['RANK']}-{row['step']}", "a"))])
+for overrides in {runs}:
+    result = megastack.train(megastack.compose(overrides), hooks=hooks)
+    assert (result.status, seen) == ("completed", []), result
+(a @ a).sum()
+"""
+
+
+@pytest.mark.parametrize("how", ["file", pytest.param("stdin", marks=pytest.mark.full)])
+def test_a_script_without_a_main_guard_trains_on_any_number_of_threads(tmp_path, how):
+    """Closures as hooks, in a process that computed on several threads; the script runs once."""
+    runs = [
+        [*overrides(tmp_path), f"launch.threads_per_rank={n}", f"parallel.dp={n}", "run.steps=1", "model.hidden=256"]
+        for n in ((2,) if how == "file" else (1, 2))
+    ]
+    (tmp_path / "script.py").write_text(SCRIPT.replace("{runs}", repr(runs)))
+    command = [sys.executable, *(["script.py"] if how == "file" else ["-"])]
+    root = str(Path(megastack.__file__).resolve().parent.parent)
+    environment = os.environ | {"PYTHONPATH": root}
+    with (tmp_path / "script.py").open() as stdin:
+        subprocess.run(command, cwd=tmp_path, env=environment, stdin=stdin, timeout=120, check=True)
+    assert (tmp_path / "started").read_text() == "x"
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-0-1", "step-1-1"}
+
+
+def test_a_process_that_has_used_a_gpu_is_told_that_it_cannot_fork_ranks_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    config = megastack.compose([*overrides(tmp_path), "device=auto", "run.steps=1"])
+    with pytest.raises(megastack.ConfigError, match=r"^device=auto: ranks are forked from .*; use cpu, train before"):
+        megastack.train(config)
+    assert not (tmp_path / "run").exists()
+    assert train(tmp_path, "device=cpu", "run.steps=1") == 0
+
+
+def test_a_process_that_holds_a_process_group_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(megastack.ConfigError, match=r"process group; use torch\.distributed\.destroy"):
+        megastack.train(megastack.compose([*overrides(tmp_path), "run.steps=1"]))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full

@@ -28,7 +28,7 @@ def _arrive(line: StartLine, rank: int, told: Any) -> None:
 
 
 def test_ranks_leave_the_line_after_the_last_one_came() -> None:
-    line, told = StartLine("fork", 3, 30), fork.SimpleQueue()
+    line, told = StartLine(3, 30), fork.SimpleQueue()
     children = [fork.Process(target=_arrive, args=(line, rank, told)) for rank in range(3)]
     for child in children:
         last = time.monotonic()
@@ -41,7 +41,7 @@ def test_ranks_leave_the_line_after_the_last_one_came() -> None:
 
 def test_ranks_that_never_came_are_named() -> None:
     with pytest.raises(NotStarted, match=r"^ranks 0, 2 were not started within launch.timeout_s=0.05$") as caught:
-        StartLine("fork", 3, 0.05).wait(1)
+        StartLine(3, 0.05).wait(1)
     assert caught.value.ranks == (0, 2)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megastack.launch.stopping import SIGNALS, StopForwarder, StoppedEarly
+from megastack.training.signals import StopRequest
 
 fork = multiprocessing.get_context("fork")
 
@@ -55,9 +56,51 @@ def test_children_that_do_not_listen_are_killed_after_the_grace_or_by_a_second_i
     assert child.exitcode == -signal.SIGKILL and stop.killed
 
 
-def test_a_signal_without_children_is_raised():
-    with pytest.raises(StoppedEarly, match="SIGTERM before"), StopForwarder(grace_s=1):
+def test_a_signal_without_children_keeps_them_from_being_started():
+    with StopForwarder(grace_s=1) as stop:
+        stop.check()
         os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(StoppedEarly, match="received SIGTERM before the ranks started"):
+            stop.check()
+
+
+def test_a_signal_before_the_children_reaches_those_that_were_started_all_the_same():
+    with StopForwarder(grace_s=30) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        child = _started(obey=True)
+        child.join()
+    assert (child.exitcode, stop.killed) == (signal.SIGTERM, False)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored_in_launcher_and_ranks():
+    """As under nohup."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopForwarder(grace_s=30) as stop, StopRequest(None, SIGNALS) as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.received is None and not request.code
+        with StopRequest(None, SIGNALS) as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert request.code == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+def test_a_hangup_with_the_terminal_gone_is_passed_on():
+    """Nothing can be written to standard error."""
+    kept, (reader, writer) = os.dup(2), os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    try:
+        with StopForwarder(grace_s=30) as stop:
+            child = _started(obey=True)
+            os.kill(os.getpid(), signal.SIGHUP)
+            child.join()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(writer)
+    assert (child.exitcode, stop.received) == (signal.SIGHUP, signal.SIGHUP)
 
 
 def test_a_forked_child_keeps_quiet_about_the_handler_it_inherits():

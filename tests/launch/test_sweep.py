@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 import megastack.launch.local as local
 import megastack.launch.sweep as sweep
+from megastack.observe.folder import claim
 from megastack.training.state import RunResult
 from tests.tiny_runs import losses, text, train
 
@@ -47,7 +49,7 @@ def test_illegal_jobs_are_listed_and_the_rest_runs(tmp_path, capfd):
 )
 def test_where_every_job_is_illegal_nothing_starts(tmp_path, monkeypatch, capfd, faulty, reasons):
     """Broken rules, values that cannot be read, and what only data or model can tell: no folder, no ranks, 78."""
-    monkeypatch.setattr(local, "elastic_launch", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(local, "run_agent", lambda *_, **__: pytest.fail("ranks were started"))
     table = tmp_path / "table.json"
     text(tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -83,6 +85,80 @@ def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capfd, endings, code, s
     assert train(tmp_path, "-m", "seed=1,2") == code
     assert len(left) == 2 - started
     assert ("1 more job was not started" in capfd.readouterr().out) is (started == 1)
+
+
+def _places(tmp_path, monkeypatch, *overrides):
+    """Where each job of a sweep goes; every folder is made."""
+    found = []
+
+    def launch(config, overrides, *, place, **more):
+        found.append((config.run.dir, claim(place(), tmp_path).path))
+        return RunResult("completed", 1, None, found[-1][1], None)
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    assert train(tmp_path, "-m", *overrides) == 0
+    return [str(path.resolve().relative_to(tmp_path)) for _, path in found], [Path(intended) for intended, _ in found]
+
+
+@pytest.mark.parametrize(
+    ("given", "places"),
+    [
+        (["seed=1,2", "run.dir={}/all"], ["all/1", "all/2"]),
+        (["seed=1,2", "run.dir={}/s${{seed}}"], ["s1", "s2"]),
+        (["seed=1,2", "run.dir={}/a,{}/b"], ["a/1", "b/2", "a/3", "b/4"]),
+        (["seed=1,2", "run.steps=1,2", "run.dir={}/s${{seed}}"], ["s1/1", "s1/2", "s2/3", "s2/4"]),
+        (["seed=1,2,1", "run.dir={}/s${{seed}}"], ["s1/1", "s2", "s1/3"]),
+        (["seed=1,2", "run.dir={}/x/../all,{}/all"], ["all/1", "all/2", "all/3", "all/4"]),
+    ],
+)
+def test_each_job_resolves_its_own_folder(tmp_path, monkeypatch, given, places):
+    """One that is a job's alone is its run folder; one that several have in common holds numbered ones."""
+    found, intended = _places(tmp_path, monkeypatch, *(text.format(tmp_path, tmp_path) for text in given))
+    assert found == places
+    assert len(set(found)) == len(found)
+    assert all(path.name == Path(place).name for path, place in zip(intended, found, strict=True))
+
+
+def test_each_job_resolves_its_own_root(tmp_path, monkeypatch):
+    found, _ = _places(tmp_path, monkeypatch, "seed=1,2", "run.dir=null", f"run.root={tmp_path}/r${{seed}}")
+    assert [place.split("/")[0] for place in found] == ["r1", "r2"]
+
+
+def test_a_folder_that_is_taken_gets_a_number(tmp_path, monkeypatch):
+    claim(tmp_path / "s2", tmp_path)
+    found, _ = _places(tmp_path, monkeypatch, "seed=1,2", f"run.dir={tmp_path}/s${{seed}}")
+    assert found == ["s1", "s2-2"]
+
+
+def test_the_table_says_why_a_job_did_not_complete(tmp_path, monkeypatch, capfd):
+    """A failure with its folder; one of the launcher itself leaves the other jobs alone."""
+    endings = iter([("failed", "ValueError: the layer broke\nbecause"), None, ("completed", None)])
+
+    def launch(config, overrides, **more):
+        if (ending := next(endings)) is None:
+            raise OSError("the disk is gone")
+        return RunResult(ending[0], 1, None, tmp_path / "folder", ending[1])
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    assert train(tmp_path, "-m", "seed=1,2,4") == 1
+    header, *lines = capfd.readouterr().out.rstrip().splitlines()[-4:]
+    assert header.endswith("reason")
+    assert lines[0].endswith(f"{tmp_path}/folder  ValueError: the layer broke (and 1 more line)")
+    assert lines[1].split()[:3] == ["2", "failed", "0"] and lines[1].endswith("  OSError: the disk is gone")
+    assert lines[2].endswith(f"{tmp_path}/folder")
+
+
+def test_the_last_of_several_values_of_a_key_is_shown(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sweep, "launch", lambda *_, **__: RunResult("completed", 1, None, tmp_path, None))
+    assert train(tmp_path, "-m", "seed=7", "+seed=1,2") == 0
+    assert [line.split()[0] for line in capfd.readouterr().out.rstrip().splitlines()[-3:]] == ["seed", "1", "2"]
+
+
+@pytest.mark.parametrize("faulty", ["optim.lr=glob(*)", "seed=range(3,0)", "seed=range(0,1,0)", "seed=choice(1,"])
+def test_a_malformed_sweep_is_refused_in_a_sentence(tmp_path, capfd, faulty):
+    assert train(tmp_path, "-m", faulty) == 78
+    said = capfd.readouterr().err
+    assert said.startswith(f"{faulty}: ") and len(said.splitlines()) == 1
 
 
 @pytest.mark.full

@@ -1,0 +1,154 @@
+"""How many CPU threads a rank computes with, and why.
+
+Threads share a matrix product by halves, and all wait for the last one. Two things make that slower than one thread.
+A product of a small model takes less time than waking a thread. And on a machine that runs other programs as well, one
+of the threads often waits for a CPU; where OpenMP lets the others spin meanwhile, they take the CPU that it waits for,
+and a step takes ten times as long. The command line therefore lets waiting threads sleep
+(:func:`~megastack.launch.environment.let_threads_sleep`), and a small model gets one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megastack.config.schema import TrainConfig
+from megastack.launch.environment import cpus_of_task, lets_threads_sleep
+
+WORK_PER_THREAD = 2**23
+"""Multiplications and additions that a thread needs of a matrix product, about a quarter of a millisecond."""
+
+
+@dataclass(frozen=True)
+class Cpus:
+    """The CPUs that this process may use.
+
+    Attributes:
+        allowed: those that it may be scheduled on.
+        quota: how many of them its control groups let it use at a time; ``None`` for all.
+        load: processes on the machine that were running or waiting for a CPU in the last minute.
+        installed: all CPUs of the machine.
+    """
+
+    allowed: int
+    quota: float | None = None
+    load: float = 0.0
+    installed: int = 0
+
+    @classmethod
+    def here(cls) -> Cpus:
+        """What the operating system says."""
+        installed = os.cpu_count() or 1
+        allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else installed
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        return cls(allowed, cpu_quota(), load, installed)
+
+    @property
+    def usable(self) -> int:
+        """Threads that can run at a time."""
+        return self.allowed if self.quota is None else max(1, min(self.allowed, int(self.quota)))
+
+
+@dataclass(frozen=True)
+class Threads:
+    """A number of threads and the reason for it, in words."""
+
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.count} thread{'' if self.count == 1 else 's'} ({self.reason})"
+
+
+def choose_threads(
+    config: TrainConfig, environment: Mapping[str, str] | None = None, cpus: Cpus | None = None
+) -> Threads:
+    """The threads of this rank: as configured, else as OpenMP's variable says, else what the work is worth.
+
+    Args:
+        config: a legal configuration.
+        environment: with ``LOCAL_WORLD_SIZE`` where other ranks share the machine.
+        cpus: those of this process.
+    """
+    env = os.environ if environment is None else environment
+    if config.launch.threads_per_rank is not None:
+        return Threads(config.launch.threads_per_rank, "launch.threads_per_rank")
+    said = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
+    if said.isdigit() and int(said):
+        return Threads(int(said), "OMP_NUM_THREADS")
+    return _worth(config, env, Cpus.here() if cpus is None else cpus)
+
+
+def _worth(config: TrainConfig, env: Mapping[str, str], cpus: Cpus) -> Threads:
+    ranks = int(env.get("LOCAL_WORLD_SIZE", "1"))
+    own = cpus_of_task(env)
+    share = max(1, cpus.usable // ranks) if own is None else min(cpus.usable, own)
+    limits = [Threads(share, _share(cpus, ranks, own))]
+    fits = max(1, work(config) // WORK_PER_THREAD)
+    size, tokens = config.model.hidden, _tokens(config)
+    limits.append(Threads(fits, f"hidden {size} and {tokens:,} tokens a microbatch are too small for more"))
+    if not lets_threads_sleep(env):
+        idle = max(1, int(cpus.installed - cpus.load) // ranks)
+        limits.append(Threads(idle, f"OpenMP's threads spin while they wait, and the load is {cpus.load:.1f}"))
+    return min(limits, key=lambda limit: limit.count)
+
+
+def work(config: TrainConfig) -> int:
+    """Multiplications and additions of a matrix product of this rank, the smaller kind in a block."""
+    return 2 * _tokens(config) * config.model.hidden**2 // config.parallel.tp
+
+
+def _tokens(config: TrainConfig) -> int:
+    return config.batch.micro_size * config.batch.sequence_length // config.parallel.cp
+
+
+def _share(cpus: Cpus, ranks: int, own: int | None) -> str:
+    if own is not None:
+        return "SLURM_CPUS_PER_TASK"
+    quota = f", by quota {cpus.quota:g}" if cpus.quota is not None and cpus.quota < cpus.allowed else ""
+    return f"{cpus.allowed} CPU{'' if cpus.allowed == 1 else 's'}{quota}, {ranks} rank{'' if ranks == 1 else 's'} here"
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The CPUs that the control groups of this process allow it at a time, the smallest of all levels.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    found = [_quota(folder) for folder in _control_groups(root)]
+    return min((quota for quota in found if quota is not None), default=None)
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """The folders of this process's CPU control groups and of those above, of either version of the interface.
+
+    In a container, the path is often that of the host, and what is mounted is the container's own group.
+    """
+    folders = list[Path]()
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        names = controllers.split(",")
+        if controllers and "cpu" not in names:
+            continue
+        mounts = [root / "sys/fs/cgroup" / name for name in (("cpu", controllers) if controllers else ("",))]
+        inner = Path(path.lstrip("/"))
+        folders += [mount / level for mount in mounts for level in (inner, *inner.parents)]
+    return folders
+
+
+def _quota(folder: Path) -> float | None:
+    quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+    if not period:
+        quota, period = (_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
