@@ -26,6 +26,10 @@ NEVER_ONE = {
     ("layers/cache.py", "seen"),  # an assertion
     ("layers/loss.py", "logits_BSV.shape[-1]"),  # a padded vocabulary
     ("layers/loss.py", "group.size"),  # one rank has all columns
+    ("config/overrides.py", "MOST_JOBS"),
+    ("config/overrides.py", "jobs"),  # more than the limit
+    ("config/text_rules.py", "LONGEST_NAME"),
+    ("launch/weights.py", "vocab"),
     ("config/elastic.py", "replica"),  # does not fit in the ranks, of which there is one
     ("config/layout_rules.py", "count"),  # more stages than layers
     ("config/stage_rules.py", "BYTE_IDS"),
@@ -34,7 +38,8 @@ NEVER_ONE = {
     ("data/blend.py", "drawn"),  # more than a period
     ("data/indexed.py", "lengths.max()"),  # more than the format holds
     ("interop/command.py", "done.parameters"),
-    ("interop/transfer.py", "total_parameters(config)"),
+    ("interop/transfer.py", "size"),  # parameters of a model
+    ("interop/transfer.py", "model.window"),
     ("interop/hub_config.py", "length"),  # longer than the window
     ("interop/proof.py", "SEQUENCES"),
     ("launch/local.py", "RANKS_PER_CPU * cpus"),
@@ -50,6 +55,8 @@ NEVER_ONE = {
 NOT_A_COUNT = {
     ("config/layout_rules.py", "zero.stage"),
     ("config/value_rules.py", "source"),
+    ("interop/hub_config.py", "absent"),
+    ("testing/parity_cause.py", "classes.label(blame.module)"),
     ("data/indexed.py", "self.dtype"),
     ("data/sources.py", "source"),
     ("pipeline/schedule.py", "rank"),

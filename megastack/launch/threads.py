@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megastack.config.schema import TrainConfig
+from megastack.errors import counted
 from megastack.launch.environment import cpus_of_task, lets_threads_sleep
 
 WORK_PER_THREAD = 2**23
@@ -89,7 +90,7 @@ def _worth(config: TrainConfig, env: Mapping[str, str], cpus: Cpus) -> Threads:
     limits = [Threads(share, _share(cpus, ranks, own))]
     fits = max(1, work(config) // WORK_PER_THREAD)
     size, tokens = config.model.hidden, _tokens(config)
-    limits.append(Threads(fits, f"hidden {size} and {tokens:,} tokens a microbatch are too small for more"))
+    limits.append(Threads(fits, f"hidden {size} and {counted(tokens, 'token')} a microbatch are too small for more"))
     if not lets_threads_sleep(env):
         idle = max(1, int(cpus.installed - cpus.load) // ranks)
         limits.append(Threads(idle, f"OpenMP's threads spin while they wait, and the load is {cpus.load:.1f}"))

@@ -26,7 +26,13 @@ from megastack.observe.console import Console
 FAILED = 1
 
 
-WITHOUT_TOKENIZER: dict[str, Any] = {"source": DataSource.bin, "paths": [""], "blend": [], "stages": [], "pack": True}
+WITHOUT_TOKENIZER: dict[str, Any] = {
+    "source": DataSource.bin,
+    "paths": ["ids.npy"],
+    "blend": [],
+    "stages": [],
+    "pack": True,
+}
 """Data that are ids already, as far as the rules ask."""
 
 

@@ -22,6 +22,7 @@ from megastack.config.schema import (
     ScheduleOptions,
     TrainConfig,
 )
+from megastack.errors import counted
 from megastack.layers.rules import divisors
 from megastack.pipeline.schedules.registry import schedule_names
 
@@ -89,7 +90,7 @@ def layout_text(config: TrainConfig) -> str:
     sizes = {"dp": data_parallel_degree(config), "cp": grid.cp, "tp": grid.tp, "pp": grid.pp, "ep": grid.ep}
     words = [" × ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"]
     if grid.zero.stage:
-        shared = f" of {grid.zero.shard_size} ranks" if grid.zero.shard_size else ""
+        shared = f" of {counted(grid.zero.shard_size, 'rank')}" if grid.zero.shard_size else ""
         words.append(f"ZeRO {grid.zero.stage}{shared}")
     if grid.tp > 1:
         words.append("sequence parallel" if grid.sequence_parallel else "no sequence parallelism")
