@@ -37,6 +37,8 @@ from torch.distributed.checkpoint.planner import (
 
 from megastack.checkpoint.cover import cover_fault, overlap, within
 from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.together import local_work
+from megastack.comm.trail import Trail
 from megastack.errors import CheckpointError
 from megastack.placement.boxes import Box
 
@@ -44,7 +46,8 @@ from megastack.placement.boxes import Box
 class BoxSavePlanner(SavePlanner):
     """Plans the writing of every rank's items; each box is written by one of the ranks that hold it."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, trail: Trail | None = None) -> None:
+        self.trail = trail or Trail()
         self._state = state
         self._tensors: dict[MetadataIndex, Tensor] = {}
 
@@ -52,12 +55,14 @@ class BoxSavePlanner(SavePlanner):
         """Check this rank's items; what torch passes is not needed."""
         self._items = self._state.by_name().values()
 
+    @local_work
     def create_local_plan(self) -> SavePlan:
         """All boxes of this rank; items that have none here travel by name, so that nothing vanishes."""
         writes = [self._write_item(item, box, tensor) for item in self._items for box, tensor in item.filled_boxes()]
         absent = {item.name: item.shape for item in self._items if not any(item.filled_boxes())}
         return SavePlan(writes, planner_data=absent)
 
+    @local_work
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Keep one copy of each box and describe the whole.
 

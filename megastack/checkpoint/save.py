@@ -101,13 +101,13 @@ def save(path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = Fal
         writing = AsynchronousSave(target, state, world, writer.kept)
         writer.last = SaveHandle(target, time.perf_counter() - began, writing)
         return writer.last
-    storage = BoxWriter(target, world.rank, state.trainer)
+    storage = BoxWriter(target, world, state.trainer)
     try:
         with one_error(f"{target}: was not saved"), world.blocks("checkpoint_save"):
             dcp.save(
                 {},
                 storage_writer=storage,
-                planner=BoxSavePlanner(state),
+                planner=BoxSavePlanner(state, world.trail),
                 process_group=world.group,
                 no_dist=world.group is None,
             )

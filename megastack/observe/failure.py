@@ -34,6 +34,7 @@ class FailureRecord:
         message: the message alone.
         echo: the error says no more than that another rank is gone.
         refused: nothing was trained yet, and the error is the user's to mend.
+        blames: other ranks that the error is about.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class FailureRecord:
     message: str
     echo: bool = False
     refused: bool = False
+    blames: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class FailureRecord:
             message=str(error),
             echo=echo,
             refused=refused,
+            blames=[other for other in getattr(error, "ranks", ()) if other != rank],
         )
 
     def write(self, path: Path) -> None:
@@ -97,6 +100,11 @@ def read_failures(folder: Path) -> list[FailureRecord]:
     """The records in a folder, in order of importance (:func:`by_cause`)."""
     paths = folder.glob("rank_*.json")
     return by_cause([FailureRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths])
+
+
+def any_failed(folder: Path) -> bool:
+    """Whether a rank has left a record in a folder."""
+    return any(folder.glob("rank_*"))
 
 
 def by_cause(records: Iterable[FailureRecord]) -> list[FailureRecord]:
