@@ -105,7 +105,7 @@ def load(
     with one_error(f"{folder}: was not loaded, and left the state half filled"), world.blocks("checkpoint_load"):
         dcp.load(
             {},
-            storage_reader=BoxReader(folder, manifest),
+            storage_reader=BoxReader(folder, manifest, world),
             planner=BoxLoadPlanner(here),
             process_group=world.group,
             no_dist=world.group is None,

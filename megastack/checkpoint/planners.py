@@ -39,6 +39,8 @@ from torch.distributed.checkpoint.planner import (
 
 from megastack.checkpoint.cover import cover_fault, overlap, within
 from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.together import local_work
+from megastack.comm.trail import Trail
 from megastack.errors import CheckpointError
 from megastack.placement.boxes import Box
 
@@ -54,7 +56,8 @@ class _Beside:
 class BoxSavePlanner(SavePlanner):
     """Plans the writing of every rank's items; each box is written by one of the ranks that hold it."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, trail: Trail | None = None) -> None:
+        self.trail = trail or Trail()
         self._state = state
         self._tensors: dict[MetadataIndex, Tensor] = {}
 
@@ -62,6 +65,7 @@ class BoxSavePlanner(SavePlanner):
         """Check this rank's items; what torch passes is not needed."""
         self._items = self._state.by_name().values()
 
+    @local_work
     def create_local_plan(self) -> SavePlan:
         """All boxes of this rank; items that have none here travel by name, so that nothing vanishes."""
         writes = [self._write_item(item, box, tensor) for item in self._items for box, tensor in item.filled_boxes()]
@@ -73,6 +77,7 @@ class BoxSavePlanner(SavePlanner):
         }
         return SavePlan(writes, planner_data=_Beside(absent, checksums))
 
+    @local_work
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Keep one copy of each box and describe the whole.
 

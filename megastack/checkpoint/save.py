@@ -105,13 +105,13 @@ def save(
         writing = AsynchronousSave(target, state, world, writer.kept, guard)
         writer.last = SaveHandle(target, time.perf_counter() - began, writing)
         return writer.last
-    storage = BoxWriter(target, world.rank, state.trainer, guard)
+    storage = BoxWriter(target, world, state.trainer, guard)
     try:
         with one_error(f"{target}: was not saved"), world.blocks("checkpoint_save"):
             dcp.save(
                 {},
                 storage_writer=storage,
-                planner=BoxSavePlanner(state),
+                planner=BoxSavePlanner(state, world.trail),
                 process_group=world.group,
                 no_dist=world.group is None,
             )

@@ -30,7 +30,9 @@ from megastack.checkpoint.manifest import ITEM_SIZES, BoxRecord, Manifest, Tenso
 from megastack.checkpoint.parts import Part, read_parts
 from megastack.checkpoint.publish import Guard
 from megastack.checkpoint.recovery import begin
+from megastack.checkpoint.together import local_work
 from megastack.checkpoint.write import RankReport, complete, trainer_text, write_share
+from megastack.comm.group import AxisGroup
 from megastack.placement.boxes import Box
 
 
@@ -39,14 +41,15 @@ class BoxWriter(StorageWriter):
 
     Args:
         path: the folder that the checkpoint will be.
-        rank: this rank; it names the file.
+        world: all ranks; this one names the file.
         trainer: the trainer's state; the coordinator's is written.
         guard: the coordinator's, as for :func:`~megastack.checkpoint.save.save`.
     """
 
-    def __init__(self, path: Path, rank: int, trainer: dict[str, Any], guard: Guard | None = None) -> None:
+    def __init__(self, path: Path, world: AxisGroup, trainer: dict[str, Any], guard: Guard | None = None) -> None:
+        self.trail = world.trail
         self._path = path
-        self._rank = rank
+        self._rank = world.rank
         self._trainer = trainer
         self._trainer_text = ""
         self._guard = guard
@@ -61,12 +64,14 @@ class BoxWriter(StorageWriter):
         """The plan, as it is."""
         return plan
 
+    @local_work
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder; only the coordinator is asked, and nobody writes before it answers."""
         self._trainer_text = trainer_text(self._trainer)
         begin(self._path, self._guard)
         return plans
 
+    @local_work
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file; the one result is its report."""
 
@@ -81,6 +86,7 @@ class BoxWriter(StorageWriter):
         done.set_result([WriteResult(MetadataIndex(f"rank {self._rank}"), size, report)])
         return done
 
+    @local_work
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Add the trainer's state and the manifest, and publish; called on the coordinator after all ranks wrote."""
         reports: list[RankReport] = [result.storage_data for rank in results for result in rank]
@@ -98,7 +104,8 @@ class BoxReader(StorageReader):
     Every file that any rank reads from is checked by one rank, the one that reads most of it, in the same pass.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, world: AxisGroup) -> None:
+        self.trail = world.trail
         self._path = path
         self._manifest = manifest
         self._records = {
@@ -115,6 +122,7 @@ class BoxReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up."""
 
+    @local_work
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, with the bytes that this rank reads of each file."""
         wanted: dict[str, int] = defaultdict(int)
@@ -123,11 +131,13 @@ class BoxReader(StorageReader):
             wanted[self._record(item).file] += item.lengths.numel() * size
         return replace(plan, storage_data=dict(wanted))
 
+    @local_work
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Tell each rank which files it is to check; only the coordinator is asked."""
         checks = share_checks([plan.storage_data for plan in plans])
         return [replace(plan, storage_data=mine) for plan, mine in zip(plans, checks, strict=True)]
 
+    @local_work
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill this rank's tensors, one file after another."""
         parts = defaultdict(list)

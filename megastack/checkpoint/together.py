@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -92,6 +93,17 @@ def _from_first(values: list[Any], world: AxisGroup) -> Any:
     with world.blocks("scatter_object"):
         dist.scatter_object_list(received, values or None, src=world.ranks[0], group=world.group)
     return received[0]
+
+
+def local_work(method: Callable[..., T]) -> Callable[..., T]:
+    """A method that torch calls on the way, as this rank's own work: the others may wait for it meanwhile."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> T:
+        with self.trail.local_work():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 @contextmanager

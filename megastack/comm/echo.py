@@ -1,21 +1,60 @@
-"""Errors that say no more than that another rank is gone: they follow the one that tells why."""
+"""Which errors report a secondary (peer) failure: another rank is gone or late, and its own report says why.
+
+The transport has many texts for that, and some name no transport at all, so texts alone do not decide. An error counts
+as a peer failure where it was raised: inside a collective, a message, a wait for either, or the store.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
+
+_OWN = f"{Path(__file__).parent}/"
+_TORCH = f"{Path(torch.__file__).parent}/"
+_TRANSPORT = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distributed/_functional_collectives.py")
+_DISPATCH = f"{_TORCH}_ops.py"
+_TEXTS = ("gloo/", "caused pair closure", "NCCL")
+"""For waits in code that is neither torch's nor megastack's, where the call itself leaves no frame."""
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank cannot be reached (any longer)."""
-    return any(
-        isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "gloo/" in str(cause))
-        for cause in _causes(error)
-    )
+    """Whether an error, or one that led to it, says no more than that other ranks cannot be reached (any longer)."""
+    return any(_is_peer_failure(cause) for cause in _causes(error))
+
+
+def _is_peer_failure(error: BaseException) -> bool:
+    """An error of torch's own class for it, or a plain ``RuntimeError`` of the transport.
+
+    Subclasses have meanings of their own: out of memory, not implemented, a failed kernel.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and (_in_transport(error) or any(text in str(error) for text in _TEXTS))
+
+
+def _in_transport(error: BaseException) -> bool:
+    """Whether an error comes from torch's communication, or from one of megastack's waits for it."""
+    calls = []
+    trace = error.__traceback__
+    while trace is not None:
+        calls.append((trace.tb_frame.f_code.co_filename, trace.tb_frame.f_code.co_name))
+        trace = trace.tb_next
+    return is_transport(calls)
+
+
+def is_transport(calls: Sequence[tuple[str, str]]) -> bool:
+    """Whether a stack, as files and functions, ends in torch's communication, or in one of megastack's waits for it."""
+    file, name = next((call for call in reversed(calls) if call[0] != _DISPATCH), ("", ""))
+    return file in _TRANSPORT or (file.startswith(_OWN) and name == "wait")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    """The error and those that led to it, the outermost first."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
         yield error
-        error = error.__cause__
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

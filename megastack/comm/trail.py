@@ -55,13 +55,19 @@ def line_of(axis: str, op: str, ranks: tuple[int, ...]) -> str:
     return f"{axis} {ranks[0]}-{ranks[-1]}/{len(ranks)}"
 
 
+def _key(axis: str, op: str, ranks: tuple[int, ...]) -> tuple[Hashable, ...]:
+    """What a trail counts a line by; cheaper than its name."""
+    return axis, op in MESSAGES and op, ranks[0], ranks[-1], len(ranks)
+
+
 class Trail:
     """What one rank did last.
 
     Attributes:
         layer: the layer being computed, where that is known.
         waiting: the operation that this rank waits for; it stays after a wait that failed.
-        moved: when (``time.monotonic``) this rank last started, waited for or got anything.
+        since: when (``time.monotonic``) the transport began to wait for it.
+        moved: when this rank last started, waited for or got anything.
         operations: the last ones, the newest last.
         actions: likewise, of the pipeline.
     """
@@ -69,14 +75,14 @@ class Trail:
     def __init__(self) -> None:
         self.layer: str | None = None
         self.waiting: Operation | None = None
-        self.moved = time.monotonic()
+        self.since = self.moved = time.monotonic()
         self.operations: deque[Operation] = deque(maxlen=KEPT)
         self.actions: deque[object] = deque(maxlen=KEPT)
         self._numbers: dict[tuple[Hashable, ...], int] = {}
 
     def start(self, axis: str, op: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> Operation:
         """Note that this rank takes part in an operation from now on."""
-        key = (axis, op in MESSAGES and op, ranks[0], ranks[-1], len(ranks))
+        key = _key(axis, op, ranks)
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         operation = Operation(axis, op, number, shape, ranks)
         self.operations.append(operation)
@@ -96,9 +102,29 @@ class Trail:
         yield
         self.end_wait()
 
-    def begin_wait(self, operation: Operation) -> None:
-        """This rank waits from now on."""
+    def begin_wait(self, operation: Operation, since: float | None = None) -> None:
+        """This rank waits from now on, and the transport since then, if it began earlier."""
         self.waiting, self.moved = operation, time.monotonic()
+        self.since = self.moved if since is None else since
+
+    @contextmanager
+    def local_work(self) -> Iterator[None]:
+        """This rank's own work inside an operation of several rounds, which it has not arrived at until that is done.
+
+        Nothing changes where no operation is waited for.
+        """
+        operation = self.waiting
+        if operation is None:
+            yield
+            return
+        key = _key(operation.axis, operation.op, operation.ranks)
+        self._numbers[key] -= 1
+        self.end_wait()
+        try:
+            yield
+        finally:
+            self._numbers[key] += 1
+            self.begin_wait(operation)
 
     def end_wait(self) -> None:
         """What this rank waited for has come."""
@@ -115,14 +141,18 @@ class Trail:
 class Waited:
     """Work of the backend whose wait shows on the trail."""
 
-    __slots__ = ("_operation", "_trail", "_work")
+    __slots__ = ("_operation", "_started", "_trail", "_work")
 
     def __init__(self, work: Any, trail: Trail, operation: Operation) -> None:
         self._work, self._trail, self._operation = work, trail, operation
+        self._started = None if operation.op in MESSAGES else time.monotonic()
 
     def wait(self) -> None:
-        """Block until the work is complete."""
-        self._trail.begin_wait(self._operation)
+        """Block until the work is complete.
+
+        The time-out of a collective counts from its start, that of a message from here.
+        """
+        self._trail.begin_wait(self._operation, self._started)
         self._work.wait()
         self._trail.end_wait()
 

@@ -30,7 +30,7 @@ from megastack.launch.stopping import SIGNALS, StopForwarder, StoppedEarly
 from megastack.launch.survivors import SurvivorKiller
 from megastack.launch.worker import Assignment, work
 from megastack.observe.console import Console
-from megastack.observe.failure import FailureRecord, by_cause, read_failures
+from megastack.observe.failure import FailureRecord, any_failed, by_cause, read_failures
 from megastack.observe.folder import RunFolder
 from megastack.observe.ownership import Heartbeat
 from megastack.observe.status import read_status, update_status
@@ -122,7 +122,7 @@ def _result(prepared: Prepared, hooks: Hooks | None, stop: StopForwarder) -> Run
     line = StartLine(ranks, config.launch.timeout_s)
     survivors = SurvivorKiller(
         ranks,
-        lambda: not told.empty() or any(folder.failures.glob("rank_*")),
+        lambda: not told.empty() or any_failed(folder.failures),
         config.launch.grace_s,
     )
     try:
@@ -131,7 +131,8 @@ def _result(prepared: Prepared, hooks: Hooks | None, stop: StopForwarder) -> Run
             returned = run_agent(agent(config, ranks), _rank, *work, before=stop.check)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        seen = Seen(rank, survivors.exit_codes() | {rank: failure.exitcode}, _why_killed(stop))
+        codes = survivors.exit_codes() | {rank: failure.exitcode}
+        seen = Seen(rank, codes, _why_killed(stop), survivors.outlasted)
         return _failed(prepared, seen, by_cause([*read_failures(folder.failures), *_drained(told)]))
     except StoppedEarly as error:
         reason = str(error)

@@ -18,22 +18,26 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from megastack.comm.echo import is_echo
+from megastack.comm.ledger import Ledger
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, MegastackError
+from megastack.launch.account import Seen, account_of
 from megastack.launch.environment import adopt_slurm, is_worker, world_size
 from megastack.launch.start import StartLine, agent, die_with_parent, run_agent
+from megastack.launch.survivors import SurvivorKiller
 from megastack.launch.threads import choose_threads
-from megastack.launch.worker import is_refusal
-from megastack.mesh.mesh import Mesh
-from megastack.observe.failure import FailureRecord, read_failures
+from megastack.launch.worker import is_of_others, is_refusal, join
+from megastack.observe.failure import FailureRecord, any_failed, read_failures
+from megastack.observe.folder import RunFolder
 from megastack.observe.streams import best_effort_output, protect_output
+from megastack.observe.watchdog import Watchdog, read_reports
 
 T = TypeVar("T")
 
 
 class RanksFailed(MegastackError):
-    """A rank failed; the text is its account."""
+    """A rank failed; the text is its failure report."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,13 @@ class _Task:
     config: TrainConfig
     work: Callable[..., Any]
     arguments: tuple[Any, ...]
-    failures: Path
+    folder: RunFolder
     line: StartLine
+
+    @property
+    def name(self) -> str:
+        """What the ranks do, for reports."""
+        return self.work.__module__.rpartition(".")[2]
 
 
 def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
@@ -54,24 +63,26 @@ def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
     """
     world = mesh_shape(config, world_size()).world_size
     if is_worker() or world == 1:
-        return _here(config, work, *arguments)
-    with tempfile.TemporaryDirectory(prefix="megastack-") as folder:
-        line = StartLine(world, config.launch.timeout_s)
-        task = _Task(config, work, arguments, Path(folder), line)
+        return _here(config, Ledger(), work, *arguments)
+    with tempfile.TemporaryDirectory(prefix="megastack-") as name:
+        folder = RunFolder(Path(name))
+        task = _Task(config, work, arguments, folder, StartLine(world, config.launch.timeout_s))
+        survivors = SurvivorKiller(world, lambda: any_failed(folder.failures), config.launch.grace_s)
         try:
-            with best_effort_output():
+            with survivors, best_effort_output():
                 returned = run_agent(agent(config, world), _rank, task)
         except ChildFailedError as error:
-            raise _account(error, Path(folder)) from None
+            rank, failure = error.get_first_failure()
+            seen = Seen(rank, survivors.exit_codes() | {rank: failure.exitcode}, outlasted=survivors.outlasted)
+            raise _failure(task, seen) from None
     result: T = returned[0]
     return result
 
 
-def _here(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
+def _here(config: TrainConfig, ledger: Ledger, work: Callable[..., T], *arguments: Any) -> T:
     adopt_slurm()
     torch.set_num_threads(choose_threads(config).count)
-    shape = mesh_shape(config, world_size())
-    mesh = Mesh.from_environment(shape, device=config.device.value, timeout_s=config.launch.timeout_s)
+    mesh = join(mesh_shape(config, world_size()), config, ledger)
     try:
         return work(config, mesh, *arguments)
     finally:
@@ -80,24 +91,34 @@ def _here(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _rank(task: _Task) -> Any:
-    """A rank of this launcher: it ends with it, and leaves its account where it fails."""
+    """A rank of this launcher: it ends with the launcher, and writes a failure record and a report where it fails."""
     die_with_parent()
     protect_output()
-    rank = int(os.environ["RANK"])
+    rank, ledger, config = int(os.environ["RANK"]), Ledger(), task.config
+    place = mesh_shape(config).coordinates(rank)
     try:
         task.line.wait(rank)
-        return _here(task.config, task.work, *task.arguments)
+        with Watchdog(
+            ledger.trail,
+            task.folder.report(rank),
+            rank,
+            place,
+            limit_s=config.launch.timeout_s,
+            doing=lambda: task.name,
+            failed=lambda: any_failed(task.folder.failures),
+        ):
+            return _here(config, ledger, task.work, *task.arguments)
     except BaseException as error:
-        place, refused = mesh_shape(task.config).coordinates(rank), is_refusal(error)
-        record = FailureRecord.of(error, rank, place, step=0, action="", echo=is_echo(error), refused=refused)
-        record.write(task.failures / f"rank_{rank:05d}.json")
+        echo = is_echo(error) or is_of_others(error, rank)
+        refused = is_refusal(error)
+        record = FailureRecord.of(error, rank, place, step=0, action=task.name, echo=echo, refused=refused)
+        record.write(task.folder.failure(rank))
         raise
 
 
-def _account(error: ChildFailedError, folder: Path) -> MegastackError:
-    """The first failure: a refusal that all ranks share, or one rank's own account."""
-    records = read_failures(folder)
-    if not records:
-        rank, failure = error.get_first_failure()
-        return RanksFailed(f"rank {rank} ended with exit code {failure.exitcode} and without a traceback")
-    return ConfigError(records[0].message) if records[0].refused else RanksFailed(records[0].describe())
+def _failure(task: _Task, seen: Seen) -> MegastackError:
+    """The first failure: a configuration error that all ranks share, or the report about one rank."""
+    config, folder = task.config, task.folder
+    records, reports = read_failures(folder.failures), read_reports(folder.watch)
+    account = account_of(records, reports, seen, mesh_shape(config), config.launch.timeout_s)
+    return ConfigError(account.reason) if account.refused else RanksFailed(account.text)

@@ -28,11 +28,15 @@ class SurvivorKiller:
         ranks: how many processes will be started.
         failed: whether a rank has failed; asked often, on a thread.
         grace_s: how long the others have to end by themselves.
+
+    Attributes:
+        outlasted: the ranks that were killed.
     """
 
     def __init__(self, ranks: int, failed: Callable[[], bool], grace_s: float) -> None:
         self._count, self._failed, self._grace_s = ranks, failed, grace_s
         self._others = set(multiprocessing.active_children())
+        self.outlasted: set[int] = set()
         self._ranks: list[BaseProcess] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="survivors", daemon=True)
@@ -66,8 +70,9 @@ class SurvivorKiller:
             self._ranks = sorted(found, key=lambda child: [int(number) for number in re.findall(r"\d+", child.name)])
 
     def _kill(self) -> None:
-        for child in self._ranks:
+        for rank, child in enumerate(self._ranks):
             if child.pid is not None and child.is_alive():
+                self.outlasted.add(rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
 

@@ -37,7 +37,7 @@ from megastack.launch.memory import keep_freed_memory
 from megastack.launch.threads import choose_threads
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
-from megastack.observe.failure import FailureRecord
+from megastack.observe.failure import FailureRecord, any_failed
 from megastack.observe.folder import RunFolder
 from megastack.observe.logging import set_up_logging
 from megastack.observe.ownership import Ownership, OwnershipGuard
@@ -109,15 +109,18 @@ def work(
         try:
             if first is not None:
                 first(rank)
-            ledger, place, limit_s = Ledger(), shape.coordinates(rank), config.launch.timeout_s
-            report = folder.report(rank)
+            ledger = Ledger()
             with Watchdog(
-                *(ledger.trail, report, rank, place),
-                limit_s=limit_s,
+                ledger.trail,
+                folder.report(rank),
+                rank,
+                shape.coordinates(rank),
+                limit_s=config.launch.timeout_s,
                 doing=lambda: _whereabouts(loop),
+                failed=lambda: any_failed(folder.failures),
                 may_write=lambda: assignment.may_write,
             ):
-                mesh = _join(shape, config, ledger)
+                mesh = join(shape, config, ledger)
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
                 log.info("started with pid %d on %s, %s", os.getpid(), mesh.device, threads)
@@ -144,7 +147,7 @@ def work(
     return result
 
 
-def _join(shape: MeshShape, config: TrainConfig, ledger: Ledger) -> Mesh:
+def join(shape: MeshShape, config: TrainConfig, ledger: Ledger) -> Mesh:
     """The mesh; who waits here for others in vain says so."""
     with ledger.trail.waits(ledger.trail.start(*JOINING, (), tuple(range(shape.world_size)))):
         limit_s = config.launch.timeout_s

@@ -35,6 +35,7 @@ class FailureRecord:
         message: the message alone.
         echo: the error says no more than that another rank is gone.
         refused: nothing was trained yet, and the error is the user's to mend.
+        blames: other ranks that the error is about.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class FailureRecord:
     message: str
     echo: bool = False
     refused: bool = False
+    blames: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class FailureRecord:
             message=str(error),
             echo=echo,
             refused=refused,
+            blames=[other for other in getattr(error, "ranks", ()) if other != rank],
         )
 
     @classmethod
@@ -111,6 +114,11 @@ def read_failures(folder: Path) -> list[FailureRecord]:
     """The records in a folder, in order of importance (:func:`by_cause`)."""
     found = [FailureRecord.read(path) for path in folder.glob("rank_*.json")]
     return by_cause(record for record in found if record is not None)
+
+
+def any_failed(folder: Path) -> bool:
+    """Whether a rank has left a record in a folder."""
+    return any(folder.glob("rank_*"))
 
 
 def by_cause(records: Iterable[FailureRecord]) -> list[FailureRecord]:

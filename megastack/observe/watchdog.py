@@ -1,8 +1,9 @@
 """When a rank waits in vain: every rank writes down where it stands, and the accounts together name who is missing.
 
-A :class:`Watchdog` writes this rank's :class:`Report` when nothing has moved for the time-out, from a thread of its
-own, or when the rank fails. A stopped process writes nothing, which tells as much. :func:`diagnose` puts the reports
-together: operations are numbered alike on all ranks, so it can be seen who did not arrive at one, and who waits.
+A :class:`Watchdog` writes the :class:`Report` of its rank from a thread of its own: when nothing has moved for most of
+the time-out, and when this rank or another one fails. The reports of all ranks are therefore complete when the first
+wait times out. A stopped process writes none. :func:`diagnose` compares the reports: operations have the same numbers
+on all ranks, so the reports show which rank did not arrive at an operation and which ranks wait for it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,10 +26,12 @@ from megastack.mesh.shape import Axis, describe_coordinates
 from megastack.observe.files import replace_text
 from megastack.records import RecordError, integer, integers, mapping, number, read_record, sequence, string
 
-LOOKS = 10
-"""How often the thread looks within the time-out, at most once a second."""
-RECOVERED_S = 10.0
-"""A rank that has gone on for this long takes back what it wrote."""
+MOST_OF_IT = 0.9
+"""A wait that has taken this part of the time-out counts as one that will end by it."""
+LOOKS = 20
+"""How often the thread looks within the time-out, at least once a second."""
+ASKS_AFTER_S = 5.0
+"""After so long without a move it asks whether others have failed, or after one look of a short time-out."""
 FRAMES = 12
 JOINING = ("world", "join")
 """Axis and kind of what comes before every operation: the ranks find each other and open their groups."""
@@ -42,8 +46,9 @@ class Report:
         coordinates: its place on the mesh, in words.
         time_ns: unix time.
         doing: step, action and layer.
-        seconds: since it last started or got anything.
+        seconds: since the operation that it waits for began, or else since it last started or got anything.
         waiting: the operation that it waits for, if any.
+        last: the operation that it started last, if any.
         counts: how many operations it has started, by line.
         operations: the last ones in words, the newest last.
         actions: likewise, of the pipeline.
@@ -60,6 +65,7 @@ class Report:
     operations: list[str]
     actions: list[str]
     stack: list[str]
+    last: Operation | None = None
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Report:
@@ -68,16 +74,6 @@ class Report:
         Raises:
             RecordError: it is not such a record.
         """
-        waiting = None
-        if record.get("waiting") is not None:
-            parts = dict(zip(Operation._fields, sequence(record, "waiting"), strict=False))
-            waiting = Operation(
-                string(parts, "axis"),
-                string(parts, "op"),
-                integer(parts, "number"),
-                integers(parts, "shape"),
-                integers(parts, "ranks"),
-            )
         counts = mapping(record, "counts")
         return cls(
             rank=integer(record, "rank"),
@@ -85,10 +81,16 @@ class Report:
             time_ns=integer(record, "time_ns"),
             doing=string(record, "doing"),
             seconds=number(record, "seconds"),
-            waiting=waiting,
+            waiting=_operation(record, "waiting"),
+            last=_operation(record, "last"),
             counts={line: integer(counts, line) for line in counts},
             **{name: [str(each) for each in sequence(record, name)] for name in ("operations", "actions", "stack")},
         )
+
+    @property
+    def began_s(self) -> float:
+        """When it began to wait, or last moved; unix seconds."""
+        return self.time_ns / 1e9 - self.seconds
 
     @property
     def who(self) -> str:
@@ -105,6 +107,24 @@ class Report:
         return f"{self.who} called nothing for {self.seconds:.0f} s in {self.doing}{where}"
 
 
+def _operation(record: Mapping[str, Any], name: str) -> Operation | None:
+    """An operation of a record, which may be null.
+
+    Raises:
+        RecordError: it is something else.
+    """
+    if record.get(name) is None:
+        return None
+    parts = dict(zip(Operation._fields, sequence(record, name), strict=False))
+    return Operation(
+        string(parts, "axis"),
+        string(parts, "op"),
+        integer(parts, "number"),
+        integers(parts, "shape"),
+        integers(parts, "ranks"),
+    )
+
+
 class Watchdog:
     """Watches one rank; a context around its work.
 
@@ -116,6 +136,7 @@ class Watchdog:
         limit_s: how long nothing may move.
         doing: what the rank is busy with, in words.
         may_write: whether its run still has the folder.
+        failed: whether another rank has failed; asked only while nothing moves here.
     """
 
     def __init__(
@@ -128,12 +149,13 @@ class Watchdog:
         limit_s: float,
         doing: Callable[[], str],
         may_write: Callable[[], bool] = lambda: True,
+        failed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._trail, self._path, self._doing, self._limit_s = trail, path, doing, limit_s
+        self._trail, self._path, self._doing, self._limit_s, self._failed = trail, path, doing, limit_s, failed
         self._rank, self._coordinates = rank, describe_coordinates(coordinates)
         self._may_write = may_write
         self._over = threading.Event()
-        self._written: float | None = None
+        self._written: float | None = None  # the trail's last move then
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -150,15 +172,23 @@ class Watchdog:
             self.write()
 
     def write(self) -> None:
-        """Write the report, unless one is there: what was true when the time was over tells more."""
-        if self._written is not None or not self._may_write():
+        """Write the report, unless the one that is there still holds."""
+        moved = self._trail.moved
+        if self._holds(moved) or not self._may_write():
             return
-        self._written = time.monotonic()
+        self._written = moved
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(self._path, json.dumps(asdict(self.report()), indent=1) + "\n")
         except OSError:
             pass  # a full disk; the failure itself is told in other ways
+
+    def _holds(self, moved: float) -> bool:
+        """Whether a report was written and nothing has moved since, or only after others had failed.
+
+        What was true when the time was over tells more than what this rank came upon when it was late.
+        """
+        return self._written is not None and (self._written == moved or self._failed())
 
     def report(self) -> Report:
         """Where the rank stands now."""
@@ -168,21 +198,26 @@ class Watchdog:
             coordinates=self._coordinates,
             time_ns=time.time_ns(),
             doing=self._doing(),
-            seconds=time.monotonic() - trail.moved,
+            seconds=time.monotonic() - (trail.moved if trail.waiting is None else trail.since),
             waiting=trail.waiting,
             counts=trail.counts(),
             operations=[str(operation) for operation in list(trail.operations)],
             actions=[str(action) for action in list(trail.actions)],
             stack=_stack(self._main),
+            last=trail.operations[-1] if trail.operations else None,
         )
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self._limit_s / LOOKS)):
-            if time.monotonic() - self._trail.moved >= self._limit_s:
-                self.write()
-            elif self._written is not None and time.monotonic() - self._written > self._limit_s + RECOVERED_S:
-                self._path.unlink(missing_ok=True)
+        pause = min(1.0, self._limit_s / LOOKS)
+        asks_after_s = min(ASKS_AFTER_S, self._limit_s / LOOKS)
+        while not self._over.wait(pause):
+            moved = self._trail.moved
+            idle = time.monotonic() - moved
+            if self._written is not None and not self._holds(moved):
+                self._path.unlink(missing_ok=True)  # it has gone on, and so have the others
                 self._written = None
+            if idle >= MOST_OF_IT * self._limit_s or (idle >= asks_after_s and self._failed()):
+                self.write()
 
 
 def _stack(thread: int) -> list[str]:
@@ -223,9 +258,18 @@ class Missing:
 def diagnose(reports: Sequence[Report], world_size: int) -> Missing | None:
     """Find who is missing, from the reports of all ranks that could write one.
 
+    Where no rank waits on the host, as with NCCL, the operations started last take the place of those waited for.
+
     Returns:
         ``None`` where nobody waits, or where ranks wait for each other in a circle.
     """
+    if not any(report.waiting for report in reports):
+        return _missing([replace(report, waiting=report.last) for report in reports], world_size)
+    return _missing(reports, world_size) or _latecomer(reports)
+
+
+def _missing(reports: Sequence[Report], world_size: int) -> Missing | None:
+    """The rank at which the waits end."""
     by_rank = {report.rank: report for report in reports}
     absent = {report.rank: _absent(report, by_rank) for report in reports}
     waiting = [report for report in reports if absent[report.rank]]
@@ -252,3 +296,20 @@ def _absent(report: Report, by_rank: Mapping[int, Report]) -> set[int]:
     others = set(operation.ranks) - {report.rank}
     line = operation.other.line
     return {rank for rank in others if rank not in by_rank or by_rank[rank].counts.get(line, 0) < operation.number}
+
+
+def _latecomer(reports: Sequence[Report]) -> Missing | None:
+    """The last to come to an operation that all have started, after those who waited for it had given up."""
+    arrived = defaultdict[tuple[frozenset[str], int], list[Report]](list)
+    for report in sorted(reports, key=lambda report: report.began_s):
+        if report.waiting is not None:
+            lines = frozenset((report.waiting.line, report.waiting.other.line))
+            arrived[lines, report.waiting.number].append(report)
+    if not arrived:
+        return None
+    group = max(arrived.values(), key=lambda group: group[-1].began_s - group[0].began_s)
+    last, gap_s = group[-1], group[-1].began_s - group[0].began_s
+    if gap_s <= 0:
+        return None
+    operation = None if last.waiting is None or last.waiting[:2] == JOINING else str(last.waiting)
+    return Missing(last.rank, operation, gap_s, tuple(report.describe() for report in group[:-1]))

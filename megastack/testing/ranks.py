@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ import torch.distributed as dist
 
 from megastack.comm.echo import is_echo
 from megastack.errors import MegastackError
+from megastack.testing.stuck import Stuck, answering, locate
 
 POOL_SIZE = 8
 _GRACE_S = 2.0
@@ -42,7 +44,7 @@ class RankFailure(MegastackError):
     """A rank raised, died, or did not return in time.
 
     Attributes:
-        rank: the first rank known to have failed.
+        rank: the first rank known to have failed; of ranks that did not return, one that the others may wait for.
         error: the exception that the rank raised, ``None`` if it died or was late.
     """
 
@@ -59,7 +61,7 @@ class _Task:
     call: bytes | None
     rank: int
     world_size: int
-    store: str
+    folder: Path
     path: tuple[str, ...]
     timeout: float
 
@@ -91,9 +93,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """
     assert not dist.is_initialized(), "a parent that holds a process group cannot fork ranks"
     call = _pickled_call(fn, args)
-    folder = tempfile.mkdtemp(prefix="megastack-ranks-")
+    folder = Path(tempfile.mkdtemp(prefix="megastack-ranks-"))
     pool = _holder.get(world_size) if call else _Pool(world_size, lambda: fn(*args))
-    tasks = [_Task(call, rank, world_size, f"{folder}/store", tuple(sys.path), timeout) for rank in range(world_size)]
+    tasks = [_Task(call, rank, world_size, folder, tuple(sys.path), timeout) for rank in range(world_size)]
     try:
         return pool.run(tasks, timeout)
     finally:
@@ -153,8 +155,9 @@ class _Pool:
         failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.trace}
         missing = [rank for rank in range(len(tasks)) if rank not in outcomes]
         if failed or missing:
+            stuck = locate(tasks[0].folder, {rank: self._processes[rank].pid for rank in missing})
             self.close()
-            raise _failure(failed, missing, timeout)
+            raise _failure(failed, stuck, timeout)
         return [outcomes[rank].value for rank in range(len(tasks))]
 
     def _collect(self, count: int, deadline: float) -> dict[int, _Outcome]:
@@ -214,13 +217,23 @@ _holder = _PoolHolder()
 atexit.register(_holder.close)
 
 
-def _failure(failed: dict[int, _Outcome], missing: list[int], timeout: float) -> RankFailure:
-    if not failed:
-        return RankFailure(f"ranks {missing}: no result within {timeout:g} s; all ranks were killed", missing[0])
-    rank = min(failed, key=lambda r: (failed[r].echo, failed[r].time))
-    others = f" (ranks {sorted(set(failed) - {rank})} failed after it)" if len(failed) > 1 else ""
+def _failure(failed: dict[int, _Outcome], stuck: Sequence[Stuck], timeout: float) -> RankFailure:
+    """The failure to report: a rank's own error, else a rank that did not return, else a secondary failure."""
+    missing = [found.rank for found in stuck]
+    first = min(failed, key=lambda r: (failed[r].echo, failed[r].time), default=None)
+    busy = [found for found in stuck if not found.waits]
+    if first is None or (failed[first].echo and busy):
+        named = busy or stuck
+        limit = (
+            f"no result within {timeout:g} s" if first is None else f"did not return; ranks {sorted(failed)} missed it"
+        )
+        places = "".join(f"\n{found}" for found in stuck)
+        trace = "" if first is None else f"\n{failed[first].trace}"
+        late = f"ranks {[found.rank for found in named]}: {limit}; all ranks were killed"
+        return RankFailure(f"{late}{places}{trace}", named[0].rank)
+    others = f" (ranks {sorted(set(failed) - {first})} failed after it)" if len(failed) > 1 else ""
     others += f" (ranks {missing} did not return)" if missing else ""
-    return RankFailure(f"rank {rank} failed{others}\n{failed[rank].trace}", rank, failed[rank].error)
+    return RankFailure(f"rank {first} failed{others}\n{failed[first].trace}", first, failed[first].error)
 
 
 def _serve(pipe: multiprocessing.connection.Connection, others: list[Any], inherited: Callable[[], Any] | None) -> None:
@@ -241,7 +254,7 @@ def _perform(task: _Task, inherited: Callable[[], Any] | None) -> _Outcome:
         sys.path[:] = list(task.path)
         fn, args = pickle.loads(task.call) if task.call else (inherited, ())
         assert fn is not None
-        with _process_group(task):
+        with answering(task.folder, task.rank), _process_group(task):
             return _Outcome(value=fn(*args))
     except BaseException as error:
         return _Outcome(error=error, trace=traceback.format_exc(), time=time.time(), echo=is_echo(error))
@@ -264,7 +277,7 @@ def _process_group(task: _Task) -> Iterator[None]:
     """The default process group of one task; a single rank has none."""
     try:
         if task.world_size > 1:
-            store = dist.FileStore(task.store, task.world_size)
+            store = dist.FileStore(f"{task.folder}/store", task.world_size)
             limit = timedelta(seconds=task.timeout + 2 * _GRACE_S)  # the parent speaks first, and names who is late
             dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit)
             dist.barrier()  # a rank that is done at once would close what others are still connecting to

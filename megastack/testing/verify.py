@@ -243,8 +243,8 @@ class Verifier:
 def account(failure: RankFailure) -> str:
     """A failure of a rank in a few lines: who, what, and where, in the user's code and then in the package."""
     lines = [line.strip() for line in str(failure).splitlines()]
-    if failure.error is None:
-        return lines[0]
+    if failure.error is None:  # it died, or did not return: then a line for each rank says where it is
+        return "\n".join([lines[0], *(line for line in lines[1:] if line.startswith("rank "))])
     what = traceback.format_exception_only(failure.error)[-1].strip()
     where = [line for line in lines if line.startswith("File ") and "/site-packages/" not in line]
     theirs = [line for line in where if f'"{PACKAGE}' not in line]

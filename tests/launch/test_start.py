@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megastack.comm.collectives import all_reduce
 from megastack.config.compose import compose
 from megastack.launch import local, ranks
 from megastack.launch.start import NotStarted, StartLine
@@ -77,6 +79,18 @@ def test_no_rank_of_a_training_looks_for_the_others_before_all_are_forked(
     assert all(float((tmp_path / str(rank)).read_text()) > last_fork[-1] for rank in range(2))
 
 
+def test_a_rank_that_hangs_before_the_line_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wait = StartLine.wait
+    monkeypatch.setattr(StartLine, "wait", lambda line, rank: time.sleep(600) if rank == 1 else wait(line, rank))
+    more = ["parallel.dp=2", "batch.micro_size=1", "launch.timeout_s=2", "launch.grace_s=0.5"]
+    assert local.launch(compose([*overrides(tmp_path), *more])).status == "failed"
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert last == "[rank 1 | pp0 dp1 tp0] ranks 1 were not started within launch.timeout_s=2"
+    assert status(tmp_path / "run")["rank"] == 1
+
+
 def _entered(config: Any, mesh: Mesh) -> float:
     return time.monotonic()
 
@@ -110,3 +124,20 @@ def test_a_rank_that_never_joins_is_named(
     assert "[rank 0 | pp0 dp0 tp0] waits for all ranks to join" in lines
     ended = status(tmp_path / "run")
     assert (ended["rank"], ended["coordinates"]) == (2, "pp1 dp0 tp0") and ended["reason"].startswith("did not join")
+
+
+def _sleeps(config: Any, mesh: Mesh) -> None:
+    if mesh.rank == 1:
+        time.sleep(600)
+    all_reduce(torch.ones(3), mesh.world)
+
+
+def test_a_rank_that_sleeps_in_a_generation_is_named(tmp_path: Path) -> None:
+    config = compose([*overrides(tmp_path), "parallel.tp=2", "launch.timeout_s=4", "launch.grace_s=0.5"])
+    began = time.monotonic()
+    with pytest.raises(ranks.RanksFailed) as caught:
+        ranks.on_ranks(config, _sleeps)
+    assert time.monotonic() - began < 60
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "[rank 0 | pp0 dp0 tp0] waits for tp all_reduce 1 of [3] in test_start"
+    assert lines[-1] == "[rank 1 | pp0 dp0 tp1] did not arrive at tp all_reduce 1 of [3] within launch.timeout_s=4"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from dataclasses import replace
 
-from megastack.comm.trail import KEPT, Operation, Trail
+from megastack.comm.trail import KEPT, Operation, Trail, Waited
 from megastack.mesh.shape import Axis
 from megastack.observe.watchdog import Report, Watchdog, diagnose, read_reports
 
@@ -68,7 +70,9 @@ def test_the_thread_writes_when_nothing_moves_and_the_report_stays_as_it_was(tmp
     trail, path = Trail(), tmp_path / "watch" / "rank_00001.json"
     operation = trail.start("dp", "all_reduce", (3,), (0, 1))
     trail.begin_wait(operation)
-    with Watchdog(trail, path, 1, HERE, limit_s=0.3, doing=lambda: "training step 3") as watchdog:
+    others_failed = threading.Event()
+    watches = {"limit_s": 0.3, "doing": lambda: "training step 3", "failed": others_failed.is_set}
+    with Watchdog(trail, path, 1, HERE, **watches) as watchdog:
         for _ in range(4):
             time.sleep(0.1)
             trail.act("1F0")  # it moves
@@ -77,10 +81,11 @@ def test_the_thread_writes_when_nothing_moves_and_the_report_stays_as_it_was(tmp
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         (found,) = read_reports(path.parent)
+        others_failed.set()
         trail.end_wait()
         watchdog.write()
     assert (found.waiting, found.doing, found.who) == (operation, "training step 3", "[rank 1 | pp1 dp0 tp0]")
-    assert found.seconds >= 0.3 and found.actions == ["1F0"] * 4 and "test_watchdog.py" in found.stack[-1]
+    assert found.seconds >= 0.25 and found.actions == ["1F0"] * 4 and "test_watchdog.py" in found.stack[-1]
     assert json.loads(path.read_text())["waiting"] is not None
 
 
@@ -95,3 +100,56 @@ def test_a_rank_that_ends_well_leaves_no_report_and_one_that_fails_does(tmp_path
     except ValueError:
         pass
     assert read_reports(tmp_path)[0].doing == "starting"
+
+
+def test_a_rank_that_goes_on_takes_its_report_back_and_writes_another_when_others_fail(tmp_path) -> None:
+    trail, path, others_failed = Trail(), tmp_path / "rank_00001.json", threading.Event()
+    watches = {"limit_s": 1.0, "doing": lambda: "training step 3", "failed": others_failed.is_set}
+    with Watchdog(trail, path, 1, HERE, **watches):
+        wait_until(path.exists)
+        operation = trail.start("dp", "all_reduce", (3,), (0, 1))
+        wait_until(lambda: not path.exists())
+        others_failed.set()
+        wait_until(path.exists)
+        assert read_reports(tmp_path)[0].last == operation
+        trail.begin_wait(trail.start("dp", "all_reduce", (3,), (0, 1)))
+        time.sleep(0.3)
+    assert read_reports(tmp_path)[0].last == operation, "what it did after the failure is of no interest"
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_where_no_rank_waits_on_the_host_the_last_operations_tell_who_is_missing() -> None:
+    """As with NCCL: ranks 0 and 2 have started operation 7, rank 1 has not, and none of them waits."""
+    line = Operation("dp", "all_reduce", 7, (8,), (0, 1, 2))
+    reports = [
+        replace(report(rank, None, {line.line: number}), last=line._replace(number=number))
+        for rank, number in ((0, 7), (1, 6), (2, 7))
+    ]
+    missing = diagnose(reports, 3)
+    assert missing is not None and (missing.rank, missing.operation) == (1, "dp all_reduce 7 of [8]")
+
+
+def test_the_time_of_a_wait_counts_from_the_start_of_a_collective() -> None:
+    trail, work = Trail(), type("Work", (), {"wait": lambda self: None})()
+    pending = Waited(work, trail, trail.start("dp", "all_reduce", (3,), (0, 1)))
+    time.sleep(0.05)
+    pending.wait()
+    assert trail.moved - trail.since >= 0.05
+
+
+def test_own_work_within_an_operation_is_not_yet_an_arrival() -> None:
+    """A checkpoint is one operation of several rounds: the rank that writes long is the one that others wait for."""
+    trail = Trail()
+    operation = trail.start("world", "checkpoint_save", (), (0, 1))
+    with trail.waits(operation):
+        with trail.local_work():
+            assert trail.waiting is None and trail.counts()[operation.line] == 0
+        assert trail.waiting == operation and trail.counts()[operation.line] == 1
+    with trail.local_work():
+        assert trail.waiting is None and trail.counts()[operation.line] == 1

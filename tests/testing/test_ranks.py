@@ -1,6 +1,7 @@
 """run_ranks: results by rank, the first failure with its own traceback, no hang, a pool that recovers."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megastack.comm.collectives import all_reduce
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.testing.ranks import RankFailure, run_ranks
@@ -151,3 +153,36 @@ def test_a_late_rank_is_killed_at_the_time_out() -> None:
     with pytest.raises(RankFailure, match=r"ranks \[0\]: no result within 4 s"):
         run_ranks(sleeps_on, 2, 0, timeout=4)
     assert time.monotonic() - start < 30
+
+
+def hangs_on(rank: int, how: str, timeout_s: float) -> None:
+    mesh = Mesh.from_environment(MeshShape(dp=3), timeout_s=timeout_s)
+    if mesh.rank == rank and how == "sleep":
+        time.sleep(600)
+    while mesh.rank == rank and how == "loop":
+        pass
+    if mesh.rank == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    all_reduce(torch.ones(1), mesh.world)
+
+
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        ("sleep", r"is at .*test_ranks.py:\d+ in hangs_on"),
+        ("loop", "is at .*in hangs_on"),
+        ("stop", "does not respond"),
+    ],
+)
+def test_the_rank_that_others_wait_for_is_named(how: str, place: str) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(hangs_on, 3, 1, how, 60, timeout=3)
+    first, *places = str(caught.value).splitlines()
+    assert first == "ranks [1]: no result within 3 s; all ranks were killed" and caught.value.rank == 1
+    assert re.match("rank 0 waits for other ranks at .*in wait", places[0]) and re.match(f"rank 1 {place}", places[1])
+
+
+def test_it_is_named_where_the_wait_of_the_others_ends_first() -> None:
+    with pytest.raises(RankFailure, match=r"ranks \[1\]: did not return; ranks \[0, 2\] missed it") as caught:
+        run_ranks(hangs_on, 3, 1, "sleep", 2, timeout=60)
+    assert caught.value.rank == 1
