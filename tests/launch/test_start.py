@@ -87,7 +87,7 @@ def test_a_rank_that_hangs_before_the_line_is_named(
     more = ["parallel.dp=2", "batch.micro_size=1", "launch.timeout_s=2", "launch.grace_s=0.5"]
     assert local.launch(compose([*overrides(tmp_path), *more])).status == "failed"
     last = capfd.readouterr().err.strip().splitlines()[-1]
-    assert last == "[rank 1 | pp0 dp1 tp0] ranks 1 were not started within launch.timeout_s=2"
+    assert last == "[rank 1 | pp0 dp1 tp0] rank 1 was not started within launch.timeout_s=2"
     assert status(tmp_path / "run")["rank"] == 1
 
 
