@@ -69,7 +69,16 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 TORCH_FREE = [
-    *("errors", "cli", "mesh.shape", "layers.rules", "models.profile", "models.activations", "models.stages"),
+    *(
+        "errors",
+        "cli",
+        "mesh.shape",
+        "mesh.environment",
+        "layers.rules",
+        "models.profile",
+        "models.activations",
+        "models.stages",
+    ),
     *("config.schema", "config.rules", "config.compose", "config.explain"),
     *("pipeline.action", "pipeline.schedule", "pipeline.check", "pipeline.simulate", "pipeline.render"),
     *("pipeline.split", "pipeline.communication", "pipeline.schedules.registry"),
@@ -85,7 +94,16 @@ TORCH_FREE = [
     *("corpus.command", "data.indexed", "data.token_files"),
 ]
 
-DISTRIBUTED = {"mesh.mesh", "comm", "gradients.fully_shard", "checkpoint", "observe.watchdog", "launch", "testing"}
+DISTRIBUTED = {
+    "mesh.mesh",
+    "mesh.store",
+    "comm",
+    "gradients.fully_shard",
+    "checkpoint",
+    "observe.watchdog",
+    "launch",
+    "testing",
+}
 
 
 def modules() -> Iterator[str]:

@@ -6,7 +6,6 @@ process is one of them.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from megastack.launch.environment import adopt_slurm, is_worker, world_size
 from megastack.launch.start import StartLine, agent, die_with_parent, run_agent
 from megastack.launch.threads import choose_threads
 from megastack.launch.worker import is_refusal
+from megastack.mesh.environment import read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.observe.failure import FailureRecord, read_failures
 from megastack.observe.streams import best_effort_output, protect_output
@@ -83,7 +83,9 @@ def _rank(task: _Task) -> Any:
     """A rank of this launcher: it ends with it, and leaves its account where it fails."""
     die_with_parent()
     protect_output()
-    rank = int(os.environ["RANK"])
+    launched = read_environment()
+    assert launched is not None, "the agent sets the rank variables"
+    rank = launched.rank
     try:
         task.line.wait(rank)
         return _here(task.config, task.work, *task.arguments)
