@@ -110,6 +110,13 @@ class MeshError(MegastackError, ValueError):
     """A grid of ranks that cannot exist, or a rank or axis that is not on it."""
 
 
+class RankEnvironmentError(MeshError):
+    """Rank variables of the environment that cannot be used, or an address where ranks cannot find each other.
+
+    Ranks that cannot find each other cannot agree on who reports it, so every rank reports its own.
+    """
+
+
 class LayerError(ConfigError):
     """A layer of the user's whose constructor ended with an error that says nothing of its arguments.
 

@@ -97,7 +97,7 @@ TORCH_FREE = [
         "errors",
         "records",
         "cli",
-        "mesh.shape",
+        *("mesh.shape", "mesh.environment"),
         "layers.rules",
         "models.profile",
         "models.activations",
@@ -118,7 +118,16 @@ TORCH_FREE = [
     *("corpus.command", "data.indexed", "data.token_files"),
 ]
 
-DISTRIBUTED = {"mesh.mesh", "comm", "gradients.fully_shard", "checkpoint", "observe.watchdog", "launch", "testing"}
+DISTRIBUTED = {
+    "mesh.mesh",
+    "mesh.store",
+    "comm",
+    "gradients.fully_shard",
+    "checkpoint",
+    "observe.watchdog",
+    "launch",
+    "testing",
+}
 
 
 def modules() -> Iterator[str]:

@@ -66,6 +66,31 @@ def test_only_one_rank_of_a_world_says_why(monkeypatch, capsys):
         assert ("parallel.dp=null" in capsys.readouterr().err) is speaks
 
 
+VERBS_OF_RANKS = (["train"], ["train", "-m", "seed=1,2"], ["verify"])
+
+
+@pytest.mark.parametrize("command", VERBS_OF_RANKS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: must be a whole number"),
+        ({"RANK": "1", "WORLD_SIZE": ""}, "WORLD_SIZE=: must be a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: must be less than WORLD_SIZE=2"),
+        ({"RANK": "1"}, "RANK=1: WORLD_SIZE is not set"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1, WORLD_SIZE=2: MASTER_ADDR and MASTER_PORT are not set"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "abc"}, "MASTER_PORT=abc: must be a whole number"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, "SLURM_NTASKS: is not set"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value.partition(":")[0],
+)
+def test_rank_variables_that_cannot_be_used_are_named_on_every_rank(command, variables, said, monkeypatch, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main([*command, "parallel.dp=2"]) == 78
+    report = capsys.readouterr().err
+    assert report.startswith(said) and "Traceback" not in report
+
+
 def test_degrees_that_do_not_make_the_world_are_refused_on_every_rank_with_the_numbers(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "32")
     for rank in ("0", "17", "31"):

@@ -1,80 +1,98 @@
-"""Ranks that somebody else started: torchrun and srun.
+"""Processes that torchrun or srun started, and what their launcher says about them.
 
-``RANK`` and ``WORLD_SIZE`` tell a worker of torchrun; a numeric ``SLURM_STEP_ID`` one of srun (a batch script itself
-has none), whose variables are translated to torch's.
+:mod:`megastack.mesh.environment` reads the rank variables; this module answers what launching asks about them.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping, MutableMapping
 
+from megastack.errors import ConfigError, RankEnvironmentError
+from megastack.mesh.environment import in_slurm_step, read_environment
+from megastack.mesh.hostlist import first_host
 from megastack.observe.claims import Job
 from megastack.observe.process import Process
 
-BASE_PORT, PORTS = 20000, 20000
 WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 def is_worker(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is a rank of a world that exists already."""
-    env = os.environ if environment is None else environment
-    return ("RANK" in env and "WORLD_SIZE" in env) or in_slurm_step(env)
+    """Whether this process is a rank of a world that exists already.
+
+    Raises:
+        RankEnvironmentError: rank variables are set that cannot be used.
+    """
+    return read_environment(environment) is not None
 
 
-def in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process."""
-    return env.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in env and "SLURM_NTASKS" in env
+def require_no_launcher(command: str, environment: Mapping[str, str] | None = None) -> None:
+    """Check that this process is not a rank, for a command that starts its own ranks.
+
+    Raises:
+        ConfigError: a launcher started this process.
+        RankEnvironmentError: rank variables are set that cannot be used.
+    """
+    if (found := read_environment(environment)) is not None:
+        found.require_endpoint()
+        raise ConfigError(f"{command}: it starts its own ranks; run it without torchrun or srun")
 
 
 def adopt_slurm(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set torch's rank variables from Slurm's; variables that are set already stay."""
+    """Set torch's rank variables from Slurm's; variables that are set already stay.
+
+    Raises:
+        RankEnvironmentError: rank variables are set that cannot be used.
+    """
     env = os.environ if environment is None else environment
-    if "RANK" in env or not in_slurm_step(env):
-        return
-    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
-    job = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "0")) or 0)
-    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
-    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
-    env.setdefault("LOCAL_WORLD_SIZE", _tasks_here(env))
-    env.setdefault("MASTER_ADDR", first_node(nodes))
-    env.setdefault("MASTER_PORT", str(BASE_PORT + (job * 31 + int(env["SLURM_STEP_ID"])) % PORTS))
+    found = None if "RANK" in env else read_environment(env)
+    if found is not None:
+        env["WORLD_SIZE"] = str(found.world_size)
+        for name, value in found.as_variables().items():
+            env.setdefault(name, value)
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a Slurm node list, e.g. ``gpu003`` of ``gpu[003-005,9],cpu1``."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    return nodes if match is None else "".join(part or "" for part in match.groups())
+    """The first host of a Slurm node list, e.g. ``gpu003`` of ``gpu[003-005,9],cpu1``.
+
+    Raises:
+        MeshError: the list is malformed.
+    """
+    return first_host(nodes)
 
 
 def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process speaks for its world: rank 0, and any process that is no rank."""
-    env = os.environ if environment is None else environment
-    return not is_worker(env) or env.get("RANK", env.get("SLURM_PROCID")) == "0"
+    """Whether this process speaks for its world: rank 0, and any process that is not a rank of a known world."""
+    try:
+        found = read_environment(environment)
+    except RankEnvironmentError:
+        return True
+    return found is None or found.rank == 0
 
 
 def world_size(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of ranks that the launcher started; ``None`` without a launcher."""
-    env = os.environ if environment is None else environment
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return int(env["WORLD_SIZE"])
-    return int(env["SLURM_NTASKS"]) if in_slurm_step(env) else None
+    """The number of ranks that the launcher started; ``None`` without a launcher.
+
+    Raises:
+        RankEnvironmentError: rank variables are set that cannot be used.
+    """
+    found = read_environment(environment)
+    return None if found is None else found.world_size
 
 
 def nodes(environment: Mapping[str, str] | None = None) -> int | None:
     """The number of machines that the launcher uses; ``None`` where it does not tell."""
     env = os.environ if environment is None else environment
     found = env.get("GROUP_WORLD_SIZE", env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "")))
-    return int(found) if found.isdigit() else None
+    return int(found) if found.isdecimal() else None
 
 
 def cpus_of_task(environment: Mapping[str, str] | None = None) -> int | None:
     """The CPUs that Slurm gave this rank for itself; ``None`` where it does not tell."""
     env = os.environ if environment is None else environment
     found = env.get("SLURM_CPUS_PER_TASK", "")
-    return int(found) if in_slurm_step(env) and found.isdigit() and int(found) else None
+    return int(found) if in_slurm_step(env) and found.isdecimal() and int(found) else None
 
 
 def let_threads_sleep(environment: MutableMapping[str, str] | None = None) -> None:
@@ -98,12 +116,6 @@ def has_agent(environment: Mapping[str, str] | None = None) -> bool:
     return "TORCHELASTIC_RUN_ID" in env
 
 
-def shares_store(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the ranks' store is one that elastic agents keep over all starts."""
-    env = os.environ if environment is None else environment
-    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def job(environment: Mapping[str, str] | None = None) -> Job:
     """What this process is a start of: torchrun's rendezvous or its own agent, and the Slurm job."""
     env = os.environ if environment is None else environment
@@ -112,8 +124,3 @@ def job(environment: Mapping[str, str] | None = None) -> Job:
         name = env["TORCHELASTIC_RUN_ID"]
         group = f"agent {Process.parent().key}" if name in ("", "none") else f"rendezvous {name}"
     return Job(group, env.get("SLURM_JOB_ID"), int(requeues) if requeues.isdecimal() else 0)
-
-
-def _tasks_here(env: Mapping[str, str]) -> str:
-    """Tasks on a node: the first count of e.g. ``4(x2),3``; only the division of threads depends on it."""
-    return re.split(r"\D", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_NTASKS_PER_NODE", "1")))[0] or "1"

@@ -6,7 +6,6 @@ Of an elastic job, ranks that the degrees do not need wait until the others are 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ import torch.distributed as dist
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, Fault, MegastackError, MeshError
+from megastack.errors import ConfigError, Fault, MegastackError, RankEnvironmentError
 from megastack.launch.account import Seen, account_of
-from megastack.launch.environment import adopt_slurm, has_agent, nodes, shares_store
+from megastack.launch.environment import adopt_slurm, has_agent, nodes, world_size
 from megastack.launch.meeting import meet
 from megastack.launch.preflight import inspect, prepare
 from megastack.launch.refusal import any_broken, refuse
@@ -30,7 +29,8 @@ from megastack.launch.restarts import Guard, how_it_ended, note_start
 from megastack.launch.spare import dismiss, wait_out
 from megastack.launch.start import NotStarted, die_with_parent
 from megastack.launch.worker import Assignment, work
-from megastack.mesh.mesh import LAUNCHER_VARIABLES, backend_of, pick_device
+from megastack.mesh.environment import agent_serves_store, read_environment
+from megastack.mesh.mesh import backend_of, pick_device
 from megastack.mesh.shape import describe_coordinates
 from megastack.observe.console import Console
 from megastack.observe.failure import read_failures
@@ -75,13 +75,15 @@ def join(
     if has_agent():
         die_with_parent()
     adopt_slurm()
-    rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if absent := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
-        if broken:
-            raise ConfigError.of(_all_faults(config, broken) if rank == 0 else broken)
-        raise MeshError(f"{', '.join(absent)}: not set, so ranks cannot find each other; use torchrun or srun")
+    launched = read_environment()
+    assert launched is not None, "join() is called on ranks of a launcher"
+    rank, started = launched.rank, launched.world_size
     try:
-        store = meet(rank, started, REFUSING_S if broken else config.launch.timeout_s)
+        store = meet(launched, REFUSING_S if broken else config.launch.timeout_s)
+    except RankEnvironmentError as error:
+        if broken and rank == 0:
+            raise ConfigError.of([*_all_faults(config, broken), str(error)]) from None
+        raise  # no rank can report for the others
     except NotStarted as error:
         if broken:
             raise ConfigError.of(_all_faults(config, broken) if rank == 0 else broken) from None
@@ -187,7 +189,8 @@ def _place(config: TrainConfig) -> Path:
 def _elastic(assignment: Assignment, after: str | None) -> Assignment:
     """The assignment with what there is to say about this start, which is recorded."""
     step = 0 if assignment.resume is None else int(read_trainer(assignment.resume)["step"])
-    started = int(os.environ["WORLD_SIZE"])
+    started = world_size()
+    assert started is not None
     start, text = note_start(
         assignment.config, assignment.folder, nodes=nodes(), started=started, step=step, after=after
     )
@@ -198,7 +201,7 @@ def _warnings(config: TrainConfig) -> list[str]:
     found = []
     if config.checkpoint.every is None:
         found.append("checkpoint.every=null: a rank that fails takes the run back to step 0")
-    if shares_store():
+    if agent_serves_store():
         found.append(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is not set for torchrun: no node can join, nor the first one be lost"
         )

@@ -9,52 +9,58 @@ until every rank has been seen under it. Whoever waits for others in vain can te
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from megastack.launch.environment import shares_store
+from megastack.errors import MegastackError, RankEnvironmentError
 from megastack.launch.start import NotStarted
+from megastack.mesh.environment import RankEnvironment, agent_serves_store
+from megastack.mesh.store import open_store
 
 LOOKS_EVERY_S = 0.02
 OTHERS_ASK_S = 1.0
 """How long a rank that holds the store stays, so that the others can ask it who is missing."""
 
 
-def meet(rank: int, ranks: int, timeout_s: float) -> dist.Store:
-    """A store that the ranks of this start share, and nobody before or after them.
+def meet(launched: RankEnvironment, timeout_s: float) -> dist.Store:
+    """A store that the ranks of this start share, and nobody before or after them; all of them call.
 
     Args:
-        rank: this one.
-        ranks: how many were started; all of them call.
+        launched: what the launcher says about this rank.
         timeout_s: how long one waits for another.
 
     Raises:
         NotStarted: about those that did not come in time.
+        RankEnvironmentError: the address of rank 0 cannot be used.
     """
-    shared, limit = shares_store(), timedelta(seconds=timeout_s)
+    rank, ranks, shared, limit = launched.rank, launched.world_size, agent_serves_store(), timedelta(seconds=timeout_s)
+    store, name = open_store(launched, timeout_s), "start"
+    if store is None:
+        raise _unreachable(launched, timeout_s, shared=shared)
     try:
         if shared:
-            store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=limit))
             name = agree(store, rank, ranks, timeout_s)
         else:
-            store, name = _open(limit, holds=rank == 0), "start"
             store.set(_seen(name, rank), "")
     except dist.DistError as error:
-        raise _not_joined([0], timeout_s) from error
+        raise _unreachable(launched, timeout_s, shared=shared) from error
     if missing := _missing(store, name, ranks, limit):
         time.sleep(0 if shared or rank else OTHERS_ASK_S)
         raise _not_joined(missing, timeout_s)
     return dist.PrefixStore(name, store)
 
 
-def _open(limit: timedelta, *, holds: bool) -> dist.Store:
-    """The store of a job that has none; it does not wait for anybody."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, None, holds, limit, wait_for_workers=False, multi_tenant=True)
+def _unreachable(launched: RankEnvironment, timeout_s: float, *, shared: bool) -> MegastackError:
+    """The error of a rank that finds no store: of rank 0's absence, or of a store that torchrun should serve."""
+    address, port = launched.require_endpoint()
+    if shared or launched.rank == 0:
+        rule = f"no store answered at port {port} within launch.timeout_s={timeout_s:g}"
+        return RankEnvironmentError(f"MASTER_ADDR={address}: {rule}; use the address that torchrun's agent serves")
+    where = f"(it could not be reached at MASTER_ADDR:MASTER_PORT {address}:{port})"
+    return NotStarted(f"{_not_joined([0], timeout_s)} {where}").about([0])
 
 
 def _missing(store: dist.Store, name: str, ranks: int, limit: timedelta) -> list[int]:

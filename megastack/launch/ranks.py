@@ -6,7 +6,6 @@ process is one of them.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from megastack.launch.start import StartLine, agent, die_with_parent, run_agent
 from megastack.launch.survivors import SurvivorKiller
 from megastack.launch.threads import choose_threads
 from megastack.launch.worker import is_of_others, is_refusal, join
+from megastack.mesh.environment import read_environment
 from megastack.observe.failure import FailureRecord, any_failed, read_failures
 from megastack.observe.folder import RunFolder
 from megastack.observe.streams import best_effort_output, protect_output
@@ -94,7 +94,9 @@ def _rank(task: _Task) -> Any:
     """A rank of this launcher: it ends with the launcher, and writes a failure record and a report where it fails."""
     die_with_parent()
     protect_output()
-    rank, ledger, config = int(os.environ["RANK"]), Ledger(), task.config
+    launched = read_environment()
+    assert launched is not None, "the agent sets the rank variables"
+    rank, ledger, config = launched.rank, Ledger(), task.config
     place = mesh_shape(config).coordinates(rank)
     try:
         task.line.wait(rank)

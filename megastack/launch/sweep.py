@@ -30,7 +30,7 @@ from megastack.config.overrides import sweep_jobs
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
-from megastack.launch.environment import is_worker, job
+from megastack.launch.environment import job, require_no_launcher
 from megastack.launch.local import launch
 from megastack.launch.worker import REFUSALS
 from megastack.observe.console import Console, number
@@ -61,8 +61,7 @@ class Job:
 
 def sweep_command(options: argparse.Namespace) -> int:
     """Run a sweep; 1 if any job failed, else 75 if any was preempted, else 78 if any was refused, else 0."""
-    if is_worker():
-        raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun or srun")
+    require_no_launcher("train -m")
     jobs = sweep_jobs(options.overrides, config_dir=options.config_dir)
     varied = [key for key in _keys(jobs[0]) if len({_value(job, key) for job in jobs}) > 1]
     drafts = [_draft(options, overrides) for overrides in jobs]

@@ -18,6 +18,7 @@ from pathlib import Path
 from megastack.config.schema import TrainConfig
 from megastack.errors import counted
 from megastack.launch.environment import cpus_of_task, lets_threads_sleep
+from megastack.mesh.environment import local_world_size
 
 WORK_PER_THREAD = 2**23
 """Multiplications and additions that a thread needs of a matrix product, about a quarter of a millisecond."""
@@ -84,7 +85,7 @@ def choose_threads(
 
 
 def _worth(config: TrainConfig, env: Mapping[str, str], cpus: Cpus) -> Threads:
-    ranks = int(env.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = local_world_size(env) or 1
     own = cpus_of_task(env)
     share = max(1, cpus.usable // ranks) if own is None else min(cpus.usable, own)
     limits = [Threads(share, _share(cpus, ranks, own))]

@@ -35,6 +35,7 @@ from megastack.errors import (
 )
 from megastack.launch.memory import keep_freed_memory
 from megastack.launch.threads import choose_threads
+from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.observe.failure import FailureRecord, any_failed
@@ -103,8 +104,8 @@ def work(
     config, folder = assignment.config, RunFolder(assignment.folder, assignment.restart)
     threads = choose_threads(config)
     torch.set_num_threads(threads.count)
-    shape = mesh_shape(config, int(os.environ.get("WORLD_SIZE", "1")))
-    rank, loop = int(os.environ.get("RANK", "0")), None
+    launched = read_environment() or RankEnvironment(0, 1)
+    shape, rank, loop = mesh_shape(config, launched.world_size), launched.rank, None
     with StopRequest(config.run.time_limit_s, signals) as stop:
         try:
             if first is not None:

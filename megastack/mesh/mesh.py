@@ -22,13 +22,16 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megastack.comm.group import AxisGroup
 from megastack.comm.ledger import Ledger
-from megastack.errors import MeshError, counted
+from megastack.errors import MeshError, RankEnvironmentError, counted
+from megastack.mesh.environment import RankEnvironment, local_rank, read_environment
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinates
+from megastack.mesh.store import open_store
 from megastack.weight_gradients import WeightGradients
 
 _FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
 """The fused groups that training needs."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DEFAULT_TIMEOUT_S = distributed_c10d.default_pg_timeout.total_seconds()
 
 
 class Mesh:
@@ -88,20 +91,21 @@ class Mesh:
         """The mesh of a worker that a launcher started.
 
         Uses the default process group if there is one, else opens it from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-        ``MASTER_PORT``; without these variables a shape of one rank stands alone. A rank gives up waiting for another
-        after ``timeout_s`` seconds (torch's default if not given), here already. A ``ledger`` may be there before.
+        ``MASTER_PORT``, or from Slurm's variables in a task of srun; without these variables a shape of one rank stands
+        alone. A rank gives up waiting for another after ``timeout_s`` seconds (torch's default if not given), here
+        already. A ``ledger`` may be there before.
 
         Raises:
             MeshError: the shape's world size is not the number of ranks, there is no launcher, or no such device.
+            RankEnvironmentError: the variables cannot be used, or rank 0 cannot be reached where they say.
         """
         target = pick_device(device)
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
         if not dist.is_initialized():
-            if "RANK" not in os.environ and shape.world_size == 1:
+            launched = read_environment()
+            if launched is None and shape.world_size == 1:
                 return cls(shape, 0, target, None, ledger=ledger)
-            _require_launcher(shape)
-            _require_size(shape, int(os.environ["WORLD_SIZE"]))
-            dist.init_process_group(backend_of(target), timeout=limit)
+            _open_world(shape, launched, backend_of(target), timeout_s)
         _require_size(shape, dist.get_world_size())
         grid = _device_mesh(shape, target, limit)
         return cls(shape, dist.get_rank(), target, grid, timeout=limit, ledger=ledger)
@@ -210,7 +214,13 @@ def pick_device(device: str) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cuda":
         return torch.device(device)
-    seen, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    seen, local = torch.cuda.device_count(), local_rank()
+    if local is None and seen > 1 and (launched := read_environment()) is not None and launched.world_size > 1:
+        raise RankEnvironmentError(
+            f"LOCAL_RANK: is not set, and this machine has {seen} GPUs; use torchrun or srun, or set LOCAL_RANK to the "
+            "number of the rank on its machine"
+        )
+    local = local or 0
     index = 0 if seen == 1 else local  # a launcher may show each rank its own GPU alone
     if index >= seen:
         raise MeshError(
@@ -226,13 +236,25 @@ def backend_of(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _require_launcher(shape: MeshShape) -> None:
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-    if missing:
+def _open_world(shape: MeshShape, launched: RankEnvironment | None, backend: str, timeout_s: float | None) -> None:
+    """Open the default process group of the ranks that a launcher started."""
+    if launched is None:
+        missing = ", ".join(name for name in LAUNCHER_VARIABLES if name not in os.environ)
         raise MeshError(
-            f"{shape}: {shape.world_size} ranks need a launcher, but {', '.join(missing)} are not set; start with "
+            f"{shape}: {shape.world_size} ranks need a launcher, but {missing} are not set; start with "
             "`megastack train`, torchrun or srun, or use run_ranks"
         )
+    _require_size(shape, launched.world_size)
+    address, port = launched.require_endpoint()
+    limit_s = _DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+    limit = timedelta(seconds=limit_s)
+    store = open_store(launched, limit_s)
+    if store is None:
+        raise RankEnvironmentError(
+            f"MASTER_ADDR={address}, MASTER_PORT={port}: rank 0 could not be reached at {address}:{port} within "
+            f"{limit_s:g} s; check that it was started there"
+        )
+    dist.init_process_group(backend, store=store, rank=launched.rank, world_size=launched.world_size, timeout=limit)
 
 
 def _require_size(shape: MeshShape, ranks: int) -> None:

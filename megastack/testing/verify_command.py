@@ -33,14 +33,12 @@ WIDTH = 100
 UNBROKEN: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
-def verify_command(options: argparse.Namespace, *, is_worker: bool = False) -> int:
+def verify_command(options: argparse.Namespace) -> int:
     """The verb ``verify``; returns the exit code.
 
     Raises:
         ConfigError: configuration, data or layers are refused before anything is compared.
     """
-    if is_worker:
-        raise ConfigError("verify: it starts its own ranks; run it without torchrun or srun")
     try:
         return _verify(options)
     except REFUSALS as error:

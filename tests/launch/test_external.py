@@ -46,9 +46,11 @@ def _rank(environment: dict[str, str], arguments: list[str]) -> None:
     sys.exit(main(["train", *arguments]))
 
 
-def join(folder: Path, launcher: Any, size: int, *more: str, stopped: int | None = None) -> list[int | None]:
+def join(
+    folder: Path, launcher: Any, size: int, *more: str, stopped: int | None = None, port: str | None = None
+) -> list[int | None]:
     """Run ranks that a launcher of that kind would have started; their exit codes. One that stops is killed."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port()}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or _port()}
     arguments = [*overrides(folder), *more]
     ranks = [fork.Process(target=_rank, args=(launcher(rank, size) | address, arguments)) for rank in range(size)]
     for rank in ranks:
@@ -95,6 +97,18 @@ def test_a_rank_with_a_configuration_of_its_own_stops_all(tmp_path, capfd):
     assert join(tmp_path, odd, 2, "model.ffn=${oc.env:WIDTH}") == [78, 78]
     assert capfd.readouterr().err == "model.ffn=two: must be a whole number (from ${oc.env:WIDTH})\n"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_port_in_use_is_named_by_rank_0_and_the_others_say_whom_they_missed(tmp_path, capfd, size):
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        codes = join(tmp_path, torchrun, size, "launch.timeout_s=3", port=port)
+    said = capfd.readouterr().err
+    assert codes == [78, 1][:size]
+    assert said.count(f"MASTER_PORT={port}: port {port} of MASTER_ADDR=127.0.0.1 is in use; use another port") == 1
+    missed = f"(it could not be reached at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port})"
+    assert said.count(missed) == size - 1 and "Traceback" not in said
 
 
 def test_a_failure_and_a_signal_under_srun(tmp_path, capfd):

@@ -1,0 +1,260 @@
+"""The rank variables of the environment, read and validated in one place.
+
+torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. A
+numeric ``SLURM_STEP_ID`` marks a task of srun, whose variables are translated to the same value; variables of torch's
+that are set already take precedence. :func:`read_environment` returns ``None`` where there is no launcher, and raises
+one error with every variable that cannot be used.
+
+The port of a Slurm step is derived from its job and step ids, so all nodes derive the same one. It comes from a fixed
+range, :data:`PORTS`, rather than from the kernel's settings, since these may differ between nodes. The range is above
+the well-known ports and the services of Slurm, below torchrun's default (29500), and below Linux's default range of
+ephemeral ports (32768-60999), from which an outgoing connection could occupy the port first. On a cluster whose
+ephemeral ports start lower, set ``MASTER_PORT`` or reserve the range (``net.ipv4.ip_local_reserved_ports``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megastack.errors import MeshError, RankEnvironmentError, Violation
+from megastack.mesh.hostlist import first_host
+
+PORTS = range(20000, 29500)
+"""Ports of Slurm steps."""
+_SPECIAL_STEPS = 0xFFFFFFF0
+"""Slurm numbers the batch, external and interactive steps of a job from the top of 32 bits."""
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_START = "start with torchrun or srun"
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What a launcher says about this process.
+
+    Attributes:
+        rank: this rank.
+        world_size: the number of ranks.
+        local_rank: this rank's number on its machine; ``None`` where the launcher does not say.
+        local_world_size: the number of ranks on its machine; ``None`` where the launcher does not say.
+        address: the machine of rank 0; ``None`` where the launcher does not say.
+        port: the port at which rank 0 listens; ``None`` where the launcher does not say.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    address: str | None = None
+    port: int | None = None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The variables that are missing for a rendezvous."""
+        found = {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
+        return tuple(name for name, value in found.items() if value is None)
+
+    def require_endpoint(self) -> tuple[str, int]:
+        """The address and the port at which rank 0 listens.
+
+        Raises:
+            RankEnvironmentError: the launcher does not say.
+        """
+        if self.address is None or self.port is None:
+            raise RankEnvironmentError(
+                f"RANK={self.rank}, WORLD_SIZE={self.world_size}: {' and '.join(self.missing)} "
+                f"{'is' if len(self.missing) == 1 else 'are'} not set, so ranks cannot find each other; {_START}, or "
+                "unset RANK and WORLD_SIZE if no launcher started this process"
+            )
+        return self.address, self.port
+
+    def as_variables(self) -> dict[str, str]:
+        """The same as torch's variables."""
+        values = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
+    """What a launcher says about this process; ``None`` without a launcher.
+
+    Raises:
+        RankEnvironmentError: variables are missing, malformed or contradict each other; the message names all of them.
+    """
+    env = os.environ if environment is None else environment
+    reader = _Reader(env)
+    if "RANK" not in env and in_slurm_step(env):
+        found = _of_slurm(reader)
+    elif "RANK" in env or "WORLD_SIZE" in env:
+        found = _of_torch(reader)
+    else:
+        return None
+    reader.require_valid()
+    return found
+
+
+def in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process; a batch script and an interactive step are not tasks of srun."""
+    step = env.get("SLURM_STEP_ID", "")
+    return bool(_NUMBER.fullmatch(step)) and int(step) < _SPECIAL_STEPS and "SLURM_PROCID" in env
+
+
+def agent_serves_store(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the ranks' store is one that elastic agents, as those of torchrun, keep over all starts."""
+    env = os.environ if environment is None else environment
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def local_rank(environment: Mapping[str, str] | None = None) -> int | None:
+    """This rank's number on its machine; ``None`` where nothing says.
+
+    Raises:
+        RankEnvironmentError: a variable cannot be used.
+    """
+    found = read_environment(environment)
+    return _alone("LOCAL_RANK", 0, environment) if found is None else found.local_rank
+
+
+def local_world_size(environment: Mapping[str, str] | None = None) -> int | None:
+    """The number of ranks on this machine; ``None`` where nothing says.
+
+    Raises:
+        RankEnvironmentError: a variable cannot be used.
+    """
+    found = read_environment(environment)
+    return _alone("LOCAL_WORLD_SIZE", 1, environment) if found is None else found.local_world_size
+
+
+def _alone(name: str, least: int, environment: Mapping[str, str] | None) -> int | None:
+    """A variable of a process whose process group was not opened from the environment."""
+    reader = _Reader(os.environ if environment is None else environment)
+    value = reader.number(name, least, optional=True)
+    reader.require_valid()
+    return value
+
+
+class _Reader:
+    """Reads variables and collects what is wrong with them."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = env
+        self._faults = list[Violation | str]()
+
+    def reject(self, name: str, rule: str, *advice: Any) -> None:
+        self._faults.append(Violation(name, self.env.get(name, ""), rule, advice))
+
+    def number(self, name: str, least: int = 0, most: int | None = None, *, optional: bool = False) -> int | None:
+        """A whole number; ``None`` where there is none or no legal one, which is an error unless ``optional``."""
+        if name not in self.env:
+            if not optional:
+                self._faults.append(f"{name}: is not set; {_START}, or set {name}")
+            return None
+        text = self.env[name].strip()
+        value = int(text) if _NUMBER.fullmatch(text) else None
+        if value is not None and least <= value and (most is None or value <= most):
+            return value
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        self.reject(name, f"must be a whole number {limits}", f"a number {limits}")
+        return None
+
+    def pair(self, rank: str, size: str) -> tuple[int | None, int | None]:
+        """A rank and the number of ranks it is one of."""
+        place, count = self.number(rank), self.number(size, 1)
+        if place is not None and count is not None and place >= count:
+            self.reject(rank, f"must be less than {size}={count}", f"0 to {count - 1}")
+        return place, count
+
+    def require_valid(self) -> None:
+        if self._faults:
+            raise RankEnvironmentError("\n".join(map(str, self._faults)))
+
+
+def _of_torch(reader: _Reader) -> RankEnvironment | None:
+    env = reader.env
+    if ("RANK" in env) != ("WORLD_SIZE" in env):
+        here, absent = ("RANK", "WORLD_SIZE") if "RANK" in env else ("WORLD_SIZE", "RANK")
+        advice = (f"unset {here} to run without a launcher", "torchrun", "srun")
+        reader.reject(here, f"{absent} is not set, and both belong together", *advice)
+        return None
+    rank, size = reader.pair("RANK", "WORLD_SIZE")
+    local = reader.number("LOCAL_RANK", optional=True)
+    local_size = reader.number("LOCAL_WORLD_SIZE", 1, optional=True)
+    if size is not None and local_size is not None and local_size > size:
+        reader.reject("LOCAL_WORLD_SIZE", f"must not exceed WORLD_SIZE={size}", f"1 to {size}")
+    elif (most := local_size or size) is not None and local is not None and local >= most:
+        name = "WORLD_SIZE" if local_size is None else "LOCAL_WORLD_SIZE"
+        reader.reject("LOCAL_RANK", f"must be less than {name}={most}", f"0 to {most - 1}")
+    return _place(reader, rank, size, local, local_size)
+
+
+def _of_slurm(reader: _Reader) -> RankEnvironment | None:
+    rank, size = reader.pair("SLURM_PROCID", "SLURM_NTASKS")
+    local = reader.number("LOCAL_RANK" if "LOCAL_RANK" in reader.env else "SLURM_LOCALID", optional=True) or 0
+    if "LOCAL_WORLD_SIZE" in reader.env:
+        here = reader.number("LOCAL_WORLD_SIZE", 1, size)
+        if here is not None and local >= here:
+            reader.reject("LOCAL_WORLD_SIZE", f"must exceed the local rank {local}", f"{local + 1} or more")
+    else:
+        here = max(local + 1, _tasks_here(reader))
+    return _place(reader, rank, size, local, here)
+
+
+def _place(
+    reader: _Reader, rank: int | None, size: int | None, local: int | None, local_size: int | None
+) -> RankEnvironment | None:
+    address, port = _address(reader), _port(reader)
+    if rank is None or size is None:
+        return None  # the reader raises
+    return RankEnvironment(rank, size, local, local_size, address, port)
+
+
+def _address(reader: _Reader) -> str | None:
+    env = reader.env
+    if "MASTER_ADDR" in env:
+        if not env["MASTER_ADDR"].strip():
+            reader.reject("MASTER_ADDR", "must name the machine of rank 0", "its host name", "its address")
+        return env["MASTER_ADDR"].strip()
+    if "RANK" in env:
+        return None
+    name = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if name in env), None)
+    try:
+        return "127.0.0.1" if name is None else first_host(env[name])
+    except MeshError as error:
+        reader.reject(name or "", f"{error}, so the machine of rank 0 is unknown", "MASTER_ADDR=HOST")
+        return None
+
+
+def _port(reader: _Reader) -> int | None:
+    env = reader.env
+    if "MASTER_PORT" in env:
+        return reader.number("MASTER_PORT", 1, 65535)
+    if "RANK" in env:
+        return None
+    job, step = reader.number("SLURM_JOB_ID", optional=True), reader.number("SLURM_STEP_ID")
+    return PORTS[((job or 0) * 31 + (step or 0)) % len(PORTS)]
+
+
+def _tasks_here(reader: _Reader) -> int:
+    """Tasks on this node, from e.g. ``4(x2),3``; only the division of threads depends on it."""
+    env = reader.env
+    name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_NTASKS_PER_NODE"
+    counts, node = list[int](), reader.number("SLURM_NODEID", optional=True) or 0
+    for item in env.get(name, "1").split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item.strip())
+        if match is None:
+            reader.reject(name, "must be counts of tasks such as 4(x2),3", "LOCAL_WORLD_SIZE=N")
+            return 1
+        if node < int(match[2] or 1):
+            return int(match[1])
+        node -= int(match[2] or 1)
+        counts.append(int(match[1]))
+    return counts[0]

@@ -1,0 +1,87 @@
+"""The store in which ranks find each other: rank 0 listens at ``MASTER_ADDR:MASTER_PORT`` and the others connect.
+
+torch's constructor reports a port that is taken with a C++ trace, and a client waits without a limit for a listener
+that accepts connections but is not a store. Here each of these is an error that names the variable, and no wait exceeds
+the time-out.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megastack.errors import RankEnvironmentError
+from megastack.mesh.environment import RankEnvironment, agent_serves_store
+
+RESOLVES_S = 20.0
+"""How long to wait for the name of a machine that may still be starting to appear in DNS."""
+RETRY_S = 0.5
+
+
+def open_store(launched: RankEnvironment, timeout_s: float) -> dist.TCPStore | None:
+    """The store of a job, served by rank 0 or by torchrun's agent. Waits only for whoever serves it.
+
+    Args:
+        launched: what the launcher says about this process.
+        timeout_s: how long to wait for the store to answer, and later for any of its keys.
+
+    Returns:
+        The store; ``None`` where nobody answered as a store in time.
+
+    Raises:
+        RankEnvironmentError: ``MASTER_ADDR`` does not resolve, or rank 0 cannot listen or be reached there.
+    """
+    address, port = launched.require_endpoint()
+    _resolve(address, min(timeout_s, RESOLVES_S))
+    serves, limit = launched.rank == 0 and not agent_serves_store(), timedelta(seconds=timeout_s)
+    made, raised = list[dist.TCPStore](), list[Exception]()
+
+    def connect() -> None:
+        try:
+            store = dist.TCPStore(address, port, None, serves, limit, wait_for_workers=False, multi_tenant=True)
+            made.append(store)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=connect, name="store", daemon=True)  # the constructor may never return
+    thread.start()
+    thread.join(timeout_s)
+    if made:
+        return made[0]
+    if raised and not isinstance(raised[0], dist.DistError):
+        raise raised[0]
+    if not serves:
+        return None
+    raise _no_server(address, port, raised[0] if raised else None)
+
+
+def _resolve(address: str, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            return
+        except (OSError, UnicodeError) as error:  # a label that is empty or too long has no encoding
+            if isinstance(error, UnicodeError) or time.monotonic() > deadline:
+                why = getattr(error, "strerror", None) or "it is not a host name"
+                raise RankEnvironmentError(
+                    f"MASTER_ADDR={address}: cannot be resolved ({why}); use the host name or the address of the "
+                    "machine of rank 0"
+                ) from None
+        time.sleep(RETRY_S)
+
+
+def _no_server(address: str, port: int, error: Exception | None) -> RankEnvironmentError:
+    """Why rank 0 has no store, from what torch says."""
+    said = str(error or "").partition("\n")[0]
+    if "failed to listen" not in said:
+        rule = f"rank 0 cannot reach itself there at port {port}; use the address of the machine of rank 0"
+        return RankEnvironmentError(f"MASTER_ADDR={address}: {rule}")
+    rule = f"port {port} of MASTER_ADDR={address} is in use"
+    if "EADDRINUSE" not in said:
+        rule = f"rank 0 cannot listen at port {port} of MASTER_ADDR={address} ({said.rpartition('message: ')[2]})"
+    return RankEnvironmentError(f"MASTER_PORT={port}: {rule}; use another port")
