@@ -19,12 +19,12 @@ import torch.distributed as dist
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, Fault, RankEnvironmentError
+from megastack.errors import ConfigError, Fault, MeshError, RankEnvironmentError
 from megastack.launch.account import Seen, account_of
 from megastack.launch.environment import adopt_slurm, has_agent, nodes, world_size
 from megastack.launch.meeting import meet
 from megastack.launch.preflight import inspect, prepare
-from megastack.launch.refusal import any_broken, refuse
+from megastack.launch.refusal import REFUSING_S, any_broken, choose_reporter, refusal_without_others, refuse
 from megastack.launch.restarts import Guard, how_it_ended, is_taken_over, note_start
 from megastack.launch.spare import dismiss, wait_out
 from megastack.launch.start import NotStarted, die_with_parent
@@ -42,8 +42,6 @@ from megastack.training.signals import StopRequest
 from megastack.training.state import RunResult
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-REFUSING_S = 30.0
-"""How long ranks wait for each other to refuse a configuration whose own time-out may be what is refused."""
 NAMED = 8
 """Ranks that did not come are named, up to so many."""
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 2.0, 10.0
@@ -79,14 +77,14 @@ def join(
     rank, started = launched.rank, launched.world_size
     try:
         store = meet(launched, REFUSING_S if broken else config.launch.timeout_s)
-    except RankEnvironmentError as error:
-        if broken and rank == 0:
-            raise ConfigError.of([*_all_faults(config, broken), str(error)]) from None
-        raise  # no rank can report for the others
-    except NotStarted as error:
+    except (NotStarted, RankEnvironmentError) as error:
         if broken:
-            raise ConfigError.of(_all_faults(config, broken) if rank == 0 else broken) from None
-        return _alone(config, rank, started, error)
+            faults = _all_faults(config, broken) if rank == 0 else broken
+            raise refusal_without_others(launched, faults, error) from None
+        if isinstance(error, NotStarted):
+            return _alone(config, rank, started, error)
+        raise  # no rank can report for the others
+    broken = broken or _device_faults(config, rank)
     if any_broken(store, rank, started, broken):
         refuse(store, rank, started, partial(_all_faults, config))
     grace_s = config.launch.grace_s
@@ -102,6 +100,15 @@ def join(
         raise
     dismiss(world.store, spare, result, grace_s)
     return result
+
+
+def _device_faults(config: TrainConfig, rank: int) -> Sequence[Fault]:
+    """Why this rank has no device, which its machine alone can tell."""
+    try:
+        pick_device(config.device.value)
+    except MeshError as error:
+        return [f"[rank {rank}] {error}"]
+    return ()
 
 
 def _all_faults(config: TrainConfig, broken: Sequence[Fault]) -> Sequence[Fault]:
@@ -146,7 +153,9 @@ def _train(
         except Exception:
             if not folder.failure(rank).exists():
                 raise  # not even that could be written
-            return _failed(folder, config, rank, kept=not (config.launch.elastic and is_taken_over(folder)))
+            return _failed(
+                world.store, folder, config, rank, kept=not (config.launch.elastic and is_taken_over(folder))
+            )
 
 
 def _decide(config: TrainConfig, overrides: Sequence[str], opening: str) -> Assignment | Sequence[Fault]:
@@ -206,7 +215,7 @@ def _alone(config: TrainConfig, rank: int, started: int, error: NotStarted) -> R
     return RunResult("failed", 0, None, _place(config), str(error))
 
 
-def _failed(folder: RunFolder, config: TrainConfig, rank: int, *, kept: bool) -> RunResult:
+def _failed(store: dist.Store, folder: RunFolder, config: TrainConfig, rank: int, *, kept: bool) -> RunResult:
     """Keep the failure that began it in ``status.json`` and show it, last of all and on one rank.
 
     A rank that failed by itself shows its own. Where ranks only miss others, the first of them that has waited for the
@@ -217,10 +226,16 @@ def _failed(folder: RunFolder, config: TrainConfig, rank: int, *, kept: bool) ->
     if own.refused:
         if kept:
             _keep(folder, own.step, own.message, own.rank, own.coordinates, 78)
-        raise ConfigError(own.message)
+        refusal = ConfigError(own.message)
+        choose_reporter(store, rank, shape.world_size, refusal)
+        raise refusal
     if own.echo:
         _await_accounts(folder, shape.world_size, config.launch.timeout_s)
     records = read_failures(folder.failures)
+    if own.echo and records[0].refused:  # another rank's error, which that rank reports
+        if kept:
+            _keep(folder, records[0].step, records[0].message, records[0].rank, records[0].coordinates, 78)
+        raise ConfigError(records[0].message).reported_by(records[0].rank)
     account = account_of(records, read_reports(folder.watch), Seen(rank, {}), shape, config.launch.timeout_s)
     if kept:
         _keep(folder, account.step, account.reason, account.rank, account.coordinates, 1)
