@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from megastack.checkpoint.command import add_checkpoint_arguments, checkpoint_command
 from megastack.corpus.arguments import add_tokenize_arguments
-from megastack.errors import ConfigError, MeshError, RankEnvironmentError, ScheduleError
+from megastack.errors import ConfigError, MeshError, ScheduleError
 from megastack.inference.arguments import add_evaluate_arguments, add_generate_arguments
 from megastack.interop.arguments import add_export_arguments, add_import_arguments
-from megastack.launch.environment import is_first_rank, let_threads_sleep, require_no_launcher
+from megastack.launch.environment import let_threads_sleep, report_of, require_no_launcher
 from megastack.observe.printable import printable
 from megastack.observe.streams import best_effort_output, release_output
 
@@ -73,8 +73,8 @@ def _run(options: argparse.Namespace) -> int:
     try:
         return run(options)
     except (ConfigError, MeshError, ScheduleError) as error:  # raised here, before any rank was started
-        if isinstance(error, RankEnvironmentError) or is_first_rank():  # every rank of a world refuses, one says why
-            print(printable(str(error)), file=sys.stderr)  # noqa: T201
+        if (report := report_of(error)) is not None:  # every rank of a world refuses, one says why
+            print(printable(report), file=sys.stderr)  # noqa: T201
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -18,13 +18,21 @@ class MegastackError(Exception):
 
     Attributes:
         ranks: the ranks whose fault it is, where all ranks raise it; empty where it is the raising rank's own.
+        reporter: the rank that prints it, where the ranks of a launcher have agreed on one; ``None`` where they have
+            not.
     """
 
     ranks: tuple[int, ...] = ()
+    reporter: int | None = None
 
     def about(self, ranks: Iterable[int]) -> Self:
         """This error, as the fault of some ranks that all ranks raise."""
         self.ranks = tuple(ranks)
+        return self
+
+    def reported_by(self, rank: int | None) -> Self:
+        """This error, to be printed by one rank."""
+        self.reporter = rank
         return self
 
 

@@ -138,7 +138,8 @@ def origins(
         with session(config_dir) as hydra:
             name, given = config_name.removesuffix(".yaml"), read_overrides(overrides, hydra)
             layers = tuple(hydra.layers(name, given.legal))
-        raise ConfigError.of([_located(fault, layers) for fault in error.faults]) from None
+        located = ConfigError.of([_located(fault, layers) for fault in error.faults])
+        raise located.reported_by(error.reporter) from None
 
 
 def _read(hydra: Session, config_name: str, given: Overrides) -> tuple[TrainConfig, list[Violation]]:

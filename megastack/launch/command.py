@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megastack.config.compose import draft
+from megastack.config.compose import Draft, draft
 from megastack.config.convert import value_of
 from megastack.config.elastic import fit_world
 from megastack.config.layout_rules import mesh_shape
@@ -79,12 +79,23 @@ def train_command(options: argparse.Namespace) -> int:
         from megastack.launch.sweep import sweep_command
 
         return sweep_command(options)
-    given = draft(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
+    given = _draft(options)
     with given.origins():
         result = _train(given.config, options.overrides, None, unread=given.faults)
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n", encoding="utf-8")
     return result.exit_code
+
+
+def _draft(options: argparse.Namespace) -> Draft:
+    try:
+        return draft(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
+    except ConfigError as error:
+        if not is_worker():
+            raise
+        from megastack.launch.refusal import refuse_early
+
+        refuse_early(error.faults)
 
 
 def as_record(result: RunResult) -> dict[str, object]:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, MutableMapping
 
-from megastack.errors import ConfigError, RankEnvironmentError
+from megastack.errors import ConfigError, MegastackError, RankEnvironmentError
 from megastack.mesh.environment import in_slurm_step, read_environment
 from megastack.mesh.hostlist import first_host
 from megastack.observe.claims import Job
@@ -69,6 +69,23 @@ def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
     except RankEnvironmentError:
         return True
     return found is None or found.rank == 0
+
+
+def report_of(error: MegastackError, environment: Mapping[str, str] | None = None) -> str | None:
+    """What this process prints about an error that stopped it before training; ``None`` where another rank prints it.
+
+    Every rank reports its own rank variables. What ranks have agreed on is printed by the rank that they chose, which
+    names itself where it is not rank 0. Otherwise rank 0 prints.
+    """
+    if isinstance(error, RankEnvironmentError):
+        return str(error)
+    if error.reporter is None:
+        return str(error) if is_first_rank(environment) else None
+    found = read_environment(environment)
+    rank = 0 if found is None else found.rank
+    if rank != error.reporter:
+        return None
+    return f"[rank {rank}] {error}" if rank else str(error)
 
 
 def world_size(environment: Mapping[str, str] | None = None) -> int | None:

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, Fault, MegastackError, RankEnvironmentError
+from megastack.errors import ConfigError, Fault, MegastackError, MeshError, RankEnvironmentError
 from megastack.launch.account import Seen, account_of
 from megastack.launch.environment import adopt_slurm, has_agent, nodes, world_size
 from megastack.launch.meeting import meet
 from megastack.launch.preflight import inspect, prepare
-from megastack.launch.refusal import any_broken, refuse
+from megastack.launch.refusal import REFUSING_S, any_broken, choose_reporter, refusal_without_others, refuse
 from megastack.launch.restarts import Guard, how_it_ended, note_start
 from megastack.launch.spare import dismiss, wait_out
 from megastack.launch.start import NotStarted, die_with_parent
@@ -43,8 +43,6 @@ from megastack.training.signals import StopRequest
 from megastack.training.state import RunResult
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-REFUSING_S = 30.0
-"""How long ranks wait for each other to refuse a configuration whose own time-out may be what is refused."""
 NAMED = 8
 """Ranks that did not come are named, up to so many."""
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 2.0, 10.0
@@ -80,14 +78,14 @@ def join(
     rank, started = launched.rank, launched.world_size
     try:
         store = meet(launched, REFUSING_S if broken else config.launch.timeout_s)
-    except RankEnvironmentError as error:
-        if broken and rank == 0:
-            raise ConfigError.of([*_all_faults(config, broken), str(error)]) from None
-        raise  # no rank can report for the others
-    except NotStarted as error:
+    except (NotStarted, RankEnvironmentError) as error:
         if broken:
-            raise ConfigError.of(_all_faults(config, broken) if rank == 0 else broken) from None
-        return _alone(config, rank, started, error)
+            faults = _all_faults(config, broken) if rank == 0 else broken
+            raise refusal_without_others(launched, faults, error) from None
+        if isinstance(error, NotStarted):
+            return _alone(config, rank, started, error)
+        raise  # no rank can report for the others
+    broken = broken or _device_faults(config, rank)
     if any_broken(store, rank, started, broken):
         refuse(store, rank, started, partial(_all_faults, config))
     grace_s = config.launch.grace_s
@@ -103,6 +101,15 @@ def join(
         raise
     dismiss(world.store, spare, result, grace_s)
     return result
+
+
+def _device_faults(config: TrainConfig, rank: int) -> Sequence[Fault]:
+    """Why this rank has no device, which its machine alone can tell."""
+    try:
+        pick_device(config.device.value)
+    except MeshError as error:
+        return [f"[rank {rank}] {error}"]
+    return ()
 
 
 def _all_faults(config: TrainConfig, broken: Sequence[Fault]) -> Sequence[Fault]:
@@ -140,11 +147,11 @@ def _train(
         if not isinstance(found[0], Assignment):
             dist.destroy_process_group()
             raise ConfigError.of(found[0] or ())
-        return _work(found[0], rank, hooks)
+        return _work(found[0], world, hooks)
 
 
-def _work(assignment: Assignment, rank: int, hooks: Hooks | None) -> RunResult:
-    config, folder = assignment.config, RunFolder(assignment.folder, assignment.restart)
+def _work(assignment: Assignment, world: _World, hooks: Hooks | None) -> RunResult:
+    rank, config, folder = world.rank, assignment.config, RunFolder(assignment.folder, assignment.restart)
     if config.launch.elastic and rank == 0:
         given = hooks or Hooks()
         hooks = replace(given, on_step=[Guard(folder), *given.on_step])
@@ -157,7 +164,7 @@ def _work(assignment: Assignment, rank: int, hooks: Hooks | None) -> RunResult:
                 return RunResult("failed", 0, None, folder.path, str(error))
             if not folder.failure(rank).exists():
                 raise  # not even that could be written
-            return _failed(folder, config, rank)
+            return _failed(world, folder, config)
 
 
 def _decide(config: TrainConfig, overrides: Sequence[str], opening: str) -> Assignment | Sequence[Fault]:
@@ -221,20 +228,25 @@ def _alone(config: TrainConfig, rank: int, started: int, error: NotStarted) -> R
     return RunResult("failed", 0, None, _place(config), str(error))
 
 
-def _failed(folder: RunFolder, config: TrainConfig, rank: int) -> RunResult:
+def _failed(world: _World, folder: RunFolder, config: TrainConfig) -> RunResult:
     """Keep the failure that began it in ``status.json`` and show it, last of all and on one rank.
 
     A rank that failed by itself shows its own. Where ranks only miss others, the first of them that has waited for the
     accounts of the rest puts these together, and the others are silent.
     """
-    shape = mesh_shape(config, dist.get_world_size())
+    rank, shape = world.rank, mesh_shape(config, dist.get_world_size())
     own = next(record for record in read_failures(folder.failures) if record.rank == rank)
     if own.refused:
         _keep(folder, own.step, own.message, own.rank, own.coordinates, 78)
-        raise ConfigError(own.message)
+        refusal = ConfigError(own.message)
+        choose_reporter(world.store, rank, shape.world_size, refusal)
+        raise refusal
     if own.echo:
         _await_accounts(folder, shape.world_size, config.launch.timeout_s)
     records = read_failures(folder.failures)
+    if own.echo and records[0].refused:  # another rank's error, which that rank reports
+        _keep(folder, records[0].step, records[0].message, records[0].rank, records[0].coordinates, 78)
+        raise ConfigError(records[0].message).reported_by(records[0].rank)
     account = account_of(records, read_reports(folder.watch), Seen(rank, {}), shape, config.launch.timeout_s)
     _keep(folder, account.step, account.reason, account.rank, account.coordinates, 1)
     if not own.echo:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +24,14 @@ from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, MegastackError
 from megastack.launch.account import Seen, account_of
 from megastack.launch.environment import adopt_slurm, is_worker, world_size
+from megastack.launch.meeting import meet
+from megastack.launch.refusal import any_broken, choose_reporter, refuse, reporter_of_others
 from megastack.launch.start import StartLine, agent, die_with_parent, run_agent
 from megastack.launch.survivors import SurvivorKiller
 from megastack.launch.threads import choose_threads
 from megastack.launch.worker import is_of_others, is_refusal, join
 from megastack.mesh.environment import read_environment
+from megastack.mesh.mesh import backend_of, pick_device
 from megastack.observe.failure import FailureRecord, any_failed, read_failures
 from megastack.observe.folder import RunFolder
 from megastack.observe.streams import best_effort_output, protect_output
@@ -62,7 +66,9 @@ def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
         RanksFailed: a rank failed in another way.
     """
     world = mesh_shape(config, world_size()).world_size
-    if is_worker() or world == 1:
+    if is_worker():
+        return _joined(config, work, *arguments)
+    if world == 1:
         return _here(config, Ledger(), work, *arguments)
     with tempfile.TemporaryDirectory(prefix="megastack-") as name:
         folder = RunFolder(Path(name))
@@ -79,8 +85,31 @@ def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
     return result
 
 
-def _here(config: TrainConfig, ledger: Ledger, work: Callable[..., T], *arguments: Any) -> T:
+def _joined(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
+    """The part of a rank of torchrun or srun; any rank may have found its arguments invalid, and all refuse then."""
     adopt_slurm()
+    launched, limit_s = read_environment(), config.launch.timeout_s
+    assert launched is not None, "is_worker() has read it"
+    rank, ranks = launched.rank, launched.world_size
+    store = meet(launched, limit_s)
+    if any_broken(store, rank, ranks, ()):
+        refuse(store, rank, ranks, lambda found: found)
+    try:
+        backend, limit = backend_of(pick_device(config.device.value)), timedelta(seconds=limit_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        return _here(config, Ledger(), work, *arguments)
+    except Exception as error:
+        if isinstance(error, MegastackError) and is_refusal(error):
+            choose_reporter(store, rank, ranks, error)
+        if not is_echo(error):
+            raise
+        if (reporter := reporter_of_others(store)) is not None:
+            raise ConfigError(f"rank {reporter} found an error").reported_by(reporter) from None
+        said = str(error).partition("\n")[0]
+        raise RanksFailed(f"[rank {rank}] another rank ended or did not answer: {said}") from None
+
+
+def _here(config: TrainConfig, ledger: Ledger, work: Callable[..., T], *arguments: Any) -> T:
     torch.set_num_threads(choose_threads(config).count)
     mesh = join(mesh_shape(config, world_size()), config, ledger)
     try:

@@ -16,10 +16,11 @@ from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.config.value_rules import BYTE_IDS
-from megastack.errors import ConfigError, MegastackError, Violation
+from megastack.errors import ConfigError, MegastackError, RankEnvironmentError, Violation
 from megastack.faults import Faults, ask_model, check_fit
 from megastack.interop.saved import find_saved
-from megastack.launch.environment import is_first_rank, world_size
+from megastack.launch.environment import is_first_rank, is_worker, world_size
+from megastack.launch.refusal import refuse_early
 from megastack.launch.worker import is_refusal
 from megastack.observe.console import Console
 
@@ -117,8 +118,13 @@ def run_command(options: argparse.Namespace, run: Callable[[argparse.Namespace, 
     try:
         record = run(options, Console(enabled=first))
     except MegastackError as error:
+        if isinstance(error, RankEnvironmentError):
+            raise
         if is_refusal(error):
-            raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+            refusal = error if isinstance(error, ConfigError) else ConfigError(str(error)).reported_by(error.reporter)
+            if refusal.reporter is None and is_worker():  # from before the ranks met
+                refuse_early(refusal.faults)
+            raise refusal from None
         Console(stderr=True).line(str(error), style="red")
         return FAILED
     if options.json and first:

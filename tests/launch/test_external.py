@@ -9,13 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megastack.cli import main
-from megastack.launch import external
+from megastack.errors import ConfigError, DataError, MeshError
+from megastack.launch import command, evaluate, external, worker
 from tests.faulty_mlp import fault
 from tests.tiny_runs import losses, overrides, status, train
 
@@ -43,15 +45,21 @@ def slurm(rank: int, size: int) -> dict[str, str]:
 
 def _rank(environment: dict[str, str], arguments: list[str]) -> None:
     os.environ.update(environment)
-    sys.exit(main(["train", *arguments]))
+    sys.exit(main(arguments))
 
 
 def join(
-    folder: Path, launcher: Any, size: int, *more: str, stopped: int | None = None, port: str | None = None
+    folder: Path,
+    launcher: Any,
+    size: int,
+    *more: str,
+    stopped: int | None = None,
+    port: str | None = None,
+    verb: Sequence[str] | None = None,
 ) -> list[int | None]:
     """Run ranks that a launcher of that kind would have started; their exit codes. One that stops is killed."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or _port()}
-    arguments = [*overrides(folder), *more]
+    arguments = [*(verb or ["train", *overrides(folder)]), *more]
     ranks = [fork.Process(target=_rank, args=(launcher(rank, size) | address, arguments)) for rank in range(size)]
     for rank in ranks:
         rank.start()
@@ -109,6 +117,66 @@ def test_a_port_in_use_is_named_by_rank_0_and_the_others_say_whom_they_missed(tm
     assert said.count(f"MASTER_PORT={port}: port {port} of MASTER_ADDR=127.0.0.1 is in use; use another port") == 1
     missed = f"(it could not be reached at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port})"
     assert said.count(missed) == size - 1 and "Traceback" not in said
+
+
+def _only_on(rank: int, real: Any, error: Exception) -> Any:
+    """A function that one rank alone cannot call."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == rank:
+            raise error
+        return real(*arguments, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("launcher", [torchrun, slurm])
+def test_data_that_one_rank_alone_cannot_read_is_reported_once_by_that_rank(tmp_path, monkeypatch, capfd, launcher):
+    """As where a file is not the same on two machines."""
+    error = DataError("data.paths=x.bin: is shorter than its index says")
+    monkeypatch.setattr(worker, "build_training", _only_on(1, worker.build_training, error))
+    assert join(tmp_path, launcher, 2) == [78, 78]
+    assert capfd.readouterr().err.splitlines() == [f"[rank 1] {error}"]
+    ended = status(tmp_path / "run")
+    assert (ended["rank"], ended["reason"], ended["exit_code"]) == (1, str(error), 78)
+
+
+def test_data_that_no_rank_can_read_is_reported_once(tmp_path, monkeypatch, capfd):
+    def broken(*arguments: Any) -> Any:
+        raise DataError("data.paths=x.bin: is shorter than its index says")
+
+    monkeypatch.setattr(worker, "build_training", broken)
+    assert join(tmp_path, torchrun, 3, "batch.global_size=6") == [78, 78, 78]
+    assert capfd.readouterr().err.count("is shorter than its index says") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_files_of_the_configuration_that_one_rank_alone_lacks(tmp_path, monkeypatch, capfd, rank):
+    error = ConfigError("--config-dir=mine: no such folder")
+    monkeypatch.setattr(command, "draft", _only_on(rank, command.draft, error))
+    assert join(tmp_path, torchrun, 2) == [78, 78]
+    assert capfd.readouterr().err.splitlines() == [str(error)] and not (tmp_path / "run").exists()
+
+
+def test_a_device_that_one_rank_alone_lacks_stops_all_before_there_is_a_run(tmp_path, monkeypatch, capfd):
+    error = MeshError("device=cuda: local rank 1 of this machine, which has 1 GPUs; use device=cpu, or fewer ranks")
+    monkeypatch.setattr(external, "pick_device", _only_on(1, external.pick_device, error))
+    assert join(tmp_path, torchrun, 2) == [78, 78]
+    assert capfd.readouterr().err.splitlines() == [f"[rank 1] {error}"] and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["_file", "_score"])
+def test_an_evaluation_that_one_rank_alone_refuses_is_reported_once(tmp_path, monkeypatch, capfd, place):
+    """Before and after the ranks meet."""
+    assert train(tmp_path, "run.steps=1", "checkpoint.at_end=true") == 0
+    capfd.readouterr()
+    error = DataError("--file x: is empty")
+    monkeypatch.setattr(evaluate, place, _only_on(1, getattr(evaluate, place), error))
+    verb = ["evaluate", str(tmp_path / "run"), "--file", str(tmp_path / "text.jsonl")]
+    codes = join(tmp_path, torchrun, 2, "parallel.dp=2", "launch.timeout_s=20", verb=verb)
+    said = capfd.readouterr().err
+    assert codes == [78, 78] and said.count("--file x: is empty") == 1, said
+    assert "Traceback" not in said
 
 
 def test_a_failure_and_a_signal_under_srun(tmp_path, capfd):
