@@ -77,7 +77,7 @@ class Part:
         try:
             counts = Counts(**json.loads(self.counts.read_text(encoding="utf-8")))
             whole = self.ids.stat().st_size == counts.tokens * width and self.lengths.is_file()
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
         return counts if whole and (settings.skip or not counts.skipped) else None
 

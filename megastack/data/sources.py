@@ -125,7 +125,7 @@ def json_text(line: bytes, where: str, field: str = "text") -> bytes:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: {_utf8_fault(error)}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise DataError(f"{where}: is not JSON ({error}); {example}") from error
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         raise DataError(f'{where}: has no string field "{field}"; {example}')

@@ -127,7 +127,7 @@ def written_about(name: str) -> dict[str, object]:
         return {}
     try:
         record = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # somebody else's file
     return record if isinstance(record, dict) else {}
 

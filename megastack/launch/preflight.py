@@ -150,7 +150,7 @@ def _check_weights(config: TrainConfig, shapes: ModelShapes | None) -> Path | No
         what = "is a file" if Path(path).exists() else "no such folder"
         raise ConfigError.of([Violation(key, path, what, ("the folder of a checkpoint or of a run", None))])
     try:
-        found = find_checkpoint(Path(path))
+        found = find_checkpoint(Path(path), content=True)
     except NoCheckpointError as error:
         raise ConfigError.of([Violation(key, path, error.rule, (error.advice, None))]) from None
     check_fit(key, found, shapes, config.checkpoint.strict)

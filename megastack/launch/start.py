@@ -14,6 +14,7 @@ computes, so its children have no pool yet and make their own.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import math
 import multiprocessing
@@ -23,7 +24,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
@@ -36,6 +38,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megastack.config.schema import TrainConfig
 from megastack.errors import MegastackError
+
+T = TypeVar("T")
 
 QUIET = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 """Loggers of the agent; what they have to say about failures is said better by the ranks."""
@@ -103,6 +107,21 @@ class _OneAgent(StaticTCPRendezvous):
 rendezvous_handler_registry.register(RENDEZVOUS, _OneAgent)
 
 
+def keeps_inherited(entry: Callable[..., T]) -> Callable[..., T]:
+    """A function for a forked process that never destroys an object of its parent.
+
+    The store of an earlier run may be garbage in the parent. Its destructor needs threads that a forked process does
+    not have: a garbage collection there would never return, or crash.
+    """
+
+    @wraps(entry)
+    def run(*arguments: Any) -> T:
+        gc.freeze()
+        return entry(*arguments)
+
+    return run
+
+
 def run_agent(
     agent: LaunchConfig, entry: Callable[..., Any], *arguments: Any, before: Callable[[], object] = lambda: None
 ) -> dict[int, Any]:
@@ -121,7 +140,8 @@ def run_agent(
     def run() -> None:
         try:
             before()
-            returned.update(elastic_launch(agent, entry)(*arguments))
+            gc.collect()
+            returned.update(elastic_launch(agent, keeps_inherited(entry))(*arguments))
         except BaseException as error:
             raised.append(error)
 

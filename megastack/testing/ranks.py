@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -238,6 +239,7 @@ def _failure(failed: dict[int, _Outcome], stuck: Sequence[Stuck], timeout: float
 
 def _serve(pipe: multiprocessing.connection.Connection, others: list[Any], inherited: Callable[[], Any] | None) -> None:
     """The life of a rank: run tasks until the pipe closes."""
+    gc.freeze()  # what the parent left may have a destructor that waits for a thread that is not here
     for other in others:
         other.close()
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,7 @@ import torch
 from megastack.comm.collectives import all_reduce
 from megastack.config.compose import compose
 from megastack.launch import local, ranks
-from megastack.launch.start import NotStarted, StartLine
+from megastack.launch.start import NotStarted, StartLine, agent, run_agent
 from megastack.mesh import mesh as mesh_module
 from megastack.mesh.mesh import Mesh
 from tests.tiny_runs import overrides, status
@@ -141,3 +142,25 @@ def test_a_rank_that_sleeps_in_a_generation_is_named(tmp_path: Path) -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == "[rank 0 | pp0 dp0 tp0] waits for tp all_reduce 1 of [3] in test_start"
     assert lines[-1] == "[rank 1 | pp0 dp0 tp1] did not arrive at tp all_reduce 1 of [3] within launch.timeout_s=4"
+
+
+class _Garbage:
+    """A cycle with a finalizer, as a store in use has one that needs the threads of the process that made it."""
+
+    finalized = False
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        _Garbage.finalized = True
+
+
+def _collect(left: list[_Garbage]) -> bool:
+    left.clear()
+    gc.collect()
+    return _Garbage.finalized
+
+
+def test_a_rank_never_destroys_what_its_parent_holds(tmp_path: Path) -> None:
+    assert run_agent(agent(compose(overrides(tmp_path)), 1), _collect, [_Garbage()]) == {0: False}
