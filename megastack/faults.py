@@ -81,10 +81,15 @@ class Faults:
         except UnusableError:
             return None
         except ConfigError as error:
-            self.found += error.faults
+            self._add(error.faults)
         except (MegastackError, OSError) as error:
-            self.found.append(str(error))
+            self._add([str(error)])
         return None
+
+    def _add(self, faults: Iterable[Fault]) -> None:
+        """Add faults, each once: several questions may meet the same one."""
+        known = {str(fault) for fault in self.found}
+        self.found += [fault for fault in faults if str(fault) not in known]
 
     def separately(self) -> Faults:
         """A collection of its own that knows the same keys to be broken."""

@@ -35,7 +35,8 @@ def read_overrides(overrides: Sequence[str], hydra: Session) -> Overrides:
         try:
             override = hydra.parse(text)
         except (HydraException, ValueError):  # ValueError: a number of thousands of digits
-            result.faults.append(Violation(*_halves(text), "cannot be read", ("key=value", "group=option")))
+            advice = ("key=value", "group=option") if text.isascii() else ("quotes within quotes: key='\"text\"'",)
+            result.faults.append(Violation(*_halves(text), "cannot be read", advice))
             continue
         fault = _fault(override, groups, hydra)
         if fault is None:

@@ -38,6 +38,7 @@ def test_keys_are_set_whether_or_not_a_file_names_them() -> None:
         ("tensor_model_parallel_size=2", "tensor_model_parallel_size=2: no such key; use parallel.tp"),
         ("parallel.tp", "parallel.tp=: cannot be read; use key=value or group=option"),
         ("parallel.tp=[1", "parallel.tp=[1: cannot be read; use key=value or group=option"),
+        ("run.name=☃", "run.name=☃: cannot be read; use quotes within quotes: key='\"text\"'"),
         ("parallel.tp=1,2", "parallel.tp=1,2: has several values; use -m for a sweep or [1,2] for a list"),
         ("seed=choice(1,2)", "seed=choice(1,2): has several values; use -m for a sweep"),
         (

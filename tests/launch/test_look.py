@@ -87,3 +87,8 @@ def test_a_built_in_corpus_that_is_too_short_is_a_note(capfd):
     assert "note: batch.sequence_length=1048576: the training split has" in capfd.readouterr().err
     assert main(["show", "model=llama3_405b", "model.vocab=200"]) == 78
     assert "model.vocab=200: must hold the 256 ids" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["show", "train"])
+def test_a_fault_that_several_parts_find_is_said_once(verb, tmp_path, capfd):
+    assert said(verb, tmp_path, capfd, "seed=-1") == (78, ["seed=-1: must be at least 0; use 0 or more"])
