@@ -108,11 +108,13 @@ def test_text_that_is_not_utf8_is_refused_by_line(tmp_path: Path) -> None:
     [
         (b'{"text": "caf\xe9"}', "byte 0xe9 is not UTF-8"),
         (b'{"text": "half}', "is not JSON"),
+        (b'{"text": "a", "n": ' + b"9" * 10_000 + b"}", "is not JSON"),
         (b'{"content": "a"}', 'no string field "text"'),
         (b'{"text": 5}', 'no string field "text"'),
         (b'["text"]', 'no string field "text"'),
         (b'{"text": "\\ud800"}', "half a surrogate pair"),
     ],
+    ids=range(7),
 )
 def test_faulty_jsonl_lines_are_refused_by_number(tmp_path: Path, line: bytes, fault: str) -> None:
     path = tmp_path / "a.jsonl"

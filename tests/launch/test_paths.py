@@ -31,10 +31,14 @@ def test_resume_and_weights_from_a_run_are_those_of_its_newest(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("key", ["resume", "checkpoint.load_weights"])
-def test_what_was_found_at_a_path_is_told(tmp_path: Path, key: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("damage", ["empty", "flipped"])
+def test_what_was_found_at_a_path_is_told(
+    tmp_path: Path, key: str, damage: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert train(tmp_path, "run.steps=4", *SAVES) == 0
     run = tmp_path / "run"
-    (run / "checkpoints" / "step_00000004" / "rank_00000.safetensors").write_bytes(b"")
+    file = run / "checkpoints" / "step_00000004" / "rank_00000.safetensors"
+    file.write_bytes(b"" if damage == "empty" else file.read_bytes()[:-1] + b"?")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").touch()
     capfd.readouterr()
