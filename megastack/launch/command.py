@@ -28,7 +28,8 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
     Local ranks are forked from this process, always: hooks may be closures, the main module is not imported again (a
     script needs no ``if __name__ == "__main__":``, a notebook or an interpreter will do), and this process may have
     computed on any number of threads before. What hooks change in a rank stays in that rank. A process that has
-    initialized CUDA, or that holds a process group, cannot fork ranks and is told so.
+    called the CUDA runtime (``torch.cuda.is_available()`` does) or that holds a process group cannot fork ranks; this
+    is an error before anything starts.
 
     Args:
         config: from :func:`megastack.compose`; changes to it by ``dataclasses.replace`` are checked as well.

@@ -25,7 +25,7 @@ from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, Fault, Violation, counted
 from megastack.launch.account import Seen, account_of
 from megastack.launch.preflight import Prepared, inspect, take
-from megastack.launch.start import START_METHOD, StartLine, agent, die_with_parent, run_agent
+from megastack.launch.start import START_METHOD, StartLine, agent, die_with_parent, forks_lose_cuda, run_agent
 from megastack.launch.stopping import SIGNALS, StopForwarder, StoppedEarly
 from megastack.launch.survivors import SurvivorKiller
 from megastack.launch.worker import Assignment, work
@@ -107,9 +107,10 @@ def _require_startable(config: TrainConfig) -> None:
             "train: ranks are forked from this process, which holds a process group; use "
             "torch.distributed.destroy_process_group() before, or torchrun"
         )
-    if config.device != "cpu" and torch.cuda.is_initialized():
-        rule = "ranks are forked from this process, which has initialized CUDA, so they cannot use a GPU"
-        advice = ("cpu", "train before the first CUDA operation", "megastack train", "torchrun")
+    if config.device != "cpu" and torch.cuda.device_count() and forks_lose_cuda():
+        rule = "ranks are forked from this process, which has called the CUDA runtime, so they cannot use a GPU"
+        called = "train before the first such call (torch.cuda.is_available() is one)"
+        advice = ("cpu", called, "PYTORCH_NVML_BASED_CUDA_CHECK=1", "megastack train", "torchrun")
         faults.append(Violation("device", config.device, rule, advice))
     if faults:
         raise ConfigError.of(faults)

@@ -18,6 +18,7 @@ import gc
 import logging
 import math
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
@@ -35,6 +37,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from megastack.config.schema import TrainConfig
 from megastack.errors import MegastackError
@@ -165,7 +168,9 @@ def agent(config: TrainConfig, world_size: int) -> LaunchConfig:
     """How torch's elastic agent starts the ranks of this machine, and says little about it."""
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    return LaunchConfig(
+    # Torch asks the CUDA runtime for its default NUMA options, and after that no forked process can use CUDA.
+    launch = LaunchConfig(
+        numa_options=NumaOptions(AffinityMode.NODE),
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=world_size,
@@ -179,6 +184,22 @@ def agent(config: TrainConfig, world_size: int) -> LaunchConfig:
         signals_to_handle="",
         shutdown_timeout=math.ceil(config.launch.grace_s),
     )
+    launch.numa_options = None
+    return launch
+
+
+def forks_lose_cuda() -> bool:
+    """Whether a process forked from this one could not use CUDA.
+
+    Any call to the CUDA runtime has this effect, that of ``torch.cuda.is_available()`` included. Torch knows it only in
+    the forked process, so one is forked to ask.
+    """
+    if not torch.backends.cuda.is_built():
+        return False
+    child = os.fork()
+    if child == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
 
 
 def die_with_parent() -> None:

@@ -208,8 +208,13 @@ def pick_device(device: str) -> torch.device:
     """``auto`` is this process's GPU where there is one, else the CPU.
 
     Raises:
-        MeshError: there is no GPU, or fewer than ranks on this machine.
+        MeshError: there is no GPU, or fewer than ranks on this machine, or this forked process cannot use one.
     """
+    if device in ("auto", "cuda") and torch.cuda._is_in_bad_fork() and torch.cuda.device_count():
+        raise MeshError(
+            f"device={device}: this process was forked from one that had called the CUDA runtime, so it cannot use a "
+            "GPU; use device=cpu, or fork before the first such call (torch.cuda.is_available() is one)"
+        )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cuda":

@@ -204,12 +204,28 @@ def test_a_script_without_a_main_guard_trains_on_any_number_of_threads(tmp_path,
 
 
 def test_a_process_that_has_used_a_gpu_is_told_that_it_cannot_fork_ranks_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
+    parent = os.getpid()
     config = megastack.compose([*overrides(tmp_path), "device=auto", "run.steps=1"])
     with pytest.raises(megastack.ConfigError, match=r"^device=auto: ranks are forked from .*; use cpu, train before"):
         megastack.train(config)
     assert not (tmp_path / "run").exists()
     assert train(tmp_path, "device=cpu", "run.steps=1") == 0
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_the_launcher_leaves_the_cuda_runtime_to_its_ranks(tmp_path, monkeypatch, device):
+    """After one such call in this process, no rank that is forked from it could use a GPU."""
+    launcher, available = os.getpid(), torch.cuda.is_available
+
+    def only_in_ranks():
+        assert os.getpid() != launcher
+        return available()
+
+    monkeypatch.setattr(torch.cuda, "is_available", only_in_ranks)
+    assert train(tmp_path, f"device={device}", "parallel.dp=2", "batch.micro_size=1", "run.steps=1") == 0
 
 
 def test_a_process_that_holds_a_process_group_is_told_so(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from megastack.comm.collectives import all_reduce, start_all_reduce
 from megastack.comm.ledger import Traffic
 from megastack.comm.p2p import Lines
 from megastack.errors import MeshError
-from megastack.mesh.mesh import Mesh
+from megastack.mesh.mesh import Mesh, pick_device
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.testing.ranks import run_ranks
 
@@ -234,3 +234,14 @@ def test_every_group_gives_up_after_the_time_out() -> None:
     results = run_ranks(waits_in_vain, 8)
     assert {name for took in results for name in took} == {"pp", "dp", "tp", "pp+tp", "pair", "backward"}
     assert max(seconds for took in results for seconds in took.values()) < 20
+
+
+def test_a_forked_process_that_cannot_use_its_gpu_never_takes_the_cpu_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the CUDA runtime says that there is no GPU."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for device in ("auto", "cuda"):
+        with pytest.raises(MeshError, match=f"^device={device}: this process was forked from one that had called the"):
+            pick_device(device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
