@@ -59,7 +59,7 @@ class TrackingMLP(ParallelMLP):
 
 
 class StrayMLP(TrackingMLP):
-    """Its running mean is that of this rank's samples alone."""
+    """Its running mean covers this rank's samples alone."""
 
     def _track(self, name: str, x: Tensor) -> None:
         with torch.no_grad():

@@ -31,7 +31,7 @@ class NoCheckpointError(CheckpointError):
 
     def __init__(self, path: Path, found: str, advice: str = "the folder of a checkpoint or of a run") -> None:
         super().__init__(f"{path}: no checkpoint that can be used ({found}); use {advice}")
-        self.rule = f"is no usable checkpoint ({found})"
+        self.rule = f"is not a usable checkpoint ({found})"
         self.advice = advice
 
 
@@ -54,7 +54,7 @@ def find_checkpoint(path: Path, *, content: bool = False) -> Path:
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """The ``checkpoints`` folder that a path names: that of a run, or the folder itself."""
+    """The ``checkpoints`` folder that a path names: a run's, or the folder itself."""
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
@@ -64,7 +64,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def is_imported(checkpoint: Path) -> bool:
-    """Whether a checkpoint is that of an import: weights, and no run behind them."""
+    """Whether a checkpoint comes from an import: weights without a run."""
     return "imported" in read_trainer(checkpoint)
 
 

@@ -90,7 +90,7 @@ def begin(path: Path, guard: Guard | None = None) -> None:
     """Make the empty folder in which the checkpoint at ``path`` will be written; one rank calls.
 
     Raises:
-        CheckpointError: something that is no checkpoint is in the way.
+        CheckpointError: something that is not a checkpoint is in the way.
         OSError: the folder cannot be made.
     """
     if guard is not None:
@@ -99,7 +99,9 @@ def begin(path: Path, guard: Guard | None = None) -> None:
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             raise CheckpointError(f"{folder}: is no folder; remove it or save elsewhere")
         if strangers := foreign_content(folder):
-            raise CheckpointError(f"{folder}: holds {', '.join(strangers[:4])}, no checkpoint; save elsewhere")
+            raise CheckpointError(
+                f"{folder}: holds {', '.join(strangers[:4])}, which is not a checkpoint; save elsewhere"
+            )
     recover_one(path)
     writing_folder(path).mkdir(parents=True)
 

@@ -52,7 +52,7 @@ def is_transport(calls: Sequence[tuple[str, str]]) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those that led to it, the outermost first."""
+    """The error and its causes, outermost first."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         yield error

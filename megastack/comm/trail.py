@@ -150,7 +150,7 @@ class Waited:
     def wait(self) -> None:
         """Block until the work is complete.
 
-        The time-out of a collective counts from its start, that of a message from here.
+        The time-out of a collective counts from its start, the time-out of a message from here.
         """
         self._trail.begin_wait(self._operation, self._started)
         self._work.wait()

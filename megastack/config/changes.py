@@ -1,8 +1,8 @@
-"""What changes between the run of a checkpoint and the run that goes on from it.
+"""What changes between the run of a checkpoint and the run that resumes from it.
 
 Compared are the keys that enter the mathematics: model, loss, optimizer, learning rate, precision, data. Where and on
 what grid a run works, what it saves and what it reports may change freely. Seed, batch and data are refused elsewhere
-(:mod:`megastack.data.continuity`); what is found here is told. Imports no torch.
+(:mod:`megastack.data.continuity`); what is found here is reported. Imports no torch.
 """
 
 from __future__ import annotations

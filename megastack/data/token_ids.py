@@ -1,4 +1,4 @@
-"""Whether the ids of token files fit a vocabulary, as far as that can be told before a run starts.
+"""Whether the ids of token files fit a vocabulary, as far as this can be known before a run starts.
 
 What is read is bounded, however large the files are. A type of ids that the vocabulary holds altogether needs no look.
 A file within the bound is read whole, in pieces, so that the answer is certain. Of a larger one pieces are read that

@@ -125,7 +125,7 @@ def _switch_off_state(tokenizer: hf.Tokenizer) -> None:
 
 
 def _guarded(tokenizer: hf.Tokenizer, end: int | None) -> list[int]:
-    """The ids that text must not turn into: those of special tokens and of the end, but not that of unknown text."""
+    """The ids that text must not turn into: special tokens and the end, but not the unknown token."""
     added = tokenizer.get_added_tokens_decoder()
     if end in added and not added[end].special:
         tokenizer.add_special_tokens([added[end].content])  # or it would be matched like any added word

@@ -30,7 +30,7 @@ class ValidationBatches:
         vocab: ids must be below it (`model.vocab`).
         limit: samples to use, spread evenly over the split; None or more than there are: all.
 
-    Raises :class:`DataError`, on every rank alike, for an id outside the vocabulary.
+    Raises :class:`DataError`, on every rank, for an id outside the vocabulary.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ def require_calls(part: nn.Module, inner: Sequence[nn.Module], names: Mapping[nn
         called.clear()
         if missing:
             raise PlacementError(
-                f"{', '.join(missing)}: not called in this forward; a module whose dtype differs from that of the rest "
+                f"{', '.join(missing)}: not called in this forward; a module whose dtype differs from the rest "
                 "of its block (precision.keep_fp32) must be called on every data rank under parallel.zero.stage 2 and "
                 "3; use stage 1, or let precision.keep_fp32 match the whole block or nothing of it"
             )

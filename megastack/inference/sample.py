@@ -111,7 +111,7 @@ def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
 def _allowed(logits_BV: Tensor, probabilities_BV: Tensor, sampling: Sampling) -> Tensor:
     """The ids that may be chosen; both limits look at all probabilities, and the most probable id is always within.
 
-    The order is that of the logits, of which a temperature may make equal probabilities.
+    The order is the order of the logits, since a temperature may make probabilities equal.
     """
     allowed_BV = torch.ones_like(logits_BV, dtype=torch.bool)
     top_k, top_p = sampling.top_k, sampling.top_p
@@ -140,5 +140,5 @@ def _ids(logits_BV: Tensor) -> Tensor:
 
 
 def _lowest(chosen_BV: Tensor) -> Tensor:
-    """The lowest id of those that are True in each row; beyond the vocabulary if none is."""
+    """The lowest id that is True in each row; beyond the vocabulary if none is."""
     return torch.where(chosen_BV, _ids(chosen_BV), chosen_BV.shape[-1]).min(-1).values

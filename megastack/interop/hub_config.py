@@ -1,6 +1,6 @@
 """``config.json`` of a Hugging Face folder into the model options that compute the same.
 
-Files of transformers 4 (``rope_theta`` and ``rope_scaling`` at the top) and 5 (``rope_parameters``) are read alike, and
+Files of transformers 4 (``rope_theta`` and ``rope_scaling`` at the top) and 5 (``rope_parameters``) are both read, and
 an absent key has the default of the file's class. A feature that the decoder does not have is refused, with every other
 reason, in one report: another rotary scaling, a sliding window that the sequence would feel, biases in some projections
 only, an exact GELU. The rotary convention of these families is half-split, which is the decoder's; a file that claims

@@ -277,7 +277,7 @@ def _carry(files: Mapping[str, Path], folder: Path) -> None:
 def _window_notes(model: HubModel) -> tuple[str, ...]:
     if model.window is None:
         return ()
-    return (f"the class attends to {model.window} tokens: sequences up to that length are computed alike, none longer",)
+    return (f"the class attends to {model.window} tokens: only sequences up to that length are computed correctly",)
 
 
 def _yaml_name(folder: Path) -> str:

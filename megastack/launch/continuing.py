@@ -1,4 +1,4 @@
-"""What there is to say about a run that goes on from a checkpoint: what changes, and whether anything is left to do."""
+"""Notes about a run that resumes from a checkpoint: what changed, and whether any steps are left."""
 
 from __future__ import annotations
 

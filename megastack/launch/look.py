@@ -2,7 +2,7 @@
 
 The answers are those of the preflight of a training. A plan may be made on another machine than the run, so data that
 is not here is no fault but a note. So is text that would take long to read, and a built-in corpus that is too short: it
-stands in for data that nobody has named yet. What concerns a machine alone (its devices, folders and checkpoints) is
+stands in for data that is not configured yet. What concerns a machine alone (its devices, folders and checkpoints) is
 not asked.
 """
 

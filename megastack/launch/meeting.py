@@ -26,7 +26,7 @@ OTHERS_ASK_S = 1.0
 
 
 def meet(launched: RankEnvironment, timeout_s: float) -> dist.Store:
-    """A store that the ranks of this start share, and nobody before or after them; all of them call.
+    """A store that only the ranks of this start share; all of them call.
 
     Args:
         launched: what the launcher says about this rank.

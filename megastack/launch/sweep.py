@@ -81,7 +81,7 @@ def sweep_command(options: argparse.Namespace) -> int:
 
 
 class _Folders:
-    """The folders of a sweep: those that several jobs share, taken with the first legal one, and in them one for each.
+    """The folders of a sweep. One that several jobs share is claimed with the first legal job and holds one a job.
 
     Args:
         configs: of all jobs, as far as they could be read.
@@ -125,7 +125,7 @@ class _Folders:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The folders are no longer the sweep's to fill; those that no job came to are removed."""
+        """Release the folders; remove the empty ones."""
         self._beats.close()
         for taken in self._roots.values():
             taken.undo()

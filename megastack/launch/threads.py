@@ -29,7 +29,7 @@ class Cpus:
     """The CPUs that this process may use.
 
     Attributes:
-        allowed: those that it may be scheduled on.
+        allowed: the CPUs that it may be scheduled on.
         quota: how many of them its control groups let it use at a time; ``None`` for all.
         load: processes on the machine that were running or waiting for a CPU in the last minute.
         installed: all CPUs of the machine.
@@ -127,7 +127,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 def _control_groups(root: Path) -> list[Path]:
     """The folders of this process's CPU control groups and of those above, of either version of the interface.
 
-    In a container, the path is often that of the host, and what is mounted is the container's own group.
+    In a container, the path is often the host's, and the container's own group is what is mounted.
     """
     folders = list[Path]()
     for line in _read(root / "proc/self/cgroup").splitlines():

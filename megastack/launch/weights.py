@@ -39,7 +39,7 @@ WITHOUT_TOKENIZER: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Use:
-    """A checkpoint, the configuration that it is used with, and what stands against both so far.
+    """A checkpoint, the configuration that it is used with, and the errors found so far.
 
     Attributes:
         checkpoint: its folder.

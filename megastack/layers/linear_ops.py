@@ -56,8 +56,8 @@ def column_product(
         weights: matrices ``(out/t, in)``; frozen ones cost no product in backward.
         biases: as many vectors ``(out/t,)`` or ``None``.
 
-    Parameters of another dtype than ``x`` enter the product in its dtype, and all of them in that of ``torch.autocast``
-    where it is on.
+    Parameters of another dtype than ``x`` enter the product in its dtype, and all of them in the dtype of
+    ``torch.autocast`` where it is on.
 
     Returns:
         One ``(…, S, out/t)`` per weight.
@@ -191,7 +191,7 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = _halves(tensors)
         ctx.group, ctx.sequence_parallel, ctx.targets = group, sequence_parallel, targets
-        ctx.set_materialize_grads(False)  # an output that nobody used is no work
+        ctx.set_materialize_grads(False)  # an unused output costs nothing
         ctx.save_for_backward(x if any(_halves(ctx.needs_input_grad[4:])[0]) else None, *weights)
         whole = all_gather(x, group, SEQUENCE_DIM) if sequence_parallel else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -268,7 +268,7 @@ class _WeightProduct:
 
 
 def _needs(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[bool, Sequence[bool], Sequence[bool]]:
-    """Which gradients are wanted: of the input, of each weight, of each bias; none of an output that nobody used."""
+    """Which gradients are wanted: of the input, of each weight, of each bias; none of an unused output."""
     used = [grad is not None for grad in grads]
     weights, biases = ([w and u for w, u in zip(half, used, strict=True)] for half in _halves(ctx.needs_input_grad[4:]))
     return ctx.needs_input_grad[0], weights, biases

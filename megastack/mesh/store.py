@@ -30,7 +30,7 @@ def open_store(launched: RankEnvironment, timeout_s: float) -> dist.TCPStore | N
         timeout_s: how long to wait for the store to answer, and later for any of its keys.
 
     Returns:
-        The store; ``None`` where nobody answered as a store in time.
+        The store; ``None`` if no store answered in time.
 
     Raises:
         RankEnvironmentError: ``MASTER_ADDR`` does not resolve, or rank 0 cannot listen or be reached there.

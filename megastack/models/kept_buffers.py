@@ -22,7 +22,7 @@ _COPIES = "_recompute_copies"
 class KeptBuffers:
     """The values of a module's buffers when it is made.
 
-    A copy serves all runs between two changes of a buffer, so one that nobody changes is copied once. Changes are seen
+    A copy serves all runs between two changes of a buffer, so an unchanged buffer is copied once. Changes are seen
     by torch's version counter, which a write through ``.data`` leaves alone.
 
     Args:

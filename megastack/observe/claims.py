@@ -75,7 +75,7 @@ class Claim:
     Attributes:
         number: its place in the sequence.
         mark: differs once the file has been touched.
-        token: nobody else's.
+        token: unique to this owner.
         owner: the process; ``None`` where the claim cannot be read.
         job: what the process is a start of.
         released: whether the folder was given back.

@@ -183,7 +183,7 @@ def claim_exactly(directory: str | Path, job: Job = NO_JOB) -> TakenFolder:
 
 
 def _take(path: Path, job: Job) -> TakenFolder | None:
-    """Claim a folder that is new or empty, and that nobody has claimed."""
+    """Claim a folder that is new or empty and unclaimed."""
     made = _make(path)
     try:
         if not path.is_dir() or any(path.iterdir()):

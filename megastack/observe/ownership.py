@@ -56,7 +56,7 @@ class Ownership:
     Attributes:
         folder: the run folder.
         number: of the claim.
-        token: nobody else's.
+        token: unique to this owner.
     """
 
     folder: Path
@@ -183,7 +183,7 @@ def take_ownership(folder: Path, job: Job) -> Ownership:
 
 
 def claim_new(folder: Path, job: Job) -> Ownership | None:
-    """Claim a folder that nobody has claimed before; ``None`` where somebody has.
+    """Claim a folder that was never claimed; ``None`` if it was.
 
     Raises:
         OSError: the claim cannot be written.

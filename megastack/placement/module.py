@@ -3,8 +3,8 @@
 A :class:`ParallelModule` declares every parameter it owns in :meth:`~ParallelModule.placements`; users subclass it, or
 one of the layers built on it. :func:`placements_of` collects the declarations of a whole model and holds them against
 its tensors; :func:`initialise_` gives every parameter its values. Global names are the model's own parameter names, so
-a model that keys its blocks by the global layer number names them alike on every stage. A persistent buffer of which a
-rank holds a part is declared in the same way (:func:`buffer_placements_of`).
+a model that keys its blocks by the global layer number gives them the same names on every stage. A persistent buffer of
+which a rank holds a part is declared in the same way (:func:`buffer_placements_of`).
 
 Example::
 
@@ -196,7 +196,7 @@ def _tensor_faults(aliases: list[str], tensor: Tensor, declared: list[_Declarati
     name, (placement, owner) = aliases[0], declared[0]
     if any(other != placement for other, _ in declared):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-        yield f"{', '.join(aliases)}: one tied {kind} with different placements; declare them alike"
+        yield f"{', '.join(aliases)}: one tied {kind} with different placements; declare the same placement for each"
     shape = owner.mesh.shape
     if uneven := divisibility_faults(placement, shape):
         yield from (f"{name}: {fault}" for fault in uneven)

@@ -1,4 +1,4 @@
-"""A finding in words, for ``megastack verify`` and for ``assert_parity`` alike."""
+"""A finding in words, for ``megastack verify`` and ``assert_parity``."""
 
 from __future__ import annotations
 

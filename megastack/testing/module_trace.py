@@ -91,7 +91,7 @@ class Recorder:
     def _before(
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Record the inputs, and hand the module its own alias of each, so that a gradient is that of this use alone.
+        """Record the inputs, and hand the module its own alias of each, so that a gradient belongs to this use alone.
 
         A recomputed call is recorded once, and gets aliases each time, since it must do the same each time. Its
         gradients come with the call that autograd sees.

@@ -202,7 +202,7 @@ def reference_modules(config: TrainConfig, dataset: Dataset, samples: Sequence[i
 def probe_modules(
     config: TrainConfig, dataset: Dataset, blamed: Collection[str], tolerance: float
 ) -> dict[str, Probed]:
-    """Call again, on one rank, the modules of no class of the package, and those that are blamed."""
+    """Call again, on one rank, the modules whose class is not the package's and the blamed modules."""
     training = prepared(config, Mesh.single(), dataset)
     modules = named_modules(training)
     prober = Prober(to_probe(modules, blamed), tolerance)
@@ -212,7 +212,7 @@ def probe_modules(
 
 
 def to_probe(modules: Mapping[str, nn.Module], blamed: Collection[str]) -> dict[str, nn.Module]:
-    """The modules that are probed: those of no class of the package, and those that are blamed."""
+    """The modules to probe: those whose class is not the package's, and the blamed ones."""
     return {name: x for name, x in modules.items() if name in blamed or not is_packaged(x)}
 
 

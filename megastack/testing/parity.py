@@ -46,7 +46,7 @@ def assert_parity(
     """Assert that a layer trained on ``shape`` equals the same layer on one rank.
 
     Args:
-        factory: builds the layer on a mesh; its forward takes and gives (B, S, D). Any callable: ranks are forked anew
+        factory: builds the layer on a mesh; its forward takes and gives (B, S, D). Any callable: new ranks are forked
             and inherit it, so a lambda, a closure or a local class will do.
         shape: the mesh, with ``dp`` and ``tp``; ``pp`` and ``cp`` are 1.
         steps: optimizer steps.

@@ -27,7 +27,7 @@ from megastack.testing.ranks import RankFailure, run_ranks
 
 
 def find_cause(factory: Factory, shape: MeshShape, task: Task, *, timeout: float) -> Finding | None:
-    """The first thing that is wrong with a layer, as far as can be told; None where nothing can."""
+    """The first fault of a layer, as far as it can be determined; None otherwise."""
     for dtype in dict.fromkeys((torch.float64, task.dtype)):  # a layer may have buffers of a dtype of their own
         try:
             return _Search(factory, shape, replace(task, dtype=dtype), timeout).finding()

@@ -1,7 +1,7 @@
 """Run a function on several ranks of this machine: forked processes, gloo, results as a list.
 
 A module-level function whose arguments are plain data runs in a standing pool of forked ranks, which serves many meshes
-one after another and is forked anew after it lost or had to give up a rank. Anything else gets a fresh fork, which
+one after another and is forked again after it lost or had to give up a rank. Anything else gets a fresh fork, which
 inherits function and arguments: a closure or a lambda, whether it is the function or an argument, a local class, what
 ``__main__`` or a notebook defines. Which of the two it is follows from function and arguments alone. Ranks run on one
 thread: a parent that used several threads may not fork ranks that do so as well. The parent must hold no process group.

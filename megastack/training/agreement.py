@@ -101,7 +101,7 @@ def require_data(own: Exception | None, step: int, mesh: Mesh) -> None:
         mesh: the ranks.
 
     Raises:
-        DataError: on every rank, when any has an error; about those that do, with their messages.
+        DataError: on every rank, if any rank has an error; it carries the ranks that do, with their messages.
     """
     own_text = None if own is None else _text_of(own)
     by_rank = dict(zip(mesh.world.ranks, all_gather_objects(own_text, mesh.world), strict=True))

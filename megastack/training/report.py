@@ -81,7 +81,7 @@ class Recorder:
 
     def train(self, progress: Progress, outcome: StepOutcome, losses: Losses, spent: Spent, ledger: Ledger) -> Row:
         """The row of a step that was just counted in ``progress``; ``losses`` are its loss and gradient norm."""
-        # The data of a step is read while the step before it lasts, that of the first one before any step begins.
+        # The data of a step is read during the step before it, for the first step before any step begins.
         before = 0.0 if self._trained_s else outcome.data_seconds
         self._trained_s, self._data_s = self._trained_s + before + spent.seconds, self._data_s + outcome.data_seconds
         fields = self._train_fields(progress, outcome, losses, spent)

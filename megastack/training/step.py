@@ -25,7 +25,7 @@ class StepOutcome:
     """What a step gives back; tensors stay unread until the step is over.
 
     Attributes:
-        loss: mean nats per valid token of the global batch before the update, a scalar alike on all ranks; ``None``
+        loss: mean nats per valid token of the global batch before the update, a scalar identical on all ranks; ``None``
             for a global batch without a valid token.
         grad_norm: norm of the whole gradient before clipping, likewise.
         lr: the learning rate of the step.

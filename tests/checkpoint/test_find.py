@@ -66,5 +66,5 @@ def test_anything_else_is_named(tmp_path: Path, make: object, found: str) -> Non
     make(path)  # type: ignore[operator]
     with pytest.raises(NoCheckpointError, match=rf"^{path}: no checkpoint that can be used \(.*{found}.*\); use "):
         find_checkpoint(path)
-    with pytest.raises(CheckpointError, match=rf"^resume={path}: is no usable checkpoint \(.*{found}.*\); use "):
+    with pytest.raises(CheckpointError, match=rf"^resume={path}: is not a usable checkpoint \(.*{found}.*\); use "):
         resolve_resume(str(path), None, tmp_path)

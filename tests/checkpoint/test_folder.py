@@ -129,10 +129,10 @@ def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{file}: crc32"):
         resolve_resume(str(at(folder, 4)), None, tmp_path)
     for inside in (folder, tmp_path / "run"):
-        said = rf"={inside}: is no usable checkpoint \({file}: crc32 .*\); use {at(folder, 2)}, or null"
+        said = rf"={inside}: is not a usable checkpoint \({file}: crc32 .*\); use {at(folder, 2)}, or null"
         with pytest.raises(CheckpointError, match=said):
             resolve_resume(str(inside), None, tmp_path)
-    with pytest.raises(CheckpointError, match=r"nowhere: is no usable checkpoint \(no such folder\)"):
+    with pytest.raises(CheckpointError, match=r"nowhere: is not a usable checkpoint \(no such folder\)"):
         resolve_resume(str(tmp_path / "nowhere"), None, tmp_path)
 
 

@@ -45,10 +45,10 @@ def test_what_was_found_at_a_path_is_told(
     again = f"run.dir={tmp_path}/again"
     assert train(tmp_path, f"{key}={run}", again) == 78
     [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"{key}={run}: is no usable checkpoint ({run}/checkpoints/step_00000004/rank_00000")
+    assert line.startswith(f"{key}={run}: is not a usable checkpoint ({run}/checkpoints/step_00000004/rank_00000")
     assert f"use {run}/checkpoints/step_00000002 or null" in line.replace(",", "")
     assert train(tmp_path, f"{key}={tmp_path}/notes", again) == 78
-    assert f"{key}={tmp_path}/notes: is no usable checkpoint (it holds a.txt); use " in capfd.readouterr().err
+    assert f"{key}={tmp_path}/notes: is not a usable checkpoint (it holds a.txt); use " in capfd.readouterr().err
     assert not (tmp_path / "again").exists()
 
 

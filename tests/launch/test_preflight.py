@@ -219,7 +219,7 @@ def test_all_faults_of_every_kind_make_one_report(tmp_path, refused):
         "optim.freeze=[embeding]": "optim.freeze=embeding: matches no parameter; use embedding.weight",
         "optim.groups=[{pattern: mlp.upp}]": "optim.groups=mlp.upp: matches no parameter; use ",
         f"data.paths=[none.jsonl,{tmp_path}/bad.jsonl]": "data.paths=none.jsonl: does not exist",
-        f"resume={tmp_path}/nope": f"resume={tmp_path}/nope: is no usable checkpoint (",
+        f"resume={tmp_path}/nope": f"resume={tmp_path}/nope: is not a usable checkpoint (",
         f"run.dir={tmp_path}/file/run": f"run.dir={tmp_path}/file/run: cannot be created ({tmp_path}/file is a file",
         "checkpoint.load_weights=none": "checkpoint.load_weights=none: resume already brings weights",
     }
@@ -322,7 +322,7 @@ def test_a_device_and_weights_that_are_not_there(tmp_path, refused, monkeypatch)
     report = refused("device=cuda", f"checkpoint.load_weights={tmp_path}/nope", keeps=True)
     assert report[0].startswith(f"checkpoint.load_weights={tmp_path}/nope: no such folder; use")
     assert report[1].startswith("device=cuda: this machine has no GPU") and not (tmp_path / "run").exists()
-    for name, words in {"file": "is a file", "empty": "is no usable checkpoint"}.items():
+    for name, words in {"file": "is a file", "empty": "is not a usable checkpoint"}.items():
         [line, *_] = refused(f"checkpoint.load_weights={tmp_path}/{name}", keeps=True)
         assert line.startswith(f"checkpoint.load_weights={tmp_path}/{name}: {words}")
         assert not (tmp_path / "run").exists()
