@@ -54,6 +54,21 @@ def refused_cover() -> list[Row]:
     return chosen
 
 
+def invalid_rows() -> list[Row]:
+    """Every refused layout that breaks one rule alone, and one for each set of several rules, shape and world size.
+
+    A layout that breaks two rules fails by either of them, so a second one of the same set shows nothing new.
+    """
+    chosen = []
+    seen = set()
+    for row, broken in judged():
+        key = (frozenset(broken), row["shape"], ranks_of(row))
+        if len(broken) == 1 or (broken and key not in seen):
+            chosen.append(row)
+            seen.add(key)
+    return chosen
+
+
 def _quick(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if ranks_of(row) in QUICK]
 
@@ -121,5 +136,5 @@ def test_every_accepted_layout_runs_as_one_rank_does(ranks: int, shape: str) -> 
 @pytest.mark.full
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_refused_layout_fails_when_it_is_forced(ranks: int, shape: str) -> None:
-    assert_fails(row for row, broken in judged() if broken and ranks_of(row) == ranks and row["shape"] == shape)
+def test_refused_layouts_of_every_kind_fail_when_they_are_forced(ranks: int, shape: str) -> None:
+    assert_fails(row for row in invalid_rows() if ranks_of(row) == ranks and row["shape"] == shape)
