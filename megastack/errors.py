@@ -88,7 +88,7 @@ def counted(count: float, one: str, many: str | None = None) -> str:
     return f"{number} {one if count == 1 else many or one + 's'}"
 
 
-Fault = Violation | str
+ErrorLine = Violation | str
 """Something that is to be mended: as a value where it is about one key, else in words."""
 
 
@@ -103,15 +103,15 @@ class ConfigError(MegastackError, ValueError):
         violations: the faults that are about one key each.
     """
 
-    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, message: str, errors: Sequence[ErrorLine] = ()) -> None:
         super().__init__(message)
-        self.faults: tuple[Fault, ...] = tuple(faults) or (message,)
-        self.violations = tuple(fault for fault in self.faults if isinstance(fault, Violation))
+        self.errors: tuple[ErrorLine, ...] = tuple(errors) or (message,)
+        self.violations = tuple(error for error in self.errors if isinstance(error, Violation))
 
     @classmethod
-    def of(cls, faults: Sequence[Fault]) -> ConfigError:
+    def of(cls, errors: Sequence[ErrorLine]) -> ConfigError:
         """The report of several faults, a line each."""
-        return cls("\n".join(str(fault) for fault in faults), faults)
+        return cls("\n".join(str(error) for error in errors), errors)
 
 
 class MeshError(MegastackError, ValueError):

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megastack import Box, Mesh, MeshShape, SaveHandle, State, StateItem, load, run_ranks, save
-from megastack.checkpoint import kept
+from megastack.checkpoint import staging
 
 Times = dict[str, list[float]]
 CHUNK = 1 << 20
@@ -146,7 +146,7 @@ def measure_calls(folder: Path, mesh: Mesh, megabytes: int, pairs: int) -> Times
 @contextmanager
 def agreeing() -> Iterator[list[float]]:
     """The seconds that go by while all ranks say whether the last plan will do."""
-    ask, spent = kept.all_true, list[float]()
+    ask, spent = staging.all_true, list[float]()
 
     def timed_ask(*arguments: Any) -> bool:
         began = time.perf_counter()
@@ -154,7 +154,7 @@ def agreeing() -> Iterator[list[float]]:
         spent.append(time.perf_counter() - began)
         return answer
 
-    with mock.patch.object(kept, "all_true", timed_ask):
+    with mock.patch.object(staging, "all_true", timed_ask):
         yield spent
 
 

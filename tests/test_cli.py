@@ -51,7 +51,7 @@ def test_flags_and_overrides_mix_in_any_order(tmp_path, capsys):
     assert texts[0] == texts[1] and "tp2" in texts[0] and (tmp_path / "layout.json").exists()
 
 
-def test_a_refused_configuration_exits_with_78_and_every_fault(capsys):
+def test_a_refused_configuration_exits_with_78_and_every_error(capsys):
     assert main(["show", "parallel.tp=3", "model.layer=2"]) == 78
     report = capsys.readouterr().err.splitlines()
     assert report[0] == "model.layer=2: no such key; use model.layers"

@@ -32,7 +32,7 @@ NEVER_ONE = {
     ("launch/weights.py", "vocab"),
     ("config/elastic.py", "replica"),  # does not fit in the ranks, of which there is one
     ("config/layout_rules.py", "count"),  # more stages than layers
-    ("config/stage_rules.py", "BYTE_IDS"),
+    ("config/phase_rules.py", "BYTE_IDS"),
     ("config/value_rules.py", "BYTE_IDS"),
     ("corpus/command.py", "counts.tokens / seconds"),  # a rate
     ("data/blend.py", "drawn"),  # more than a period

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megastack.config.data_stages import StageConfig, stage_configs
+from megastack.config.data_phases import PhaseConfig, phase_configs
 from megastack.config.schema import TrainConfig
 from megastack.data.continuity import identity as data_identity
-from megastack.data.dataset import Dataset, Later, Streams, Wanted, build_dataset
+from megastack.data.dataset import DataPhase, Dataset, DatasetSpec, Streams, build_dataset
 from megastack.data.loader import Loader
-from megastack.data.stages import Histories, StagedLoader, stage_orders
+from megastack.data.phases import BlendHistories, PhasedLoader, phase_orders
 from megastack.data.tokenizers import Tokenizer, load_tokenizer
 from megastack.errors import DataError
 
@@ -32,14 +32,14 @@ def read_dataset(config: TrainConfig) -> Dataset:
         DataError: about the first stage that cannot be used.
     """
     streams: Streams = {}
-    first, *later = stage_configs(config)
+    first, *later = phase_configs(config)
     data = _read_stage(first.config, streams, scored=True)
     return replace(data, later=tuple(_read_later(stage, at, streams) for at, stage in enumerate(later)))
 
 
-def _read_later(stage: StageConfig, at: int, streams: Streams) -> Later:
+def _read_later(stage: PhaseConfig, at: int, streams: Streams) -> DataPhase:
     try:
-        return Later(stage.from_step, _read_stage(stage.config, streams, scored=False))
+        return DataPhase(stage.from_step, _read_stage(stage.config, streams, scored=False))
     except DataError as error:
         raise DataError(f"data.stages[{at}], after step {stage.from_step}: {error}") from error
 
@@ -49,7 +49,7 @@ def _read_stage(config: TrainConfig, streams: Streams, *, scored: bool) -> Datas
     return build_dataset(
         source=data.source,
         paths=data.paths,
-        blend=[Wanted(each.source, each.paths, each.weight) for each in data.blend],
+        blend=[DatasetSpec(each.source, each.paths, each.weight) for each in data.blend],
         tokenizer=data.tokenizer,
         allow_special_tokens=data.allow_special_tokens,
         validation_fraction=data.validation_fraction,
@@ -63,8 +63,8 @@ def _read_stage(config: TrainConfig, streams: Streams, *, scored: bool) -> Datas
 
 
 def build_loader(
-    config: TrainConfig, dataset: Dataset, histories: Histories, batch: Mapping[str, int]
-) -> Loader | StagedLoader:
+    config: TrainConfig, dataset: Dataset, histories: BlendHistories, batch: Mapping[str, int]
+) -> Loader | PhasedLoader:
     """What serves a data-parallel rank its microbatches.
 
     Args:
@@ -74,14 +74,14 @@ def build_loader(
         batch: ``micro_size``, ``dp_rank``, ``dp_size`` and ``vocab``.
     """
     global_size = config.batch.global_size
-    orders = stage_orders(dataset, config.seed, histories, global_size)
+    orders = phase_orders(dataset, config.seed, histories, global_size)
     parts = [
         Loader(stage.data.train.samples, global_size=global_size, order=order, **batch)
         for stage, order in zip(dataset.stages, orders, strict=True)
     ]
-    return StagedLoader([stage.from_step for stage in dataset.stages], parts) if dataset.later else parts[0]
+    return PhasedLoader([stage.from_step for stage in dataset.stages], parts) if dataset.later else parts[0]
 
 
-def identity(config: TrainConfig, dataset: Dataset, histories: Histories = ()) -> dict[str, Any]:
+def identity(config: TrainConfig, dataset: Dataset, histories: BlendHistories = ()) -> dict[str, Any]:
     """What has to stay as it is from a run to its resume, since sample order and dropout follow from it."""
     return data_identity(dataset, seed=config.seed, global_size=config.batch.global_size, histories=histories)

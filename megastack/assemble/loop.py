@@ -11,8 +11,8 @@ from megastack.assemble.inference import longest_text
 from megastack.assemble.training import Training
 from megastack.checkpoint.dump import write_dump
 from megastack.checkpoint.items import StateItem
-from megastack.checkpoint.saver import Saver
-from megastack.config.data_stages import stage_at, stage_configs
+from megastack.checkpoint.manager import CheckpointManager
+from megastack.config.data_phases import phase_at, phase_configs
 from megastack.data.baseline import bigram_loss
 from megastack.errors import ConfigError
 from megastack.inference.generate import check_prompts
@@ -96,12 +96,12 @@ def _recorder(
     tensorboard = tensorboard_installed() if wanted is None else wanted
     split = training.dataset
     size, chosen = split.vocab, training.validation.chosen
-    stages = stage_configs(config)
+    stages = phase_configs(config)
     flops = {stage.from_step: flops_per_token(stage.config) for stage in stages}
     return Recorder(
         steps=config.run.steps,
         devices=mesh.shape.world_size,
-        flops_per_token=lambda step: flops[stage_at(stages, step).from_step],
+        flops_per_token=lambda step: flops[phase_at(stages, step).from_step],
         peak_flops=peak_flops(mesh.device, config.precision.compute),
         console=Console(enabled=records),
         log_every=config.run.log_every,
@@ -116,9 +116,11 @@ def _recorder(
     )
 
 
-def _saver(training: Training, folder: RunFolder, resumed: Path | None, guard: OwnershipGuard | None) -> Saver:
+def _saver(
+    training: Training, folder: RunFolder, resumed: Path | None, guard: OwnershipGuard | None
+) -> CheckpointManager:
     options = training.config.checkpoint
-    return Saver(
+    return CheckpointManager(
         folder.checkpoints,
         training.mesh,
         asynchronous=options.asynchronous,

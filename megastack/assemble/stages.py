@@ -14,7 +14,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.decoder import Decoder
 from megastack.models.stages import StageSlice, stage_slices
-from megastack.optim.precision import set_dtypes_
+from megastack.optim.main_parameters import set_dtypes_
 from megastack.pipeline.schedule import Schedule
 from megastack.placement.module import initialise_
 

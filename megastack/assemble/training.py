@@ -20,19 +20,19 @@ from megastack.comm.objects import all_gather_objects
 from megastack.config.convert import to_plain
 from megastack.config.schema import TrainConfig
 from megastack.data.blend import History
-from megastack.data.continuity import identity_faults, restored_histories
+from megastack.data.continuity import identity_errors, restored_histories
 from megastack.data.dataset import Dataset
-from megastack.data.stages import Histories, StagedLoader, fresh_histories, stage_orders
+from megastack.data.phases import BlendHistories, PhasedLoader, fresh_histories, phase_orders
 from megastack.data.validation import ValidationBatches
 from megastack.errors import CheckpointError
 from megastack.gradients.make import build_gradients
-from megastack.gradients.sharding import ZeroOptions
+from megastack.gradients.parameter_groups import GroupRule, assign_groups, freeze
+from megastack.gradients.sharding import ShardingOptions
 from megastack.inference.generate import Generator
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.decoder import Decoder
 from megastack.models.stages import configured_schedule
-from megastack.optim.groups import GroupRule, assign_groups, freeze
 from megastack.optim.loss_scale import INITIAL, LossScale
 from megastack.optim.lr import LearningRate
 from megastack.optim.optimizer import build_optimizer
@@ -57,7 +57,7 @@ class Training:
     progress: Progress
     dataset: Dataset
     validation: ValidationBatches
-    histories: Histories
+    histories: BlendHistories
 
     @property
     def blend(self) -> History:
@@ -68,7 +68,9 @@ class Training:
         """Weights, moments and progress as checkpoint items; the tensors are views of the live ones."""
         placements = stage_placements(self.stages)
         optimizer = self.step.optimizer
-        kinds = optimizer.moments() | ({"master": masters} if (masters := optimizer.masters()) else {})
+        kinds = optimizer.moments() | (
+            {"master": main_parameters} if (main_parameters := optimizer.main_parameters()) else {}
+        )
         scalars = {"optim/step": optimizer.steps}
         scalars |= {f"loss_scale/{name}": x for name, x in self.step.loss_scale.state().items()}
         items = [
@@ -108,13 +110,13 @@ class Training:
         state = self.state()
         report = load(path, state, self.mesh, strict=self.config.checkpoint.strict)
         self._restore_optimizer(report.missing, state.trainer.get(STARTS, {}))
-        if faults := identity_faults(state.trainer, identity(self.config, self.dataset)):
-            raise CheckpointError("\n".join([f"resume={path}: would not continue the same run", *faults]))
+        if errors := identity_errors(state.trainer, identity(self.config, self.dataset)):
+            raise CheckpointError("\n".join([f"resume={path}: would not continue the same run", *errors]))
         self.progress.__dict__.update(Progress.from_json(state.trainer).__dict__)
         global_size, loader = self.config.batch.global_size, self.step.loader
         self.histories = restored_histories(self.dataset, state.trainer, global_size)
-        orders = stage_orders(self.dataset, self.config.seed, self.histories, global_size)
-        for part, order in zip(loader.parts if isinstance(loader, StagedLoader) else [loader], orders, strict=True):
+        orders = phase_orders(self.dataset, self.config.seed, self.histories, global_size)
+        for part, order in zip(loader.parts if isinstance(loader, PhasedLoader) else [loader], orders, strict=True):
             part.order = order
 
     def _restore_optimizer(self, missing: Sequence[str], starts: Mapping[str, int]) -> None:
@@ -124,13 +126,13 @@ class Training:
         fresh = {name for kind in optimizer.kinds for name in _after(f"optim/{kind}/", missing)}
         started = {**starts, **dict.fromkeys(sorted(fresh), steps)}
         optimizer.load_steps(steps, {name: start for name, start in started.items() if start})
-        optimizer.refresh_masters(set(_after("optim/master/", missing)) - set(_after("model/", missing)))
-        optimizer.publish_masters()
+        optimizer.copy_model_to_main(set(_after("optim/master/", missing)) - set(_after("model/", missing)))
+        optimizer.copy_main_to_model()
 
     def load_weights(self, path: Path) -> None:
         """Start from the weights of a checkpoint, in this run's dtypes, everything else fresh."""
         load(path, self.state(), self.mesh, strict=self.config.checkpoint.strict, weights_only=True, cast=True)
-        self.step.optimizer.refresh_masters()
+        self.step.optimizer.copy_model_to_main()
 
 
 def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = None) -> Training:
@@ -149,7 +151,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     buckets = build_gradients(
         stages,
         mesh,
-        ZeroOptions(zero.stage, zero.shard_size, zero.gather, zero.reduce),
+        ShardingOptions(zero.stage, zero.shard_size, zero.gather, zero.reduce),
         units=[unit for stage in stages for unit in stage.units()],
         separable=[unit for stage in stages for unit in stage.passing_units()],
         turning=[unit for stage in stages for unit in stage.turning_units()],
@@ -172,7 +174,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     step = TrainStep(
         mesh=mesh,
         loader=loader,
-        pipeline=Pipeline(stages, schedule, mesh, on_last_backward=buckets.arm),
+        pipeline=Pipeline(stages, schedule, mesh, on_last_backward=buckets.mark_last_backward),
         buckets=buckets,
         optimizer=build_optimizer(buckets, optimizer_options(config)),
         learning_rate=_learning_rate(config),

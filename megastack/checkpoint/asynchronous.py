@@ -22,11 +22,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megastack.checkpoint.collectives import described, gather, said
 from megastack.checkpoint.items import State
-from megastack.checkpoint.kept import Kept
 from megastack.checkpoint.manifest import report_file
 from megastack.checkpoint.publish import Guard, withdraw, writing_folder
-from megastack.checkpoint.together import described, gather, said
+from megastack.checkpoint.staging import Kept
 from megastack.checkpoint.write import RankReport, complete, write_share
 from megastack.comm.group import AxisGroup
 from megastack.errors import CheckpointError, MegastackError
@@ -106,8 +106,8 @@ class AsynchronousSave:
         """Come together after writing, and again after publishing; a rank that is gone is noticed in either."""
         self._written.wait()
         try:
-            faults = gather(self._fault, self._world)
-            if any(faults):
+            errors = gather(self._fault, self._world)
+            if any(errors):
                 self._given_up.set()
             self._thread.join()
             verdicts = gather(self._fault, self._world)
@@ -115,8 +115,8 @@ class AsynchronousSave:
             self._given_up.set()
             self._cause = error
             return f"{self.path}: was not saved\na rank is gone ({error})"
-        found = {rank: fault for rank, fault in enumerate(faults) if fault}
-        found = found or {rank: fault for rank, fault in enumerate(verdicts) if fault}
+        found = {rank: problem for rank, problem in enumerate(errors) if problem}
+        found = found or {rank: problem for rank, problem in enumerate(verdicts) if problem}
         self._failed = tuple(found)
         return f"{self.path}: was not saved\n{described(found)}" if found else ""
 
@@ -153,9 +153,9 @@ class AsynchronousSave:
         """Wait for the others and publish what all wrote, or remove it."""
         try:
             others = self._collect()
-            faults = {rank: str(other["fault"]) for rank, other in others.items() if other["fault"]}
-            if self._fault or faults:
-                raise CheckpointError(self._fault or described(faults))
+            errors = {rank: str(other["fault"]) for rank, other in others.items() if other["fault"]}
+            if self._fault or errors:
+                raise CheckpointError(self._fault or described(errors))
             reports = [own, *(RankReport.from_json(other["report"]) for _, other in sorted(others.items()))]
             for rank in others:
                 (writing_folder(self.path) / report_file(rank)).unlink()

@@ -16,7 +16,7 @@ from megastack.placement.buffers import persistent_buffers
 from megastack.placement.module import buffer_placements_of, placements_of
 from megastack.placement.placement import Placement
 
-Part = tuple[Box, Tensor]
+BoxView = tuple[Box, Tensor]
 """A box of the local parameter and the tensor with its elements."""
 
 
@@ -35,7 +35,7 @@ def items_of(
 
 def part_items(
     prefix: str,
-    named_parts: Iterable[tuple[str, Sequence[Part]]],
+    named_parts: Iterable[tuple[str, Sequence[BoxView]]],
     placements: Mapping[str, Placement],
     mesh: Mesh,
 ) -> list[StateItem]:
@@ -48,7 +48,7 @@ def part_items(
     return list(items.values())
 
 
-def _logical(parts: Iterable[Part], here: Box) -> Iterator[Part]:
+def _logical(parts: Iterable[BoxView], here: Box) -> Iterator[BoxView]:
     """Boxes of the local parameter as boxes of the global one, without what is padding."""
     for box, tensor in parts:
         ends = zip(box.offset, box.size, here.size, strict=True)
@@ -73,7 +73,7 @@ def buffer_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
 
 
 def optimizer_items(
-    kinds: Mapping[str, Mapping[str, Sequence[Part]]], placements: Mapping[str, Placement], mesh: Mesh
+    kinds: Mapping[str, Mapping[str, Sequence[BoxView]]], placements: Mapping[str, Placement], mesh: Mesh
 ) -> list[StateItem]:
     """The optimizer's moments and masters, ``kinds[kind][name]`` as boxes, under ``optim/<kind>/…``."""
     return [

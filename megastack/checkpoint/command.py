@@ -21,12 +21,12 @@ from megastack.checkpoint.folder import list_checkpoints, read_latest
 from megastack.checkpoint.manifest import (
     ITEM_SIZES,
     Manifest,
-    file_fault,
+    file_error,
     read_manifest,
     read_trainer,
-    size_faults,
+    size_errors,
 )
-from megastack.checkpoint.usable import checkpoint_fault
+from megastack.checkpoint.usable import checkpoint_error
 from megastack.errors import CheckpointError, counted
 from megastack.observe.printable import printable
 
@@ -65,12 +65,12 @@ def _list(path: Path) -> Answer:
     folder = checkpoints_folder(path)
     latest = read_latest(folder)
     for entry in list_checkpoints(folder):
-        record: dict[str, Any] = {"path": str(entry.path), "step": entry.step, "fault": entry.fault}
-        if entry.fault is None:
+        record: dict[str, Any] = {"path": str(entry.path), "step": entry.step, "fault": entry.error}
+        if entry.error is None:
             with suppress(CheckpointError):  # its run has just removed it
                 manifest = read_manifest(entry.path)
                 record |= {"bytes": _size(manifest), "ranks": manifest.world_size, "time": manifest.time}
-        if entry.fault is None and "bytes" not in record:
+        if entry.error is None and "bytes" not in record:
             continue
         records.append(record | {"latest": entry.path == latest})
         rows.append(_list_row(records[-1], entry.path))
@@ -79,9 +79,9 @@ def _list(path: Path) -> Answer:
     rows = [("checkpoint", "written", "size", "ranks", "state"), *rows]
     left = [hidden.name for hidden in sorted(folder.glob(".step_*"))]
     notes = [f"{name}: left over by an unfinished save or removal; the next start or save clears it" for name in left]
-    faults = [str(record["fault"]) for record in records if record["fault"]]
-    good = not faults
-    return "\n".join([_table(rows), *faults, *notes]), {"checkpoints": records, "leftovers": left}, good
+    errors = [str(record["fault"]) for record in records if record["fault"]]
+    good = not errors
+    return "\n".join([_table(rows), *errors, *notes]), {"checkpoints": records, "leftovers": left}, good
 
 
 def _list_row(record: dict[str, Any], path: Path) -> tuple[str, ...]:
@@ -94,8 +94,8 @@ def _list_row(record: dict[str, Any], path: Path) -> tuple[str, ...]:
 def _show(path: Path) -> Answer:
     chosen = find_checkpoint(path)
     manifest = read_manifest(chosen)
-    faults = size_faults(chosen, manifest)
-    trainer = {} if faults else read_trainer(chosen)
+    errors = size_errors(chosen, manifest)
+    trainer = {} if errors else read_trainer(chosen)
     ranks = counted(manifest.world_size, "rank")
     head = f"{chosen}: {_bytes(_size(manifest))} from {ranks}, written {_when(manifest.time)}"
     files = [("file", "size", "crc32"), *((f.name, _bytes(f.size), f"{f.crc32:08x}") for f in manifest.files.values())]
@@ -106,11 +106,11 @@ def _show(path: Path) -> Answer:
         tensors.append((name, tensor.dtype, shape, str(len(tensor.boxes)), _bytes(size)))
     told = {key: value for key, value in trainer.items() if key != "config"}  # pages of it; --json has it
     state = [("trainer", "value"), *((key, json.dumps(value)) for key, value in told.items())]
-    text = "\n\n".join([head, _table(files), _table(tensors), _table(state), *faults])
-    return text, _as_record(chosen, manifest, trainer, faults), not faults
+    text = "\n\n".join([head, _table(files), _table(tensors), _table(state), *errors])
+    return text, _as_record(chosen, manifest, trainer, errors), not errors
 
 
-def _as_record(path: Path, manifest: Manifest, trainer: dict[str, Any], faults: list[str]) -> dict[str, Any]:
+def _as_record(path: Path, manifest: Manifest, trainer: dict[str, Any], errors: list[str]) -> dict[str, Any]:
     tensors = {
         name: {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": len(tensor.boxes)}
         for name, tensor in manifest.tensors.items()
@@ -122,7 +122,7 @@ def _as_record(path: Path, manifest: Manifest, trainer: dict[str, Any], faults: 
         "files": {file.name: file.size for file in manifest.files.values()},
         "tensors": tensors,
         "trainer": trainer,
-        "faults": faults,
+        "faults": errors,
     }
 
 
@@ -133,9 +133,9 @@ def _verify(path: Path) -> Answer:
         paths = [entry.path for entry in list_checkpoints(checkpoints_folder(path))] or [find_checkpoint(path)]
     lines, records = [], {}
     for chosen in paths:
-        found, faults = _verified(chosen)
-        lines += [*found, f"{chosen}: {'corrupt or incomplete' if faults else 'whole'}"]
-        records[str(chosen)] = faults
+        found, errors = _verified(chosen)
+        lines += [*found, f"{chosen}: {'corrupt or incomplete' if errors else 'whole'}"]
+        records[str(chosen)] = errors
     return "\n".join(lines), {"faults": records}, not any(records.values())
 
 
@@ -145,14 +145,14 @@ def _verified(path: Path) -> tuple[list[str], list[str]]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error)], [str(error)]
-    lines, faults = [], []
+    lines, errors = [], []
     for file in manifest.files.values():
-        fault = file_fault(path, file)
-        faults += [fault] if fault else []
-        lines.append(fault or f"{path / file.name}: {_bytes(file.size)}, crc32 {file.crc32:08x}")
-    if not faults and (fault := checkpoint_fault(path, content=False)):
-        lines, faults = [*lines, fault], [fault]
-    return lines, faults
+        problem = file_error(path, file)
+        errors += [problem] if problem else []
+        lines.append(problem or f"{path / file.name}: {_bytes(file.size)}, crc32 {file.crc32:08x}")
+    if not errors and (problem := checkpoint_error(path, content=False)):
+        lines, errors = [*lines, problem], [problem]
+    return lines, errors
 
 
 def _size(manifest: Manifest) -> int:

@@ -1,6 +1,6 @@
 """Arithmetic on index boxes that a checkpoint needs: what two boxes share, and whether boxes cover a tensor exactly.
 
-Nothing here touches a tensor. A save proves with :func:`cover_fault` that what the ranks write is each global tensor
+Nothing here touches a tensor. A save proves with :func:`cover_error` that what the ranks write is each global tensor
 once, a load that what it is about to read is; :func:`overlap` is the whole of resharding.
 """
 
@@ -32,7 +32,7 @@ def whole(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-def cover_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+def cover_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Why the boxes are not the whole tensor with each element exactly once; ``None`` when they are."""
     for box in boxes:
         if not _inside(shape, box):

@@ -10,7 +10,7 @@ from pathlib import Path
 from megastack.checkpoint.manifest import MANIFEST, read_trainer
 from megastack.checkpoint.publish import listed, step_of
 from megastack.checkpoint.recovery import standing, step_folders
-from megastack.checkpoint.usable import checkpoint_fault, in_a_line
+from megastack.checkpoint.usable import checkpoint_error, in_a_line
 from megastack.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
@@ -46,10 +46,10 @@ def find_checkpoint(path: Path, *, content: bool = False) -> Path:
         NoCheckpointError: there is none, or the one that is meant is not usable; with what was found.
     """
     chosen = _meant(path)
-    if fault := checkpoint_fault(chosen, content=content):
+    if error := checkpoint_error(chosen, content=content):
         usable = _newest_usable(chosen, content) if chosen != path else None
         advice = str(usable or "the folder of another checkpoint or run")
-        raise NoCheckpointError(path, in_a_line(fault), advice)
+        raise NoCheckpointError(path, in_a_line(error), advice)
     return chosen
 
 
@@ -89,6 +89,6 @@ def _meant(path: Path) -> Path:
 def _newest_usable(chosen: Path, content: bool) -> Path | None:
     """The newest of its neighbours that is whole."""
     for path in reversed(step_folders(chosen.parent)):
-        if checkpoint_fault(place := standing(path), content=content) is None:
+        if checkpoint_error(place := standing(path), content=content) is None:
             return place
     return None

@@ -13,7 +13,7 @@ from megastack.checkpoint.find import CHECKPOINTS, NoCheckpointError, find_check
 from megastack.checkpoint.manifest import MANIFEST
 from megastack.checkpoint.publish import LATEST, listed, retire, step_of
 from megastack.checkpoint.recovery import recover, standing, step_folders
-from megastack.checkpoint.usable import Verified, checkpoint_fault, in_a_line, soon
+from megastack.checkpoint.usable import Verified, checkpoint_error, in_a_line, soon
 from megastack.errors import CheckpointError
 
 
@@ -23,12 +23,12 @@ class Entry:
 
     path: Path
     step: int
-    fault: str | None
+    error: str | None
 
     @property
     def complete(self) -> bool:
         """Whether it can be resumed from, as far as was checked."""
-        return self.fault is None
+        return self.error is None
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Resume:
 def list_checkpoints(folder: Path, *, content: bool = False) -> list[Entry]:
     """The checkpoints in a ``checkpoints`` folder, complete or not, by rising step; none where there is no folder."""
     paths = [path for path in step_folders(folder) if path.is_dir()]
-    return [Entry(path, step_of(path) or 0, checkpoint_fault(path, content=content)) for path in paths]
+    return [Entry(path, step_of(path) or 0, checkpoint_error(path, content=content)) for path in paths]
 
 
 def newest_complete(folder: Path, *, content: bool = True) -> Path | None:
     """The whole checkpoint with the highest step, ``None`` where there is none."""
     newest_first = reversed([path for path in step_folders(folder) if path.is_dir()])
-    return next((path for path in newest_first if checkpoint_fault(path, content=content) is None), None)
+    return next((path for path in newest_first if checkpoint_error(path, content=content) is None), None)
 
 
 def read_latest(folder: Path) -> Path | None:
@@ -124,14 +124,14 @@ def keep_last(
     old = [path for path in reversed(step_folders(folder)) if upto is None or (step_of(path) or 0) <= upto]
     found = 0
     while old and found < count:
-        found += checkpoint_fault(old.pop(0), verified=known, deadline=deadline) is None
+        found += checkpoint_error(old.pop(0), verified=known, deadline=deadline) is None
     latest = read_latest(folder)
     superfluous = [
         path
         for path in reversed(old)
         if not (every and (step_of(path) or 0) % every == 0)
         and path != latest
-        and checkpoint_fault(path, content=False, verified=known) is None
+        and checkpoint_error(path, content=False, verified=known) is None
     ]
     return [path for path in superfluous if retire(path)]
 
@@ -183,15 +183,15 @@ def _pick(folder: Path, on_corrupt: str) -> tuple[Path | None, tuple[str, ...]]:
     skipped: list[str] = []
     for path in reversed(step_folders(folder)):
         place = standing(path)
-        fault = checkpoint_fault(place)
-        if fault is None:
+        error = checkpoint_error(place)
+        if error is None:
             return place, tuple(skipped)
         if on_corrupt == "refuse":
             raise CheckpointError(
-                f"checkpoint.on_corrupt=refuse: {path} is damaged ({in_a_line(fault)}); "
+                f"checkpoint.on_corrupt=refuse: {path} is damaged ({in_a_line(error)}); "
                 "use previous to resume from the one before it"
             )
-        skipped.append(fault)
+        skipped.append(error)
     return None, tuple(skipped)
 
 

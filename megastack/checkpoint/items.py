@@ -77,7 +77,7 @@ class StateItem:
         if self.replica is not None:
             yield from ((box, _checksum(tensor)) for box, tensor in self.filled_boxes())
 
-    def faults(self) -> Iterator[str]:
+    def errors(self) -> Iterator[str]:
         """What is wrong with the item by itself, one message each."""
         for box, tensor in self.boxes:
             if tuple(tensor.shape) != tuple(box.size):
@@ -105,9 +105,9 @@ class State:
             CheckpointError: naming every item that is given twice or does not fit its tensors.
         """
         named = {item.name: item for item in self.items}
-        faults = [fault for item in self.items for fault in item.faults()]
+        errors = [error for item in self.items for error in item.errors()]
         counts = Counter(item.name for item in self.items)
-        faults += [f"{name}: given {count} times" for name, count in counts.items() if count > 1]
-        if faults:
-            raise CheckpointError("\n".join(faults))
+        errors += [f"{name}: given {count} times" for name, count in counts.items() if count > 1]
+        if errors:
+            raise CheckpointError("\n".join(errors))
         return named

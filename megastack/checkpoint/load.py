@@ -14,12 +14,12 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
+from megastack.checkpoint.collectives import gather, one_error
 from megastack.checkpoint.items import DTYPE_NAMES, DTYPES, State, StateItem
-from megastack.checkpoint.manifest import TRAINER, Manifest, file_fault, read_manifest, read_trainer, size_fault
+from megastack.checkpoint.manifest import TRAINER, Manifest, file_error, read_manifest, read_trainer, size_error
 from megastack.checkpoint.planners import BoxLoadPlanner
 from megastack.checkpoint.publish import listed
 from megastack.checkpoint.storage import BoxReader
-from megastack.checkpoint.together import gather, one_error
 from megastack.comm.group import AxisGroup
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
@@ -56,7 +56,7 @@ class _Findings:
     wanted: set[str] = field(default_factory=set)
     mismatched: dict[str, str] = field(default_factory=dict)
     cast: set[str] = field(default_factory=set)
-    faults: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
 
 def load(
@@ -93,12 +93,12 @@ def load(
         findings.wanted = set(items)
         manifest = read_manifest(folder)
         _compare(items, manifest, cast, findings)
-        findings.faults += _file_faults(folder, manifest, world)
+        findings.errors += _file_errors(folder, manifest, world)
     except (CheckpointError, OSError) as error:
-        findings.faults.append(str(error))
+        findings.errors.append(str(error))
     everyone = _union(gather(findings, world))
-    if everyone.faults or manifest is None:
-        raise CheckpointError(f"{folder}: was not loaded\n" + "\n".join(everyone.faults))
+    if everyone.errors or manifest is None:
+        raise CheckpointError(f"{folder}: was not loaded\n" + "\n".join(everyone.errors))
     stored = set(_chosen(dict(manifest.tensors), weights_only))
     _judge(folder, everyone, stored, strict)
     here = {name: item for name, item in items.items() if name in stored}
@@ -144,11 +144,11 @@ def _compare(items: dict[str, StateItem], manifest: Manifest, cast: bool, findin
                 findings.mismatched[name] = f"dtype {here} here, {there} in the checkpoint{hint}"
 
 
-def _file_faults(folder: Path, manifest: Manifest, world: AxisGroup) -> list[str]:
+def _file_errors(folder: Path, manifest: Manifest, world: AxisGroup) -> list[str]:
     """Look at the sizes of this rank's share of the files; the trainer's small one is read on every rank."""
     files = list(manifest.files.values())[world.rank :: world.size]
-    faults = [size_fault(folder, file) for file in files if file.name != TRAINER]
-    return [fault for fault in (*faults, file_fault(folder, manifest.files[TRAINER])) if fault]
+    errors = [size_error(folder, file) for file in files if file.name != TRAINER]
+    return [error for error in (*errors, file_error(folder, manifest.files[TRAINER])) if error]
 
 
 def _union(all_findings: list[_Findings]) -> _Findings:
@@ -157,7 +157,7 @@ def _union(all_findings: list[_Findings]) -> _Findings:
         union.wanted |= findings.wanted
         union.cast |= findings.cast
         union.mismatched = findings.mismatched | union.mismatched
-        union.faults += [fault for fault in findings.faults if fault not in union.faults]
+        union.errors += [error for error in findings.errors if error not in union.errors]
     return union
 
 

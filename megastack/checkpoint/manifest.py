@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megastack.checkpoint.cover import cover_fault
+from megastack.checkpoint.cover import cover_error
 from megastack.checkpoint.trainer import check_trainer
 from megastack.errors import CheckpointError, counted
 from megastack.placement.boxes import Box
@@ -139,12 +139,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: not a readable manifest ({type(error).__name__}: {error})") from error
 
 
-def size_faults(folder: Path, manifest: Manifest) -> list[str]:
+def size_errors(folder: Path, manifest: Manifest) -> list[str]:
     """What is wrong with the files at first sight (missing, or of another size), one message a file."""
-    return [fault for file in manifest.files.values() if (fault := size_fault(folder, file))]
+    return [error for file in manifest.files.values() if (error := size_error(folder, file))]
 
 
-def size_fault(folder: Path, file: FileRecord) -> str | None:
+def size_error(folder: Path, file: FileRecord) -> str | None:
     """What is wrong with a file at first sight, naming it."""
     path = folder / file.name
     try:
@@ -159,15 +159,15 @@ class OutOfTimeError(Exception):
     """A file could not be read in the time that there was."""
 
 
-def file_fault(folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
+def file_error(folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
     """What is wrong with a file's size or content, naming it; ``None`` when it is what the manifest says.
 
     Raises:
         OutOfTimeError: it could not be read before ``deadline``, of the monotonic clock.
     """
     path = folder / file.name
-    if fault := size_fault(folder, file):
-        return fault
+    if problem := size_error(folder, file):
+        return problem
     try:
         found = crc32_of(path, deadline)
     except OSError as error:
@@ -227,8 +227,8 @@ def _parse(text: bytes) -> Manifest:
     files = {name: _parse_file(name, mapping(body["files"], name)) for name in mapping(body, "files")}
     _require(TRAINER in files, f"{TRAINER} is not among its files")
     tensors = {name: _parse_tensor(name, mapping(body["tensors"], name)) for name in mapping(body, "tensors")}
-    for fault in chain(_tensor_faults(files, tensors), _file_faults(tensors)):
-        raise CheckpointError(fault)
+    for error in chain(_tensor_errors(files, tensors), _file_errors(tensors)):
+        raise CheckpointError(error)
     written = number(body, "time", least=0, most=_LAST_TIME)
     return Manifest(files, tensors, integer(body, "world_size", least=1), written)
 
@@ -253,20 +253,20 @@ def _crc32(record: Mapping[str, Any]) -> int:
     return int(text, 16)
 
 
-def _tensor_faults(files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
+def _tensor_errors(files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
     for name, tensor in tensors.items():
         if tensor.dtype not in ITEM_SIZES:
             yield f"{shown(name)}: dtype {shown(tensor.dtype)} is not known"
         elif len(tensor.shape) > _MOST_DIMS or _allocated(tensor) > MOST:
             yield f"{shown(name)}: shape {shown(list(tensor.shape))} is too large"
-        elif fault := cover_fault(tensor.shape, [record.box for record in tensor.boxes]):
-            yield f"{name}: {fault}"
+        elif error := cover_error(tensor.shape, [record.box for record in tensor.boxes]):
+            yield f"{name}: {error}"
         else:
             ends = ((r, r.begin + _nbytes(tensor, r)) for r in tensor.boxes)
             yield from (f"{name}: lies outside {shown(r.file)}" for r, end in ends if end > _size(files, r))
 
 
-def _file_faults(tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
+def _file_errors(tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
     """Boxes that share bytes of a file."""
     spans = defaultdict(list)
     for name, tensor in tensors.items():

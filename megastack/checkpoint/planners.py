@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megastack.checkpoint.cover import cover_fault, overlap, within
+from megastack.checkpoint.collectives import local_work
+from megastack.checkpoint.cover import cover_error, overlap, within
 from megastack.checkpoint.items import State, StateItem
-from megastack.checkpoint.together import local_work
-from megastack.comm.trail import Trail
+from megastack.comm.flight_recorder import FlightRecorder
 from megastack.errors import CheckpointError
 from megastack.placement.boxes import Box
 
@@ -56,8 +56,8 @@ class _Beside:
 class BoxSavePlanner(SavePlanner):
     """Plans the writing of every rank's items; each box is written by one of the ranks that hold it."""
 
-    def __init__(self, state: State, trail: Trail | None = None) -> None:
-        self.trail = trail or Trail()
+    def __init__(self, state: State, flight_recorder: FlightRecorder | None = None) -> None:
+        self.flight_recorder = flight_recorder or FlightRecorder()
         self._state = state
         self._tensors: dict[MetadataIndex, Tensor] = {}
 
@@ -87,18 +87,18 @@ class BoxSavePlanner(SavePlanner):
         """
         copies = _copies_by_index(all_plans)
         beside: list[_Beside] = [plan.planner_data for plan in all_plans]
-        faults = _disagreements(copies) or _unlike_replicas([each.checksums for each in beside])
+        errors = _disagreements(copies) or _unlike_replicas([each.checksums for each in beside])
         kept = _share_out(copies, len(all_plans))
         tensors = _describe(kept)
-        faults += [
-            f"{name}: {fault}"
+        errors += [
+            f"{name}: {error}"
             for name, tensor in tensors.items()
-            if (fault := cover_fault(tensor.size, [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]))
+            if (error := cover_error(tensor.size, [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]))
         ]
         absent = {name for each in beside for name in each.absent} - set(tensors)
-        faults += [f"{name}: no rank holds any of it" for name in sorted(absent)]
-        if faults:
-            raise CheckpointError("\n".join(faults))
+        errors += [f"{name}: no rank holds any of it" for name in sorted(absent)]
+        if errors:
+            raise CheckpointError("\n".join(errors))
         plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, kept, strict=True)]
         return plans, Metadata(dict(tensors))
 
@@ -204,7 +204,7 @@ def _copies_by_index(plans: list[SavePlan]) -> dict[MetadataIndex, dict[int, Wri
 
 def _disagreements(copies: dict[MetadataIndex, dict[int, WriteItem]]) -> list[str]:
     """Copies of a box that are not alike, and boxes of a tensor that differ in dtype or global shape."""
-    faults: list[str] = []
+    errors: list[str] = []
     first: dict[str, tuple[tuple[tuple[int, ...], str], int]] = {}
     for index, holders in copies.items():
         for rank, item in holders.items():
@@ -212,28 +212,28 @@ def _disagreements(copies: dict[MetadataIndex, dict[int, WriteItem]]) -> list[st
             here = (tuple(data.size), str(data.properties.dtype).removeprefix("torch."))
             there, other = first.setdefault(index.fqn, (here, rank))
             if here != there:
-                faults.append(f"{index.fqn}: rank {other} has {_said(there)}, rank {rank} {_said(here)}")
+                errors.append(f"{index.fqn}: rank {other} has {_said(there)}, rank {rank} {_said(here)}")
         sizes = {tuple(_data(item).chunk.sizes) for item in holders.values()}
         if len(sizes) > 1:
-            faults.append(f"{index.fqn}: ranks {sorted(holders)} hold boxes of sizes {sorted(sizes)} at one offset")
-    return faults
+            errors.append(f"{index.fqn}: ranks {sorted(holders)} hold boxes of sizes {sorted(sizes)} at one offset")
+    return errors
 
 
 def _unlike_replicas(checksums: Sequence[Mapping[MetadataIndex, tuple[str, str | None]]]) -> list[str]:
     """Boxes of which two ranks hold other bits, one message a tensor."""
-    faults: dict[str, str] = {}
+    errors: dict[str, str] = {}
     first: dict[MetadataIndex, tuple[str, int, str | None]] = {}
     for rank, own in enumerate(checksums):
         for index, (checksum, where) in own.items():
             expected, other, there = first.setdefault(index, (checksum, rank, where))
             if checksum != expected:
-                faults.setdefault(
+                errors.setdefault(
                     index.fqn,
                     f"{index.fqn}: rank {other} ({there}) and rank {rank} ({where}) hold different values of this "
                     "buffer, which must be identical on all ranks that hold it; compute it from what they share or "
                     "all-reduce it, declare its shards in placements(), or register it with persistent=False",
                 )
-    return list(faults.values())
+    return list(errors.values())
 
 
 def _said(shape_and_dtype: tuple[tuple[int, ...], str]) -> str:

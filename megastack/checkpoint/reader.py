@@ -15,13 +15,13 @@ from megastack.checkpoint.manifest import (
     TRAINER,
     Manifest,
     TensorRecord,
-    file_fault,
+    file_error,
     read_manifest,
     read_trainer,
 )
 from megastack.checkpoint.parts import Part, read_parts
 from megastack.checkpoint.publish import listed
-from megastack.checkpoint.usable import checkpoint_fault
+from megastack.checkpoint.usable import checkpoint_error
 from megastack.errors import CheckpointError
 
 
@@ -83,8 +83,8 @@ class CheckpointReader:
         Raises:
             CheckpointError: naming each damaged file.
         """
-        if fault := checkpoint_fault(self.path):
-            raise CheckpointError(fault)
+        if error := checkpoint_error(self.path):
+            raise CheckpointError(error)
 
     def _record(self, name: str) -> TensorRecord:
         if name not in self._manifest.tensors:
@@ -94,6 +94,6 @@ class CheckpointReader:
     def _check(self, name: str) -> None:
         if name in self._checked:
             return
-        if fault := file_fault(self.path, self._manifest.files[name]):
-            raise CheckpointError(fault)
+        if error := file_error(self.path, self._manifest.files[name]):
+            raise CheckpointError(error)
         self._checked.add(name)

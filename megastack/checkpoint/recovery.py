@@ -22,7 +22,7 @@ from megastack.checkpoint.publish import (
     step_of,
     writing_folder,
 )
-from megastack.checkpoint.usable import checkpoint_fault
+from megastack.checkpoint.usable import checkpoint_error
 from megastack.errors import CheckpointError
 
 _HIDDEN = re.compile(r"\.(step_[0-9]{8,})\.(writing|replaced|removed)")
@@ -48,7 +48,7 @@ def standing(path: Path) -> Path:
     if not former.is_dir() or former.is_symlink():
         return path
     options = [option for option in (path, written, former) if option.is_dir() and not option.is_symlink()]
-    usable = (option for option in options if checkpoint_fault(option) is None)
+    usable = (option for option in options if checkpoint_error(option) is None)
     return next(usable, path if path.is_dir() else former)
 
 

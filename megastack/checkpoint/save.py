@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary
 import torch.distributed.checkpoint as dcp
 
 from megastack.checkpoint.asynchronous import AsynchronousSave
+from megastack.checkpoint.collectives import gather, one_error
 from megastack.checkpoint.items import State
-from megastack.checkpoint.kept import Kept
 from megastack.checkpoint.planners import BoxSavePlanner
 from megastack.checkpoint.publish import Guard, withdraw
+from megastack.checkpoint.staging import Kept
 from megastack.checkpoint.storage import BoxWriter
-from megastack.checkpoint.together import gather, one_error
 from megastack.errors import CheckpointError, MegastackError
 from megastack.mesh.mesh import Mesh
 
@@ -111,7 +111,7 @@ def save(
             dcp.save(
                 {},
                 storage_writer=storage,
-                planner=BoxSavePlanner(state, world.trail),
+                planner=BoxSavePlanner(state, world.flight_recorder),
                 process_group=world.group,
                 no_dist=world.group is None,
             )

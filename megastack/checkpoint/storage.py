@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from megastack.checkpoint.collectives import local_work
 from megastack.checkpoint.items import DTYPES
 from megastack.checkpoint.manifest import ITEM_SIZES, BoxRecord, Manifest, TensorRecord
 from megastack.checkpoint.parts import Part, read_parts
 from megastack.checkpoint.publish import Guard
 from megastack.checkpoint.recovery import begin
-from megastack.checkpoint.together import local_work
 from megastack.checkpoint.write import RankReport, complete, trainer_text, write_share
 from megastack.comm.group import AxisGroup
 from megastack.placement.boxes import Box
@@ -47,7 +47,7 @@ class BoxWriter(StorageWriter):
     """
 
     def __init__(self, path: Path, world: AxisGroup, trainer: dict[str, Any], guard: Guard | None = None) -> None:
-        self.trail = world.trail
+        self.flight_recorder = world.flight_recorder
         self._path = path
         self._rank = world.rank
         self._trainer = trainer
@@ -105,7 +105,7 @@ class BoxReader(StorageReader):
     """
 
     def __init__(self, path: Path, manifest: Manifest, world: AxisGroup) -> None:
-        self.trail = world.trail
+        self.flight_recorder = world.flight_recorder
         self._path = path
         self._manifest = manifest
         self._records = {

@@ -13,10 +13,10 @@ from megastack.checkpoint.manifest import (
     TRAINER,
     FileRecord,
     OutOfTimeError,
-    file_fault,
+    file_error,
     read_manifest,
     read_trainer,
-    size_faults,
+    size_errors,
 )
 from megastack.errors import CheckpointError
 
@@ -37,7 +37,7 @@ class Verified:
         except (CheckpointError, OSError):
             pass  # it is verified when it is asked about
 
-    def fault(self, folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
+    def error(self, folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
         """What is wrong with a file's size or content, naming it; ``None`` when it is what the manifest says.
 
         Raises:
@@ -47,16 +47,16 @@ class Verified:
         try:
             mark = _mark(path, file)
         except OSError:
-            return file_fault(folder, file)
+            return file_error(folder, file)
         if self._marks.get(path) == mark:
             return None
-        fault = file_fault(folder, file, deadline)
-        if fault is None:
+        error = file_error(folder, file, deadline)
+        if error is None:
             self._marks[path] = mark
-        return fault
+        return error
 
 
-def checkpoint_fault(
+def checkpoint_error(
     path: Path, *, content: bool = True, verified: Verified | None = None, deadline: float | None = None
 ) -> str | None:
     """What is wrong with a checkpoint folder, naming the damaged files; ``None`` when it can be resumed from.
@@ -70,11 +70,11 @@ def checkpoint_fault(
     known = Verified() if verified is None else verified
     try:
         manifest = read_manifest(path)
-        if faults := size_faults(path, manifest):
-            return "\n".join(faults)
+        if errors := size_errors(path, manifest):
+            return "\n".join(errors)
         files = manifest.files.values() if content else [manifest.files[TRAINER]]
-        if faults := [fault for file in files if (fault := known.fault(path, file, deadline))]:
-            return "\n".join(faults)
+        if errors := [error for file in files if (error := known.error(path, file, deadline))]:
+            return "\n".join(errors)
         read_trainer(path)
     except CheckpointError as error:
         return str(error)
@@ -83,9 +83,9 @@ def checkpoint_fault(
     return None
 
 
-def in_a_line(*faults: str) -> str:
+def in_a_line(*errors: str) -> str:
     """Faults for a message of one line."""
-    return "; ".join(line for fault in faults for line in fault.splitlines())
+    return "; ".join(line for error in errors for line in error.splitlines())
 
 
 def soon(seconds: float | None) -> float | None:

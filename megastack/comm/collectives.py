@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megastack.comm.flight_recorder import Operation, Waited
 from megastack.comm.group import AxisGroup
-from megastack.comm.trail import Operation, Waited
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -57,7 +57,7 @@ def _record(group: AxisGroup, op: str, payload: Tensor) -> Operation:
 
 
 def _pending(work: Any, group: AxisGroup, operation: Operation, finish: Callable[[], Tensor]) -> Pending:
-    return Pending(Waited(work, group.trail, operation), finish)
+    return Pending(Waited(work, group.flight_recorder, operation), finish)
 
 
 def start_all_reduce_(buffer: Tensor, group: AxisGroup, op: str = "sum") -> Pending:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from megastack.comm.flight_recorder import FlightRecorder, Operation
 from megastack.comm.ledger import Ledger
-from megastack.comm.trail import Operation, Trail
 from megastack.weight_gradients import WeightGradients
 
 
@@ -35,17 +35,17 @@ class AxisGroup:
     weight_gradients: WeightGradients = field(default_factory=WeightGradients, compare=False)
 
     @property
-    def trail(self) -> Trail:
+    def flight_recorder(self) -> FlightRecorder:
         """What this rank did last, on any group of its mesh."""
-        return self.ledger.trail
+        return self.ledger.flight_recorder
 
     def begin(self, op: str, shape: tuple[int, ...] = ()) -> Operation:
         """Note on the trail that this rank takes part in a collective of this group."""
-        return self.ledger.trail.start(self.axis, op, shape, self.ranks)
+        return self.ledger.flight_recorder.start(self.axis, op, shape, self.ranks)
 
     def blocks(self, op: str) -> AbstractContextManager[None]:
         """Note a collective that blocks until it is done, which the context is about to call."""
-        return self.trail.waits(self.begin(op))
+        return self.flight_recorder.waits(self.begin(op))
 
     @staticmethod
     def single(axis: str, ledger: Ledger, rank: int = 0, weight_gradients: WeightGradients | None = None) -> AxisGroup:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megastack.comm.trail import Trail
+from megastack.comm.flight_recorder import FlightRecorder
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.trail = Trail()
+        self.flight_recorder = FlightRecorder()
         self._totals: dict[tuple[str, str], Traffic] = {}
 
     def record(self, axis: str, op: str, size: int, payload_bytes: int) -> None:

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastack.comm.collectives import Pending
+from megastack.comm.flight_recorder import Waited
 from megastack.comm.group import AxisGroup
-from megastack.comm.trail import Waited
 
 
-class Lines:
+class P2PChannels:
     """The message lines of one rank of an axis.
 
     Args:
@@ -71,8 +71,10 @@ class Lines:
         """A message's work, once it is posted, with its place on the trail."""
         assert work is not None
         ends = self._group.ranks[self._group.rank], self._group.ranks[peer]
-        operation = self._group.trail.start(self._group.axis, op, tuple(x.shape), ends if op == "send" else ends[::-1])
-        return Waited(work, self._group.trail, operation)
+        operation = self._group.flight_recorder.start(
+            self._group.axis, op, tuple(x.shape), ends if op == "send" else ends[::-1]
+        )
+        return Waited(work, self._group.flight_recorder, operation)
 
     def _line(self, source: int, destination: int) -> dist.ProcessGroup | None:
         return self._group.group if source < destination else self._backward

@@ -4,7 +4,7 @@
 value before anything starts. Whatever keeps a value from being read (an unknown key or option, a missing value, a wrong
 type, an interpolation without an answer) is collected; so is every rule that the values that could be read break. A
 configuration that could be read is returned even when rules forbid it: ask ``rules.violations``, which also knows the
-world size. A :class:`Draft` is for those who have more to say: it also gives what could be read of one that could not.
+world size. A :class:`PartialConfig` also holds the valid values of a configuration that has errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megastack.config.reading import read
 from megastack.config.reading import to_yaml as to_yaml
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, Fault, Violation
+from megastack.errors import ConfigError, ErrorLine, Violation
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Composition:
 
 
 @dataclass(frozen=True)
-class Draft:
+class PartialConfig:
     """A configuration as far as its values could be read.
 
     Args:
@@ -63,7 +63,7 @@ class Draft:
     """
 
     config: TrainConfig
-    faults: tuple[Violation, ...]
+    errors: tuple[Violation, ...]
     overrides: tuple[str, ...]
     place: Mapping[str, Any]
 
@@ -77,22 +77,24 @@ class Draft:
         Raises:
             ConfigError: values could not be read; with the broken rules among the rest.
         """
-        if self.faults:
+        if self.errors:
             with self.origins():
-                raise ConfigError.of([*self.faults, *violations(self.config)])
+                raise ConfigError.of([*self.errors, *violations(self.config)])
         return self.config
 
 
-def draft(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str = "train") -> Draft:
+def compose_partial(
+    overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str = "train"
+) -> PartialConfig:
     """Like :func:`compose`, but with values that cannot be read it gives the others, and the faults.
 
     Raises:
         ConfigError: files that cannot be found or merged, so that there is nothing to be read.
     """
     with session(config_dir) as hydra:
-        config, faults = _read(hydra, config_name.removesuffix(".yaml"), read_overrides(overrides, hydra))
+        config, errors = _read(hydra, config_name.removesuffix(".yaml"), read_overrides(overrides, hydra))
     place = {"config_dir": config_dir, "config_name": config_name}
-    return Draft(config, tuple(faults), tuple(overrides), place)
+    return PartialConfig(config, tuple(errors), tuple(overrides), place)
 
 
 def compose(
@@ -108,7 +110,7 @@ def compose(
     Raises:
         ConfigError: values that cannot be read, all in one report, with the broken rules among the rest.
     """
-    return draft(overrides, config_dir=config_dir, config_name=config_name).whole()
+    return compose_partial(overrides, config_dir=config_dir, config_name=config_name).whole()
 
 
 def trace(
@@ -118,9 +120,9 @@ def trace(
     name = config_name.removesuffix(".yaml")
     with session(config_dir) as hydra:
         given = read_overrides(overrides, hydra)
-        config, faults = _read(hydra, name, given)
-        if faults:
-            raise ConfigError.of(faults)
+        config, errors = _read(hydra, name, given)
+        if errors:
+            raise ConfigError.of(errors)
         options = {group: tuple(hydra.options(group)) for group in hydra.groups()}
         return Composition(config, tuple(overrides), tuple(hydra.layers(name, given.legal)), options)
 
@@ -133,29 +135,29 @@ def origins(
     try:
         yield
     except ConfigError as error:
-        if not any(_key_of(fault) for fault in error.faults):
+        if not any(_key_of(problem) for problem in error.errors):
             raise
         with session(config_dir) as hydra:
             name, given = config_name.removesuffix(".yaml"), read_overrides(overrides, hydra)
             layers = tuple(hydra.layers(name, given.legal))
-        located = ConfigError.of([_located(fault, layers) for fault in error.faults])
+        located = ConfigError.of([_located(problem, layers) for problem in error.errors])
         raise located.reported_by(error.reporter) from None
 
 
 def _read(hydra: Session, config_name: str, given: Overrides) -> tuple[TrainConfig, list[Violation]]:
     """The typed configuration as far as it can be read, and what overrides, files and values have against the rest."""
-    config, faults = read(_merge(hydra, config_name, given))
-    if not (faults or given.faults or hydra.has_own_files):
+    config, errors = read(_merge(hydra, config_name, given))
+    if not (errors or given.errors or hydra.has_own_files):
         return config, []
     layers = tuple(hydra.layers(config_name, given.legal))
-    read_so_far = [_located(_packaged(fault, layers), layers) for fault in faults]
-    return config, [*given.faults, *_hydra_keys(layers), *read_so_far]
+    read_so_far = [_located(_packaged(error, layers), layers) for error in errors]
+    return config, [*given.errors, *_hydra_keys(layers), *read_so_far]
 
 
 def _merge(hydra: Session, config_name: str, given: Overrides) -> DictConfig:
     if not hydra.exists(config_name):
         unknown = Violation("--config-name", config_name, "no such file", tuple(hydra.options("")))
-        raise ConfigError.of([*given.faults, unknown])
+        raise ConfigError.of([*given.errors, unknown])
     try:
         return hydra.compose(config_name, given.legal)
     except (HydraException, OmegaConfBaseException) as error:
@@ -171,7 +173,7 @@ def _merge(hydra: Session, config_name: str, given: Overrides) -> DictConfig:
 
 
 def _unmergeable(config_name: str, reason: str, given: Overrides) -> ConfigError:
-    return ConfigError.of([*given.faults, Violation("--config-name", config_name, " ".join(reason.split()))])
+    return ConfigError.of([*given.errors, Violation("--config-name", config_name, " ".join(reason.split()))])
 
 
 def _origin(layers: Sequence[Layer], key: str) -> Layer | None:
@@ -179,43 +181,43 @@ def _origin(layers: Sequence[Layer], key: str) -> Layer | None:
     return next((layer for layer in reversed(layers) if key and layer.sets(key.partition("[")[0])), None)
 
 
-AnyFault = TypeVar("AnyFault", Violation, str, Fault)
+ErrorLineT = TypeVar("ErrorLineT", Violation, str, ErrorLine)
 
 
-def _located(fault: AnyFault, layers: Sequence[Layer]) -> AnyFault:
+def _located(error: ErrorLineT, layers: Sequence[Layer]) -> ErrorLineT:
     """The fault with the interpolation that its value came from, and the file that it stands in, said once."""
-    key = _key_of(fault)
+    key = _key_of(error)
     layer = _origin(layers, key)
     if layer is None:
-        return fault
+        return error
     raw = layer.values.get(key.partition("[")[0])
-    spelt = isinstance(raw, str) and "${" in raw and not (isinstance(fault, Violation) and raw == fault.value)
+    spelt = isinstance(raw, str) and "${" in raw and not (isinstance(error, Violation) and raw == error.value)
     notes = [f"from {raw}"] if spelt else []
     notes += [f"in {layer.where}"] if layer.where != COMMAND_LINE else []
     note = f" ({', '.join(notes)})"
-    if not notes or note in str(fault):
-        return fault
-    if isinstance(fault, Violation):
-        return replace(fault, rule=fault.rule + note)
-    rule, semicolon, advice = fault.partition("; use ")
+    if not notes or note in str(error):
+        return error
+    if isinstance(error, Violation):
+        return replace(error, rule=error.rule + note)
+    rule, semicolon, advice = error.partition("; use ")
     return rule + note + semicolon + advice
 
 
-def _key_of(fault: Fault) -> str:
+def _key_of(error: ErrorLine) -> str:
     """The key that a fault is about; empty for one in words that begins with no key and value."""
-    if isinstance(fault, Violation):
-        return fault.key
-    key, equals, _ = fault.partition("=")
+    if isinstance(error, Violation):
+        return error.key
+    key, equals, _ = error.partition("=")
     return key if equals and key.partition("[")[0] in known_keys() else ""
 
 
-def _packaged(fault: Violation, layers: Sequence[Layer]) -> Violation:
+def _packaged(error: Violation, layers: Sequence[Layer]) -> Violation:
     """The fault of a key that is the name of a config group: a file of it that was not meant to stand beneath it."""
-    inside = [layer for layer in layers if any(name.startswith(fault.key + ".") for name in layer.values)]
-    files = [layer.where for layer in inside if Path(layer.where).parent.name == fault.key]
-    if not files or fault.rule != "no such key":
-        return fault
-    return replace(fault, rule=f"no such key; add `# @package _global_` as the first line of {files[-1]}", legal=())
+    inside = [layer for layer in layers if any(name.startswith(error.key + ".") for name in layer.values)]
+    files = [layer.where for layer in inside if Path(layer.where).parent.name == error.key]
+    if not files or error.rule != "no such key":
+        return error
+    return replace(error, rule=f"no such key; add `# @package _global_` as the first line of {files[-1]}", legal=())
 
 
 def _hydra_keys(layers: Sequence[Layer]) -> list[Violation]:

@@ -50,14 +50,14 @@ UNUSABLE = Unusable()
 
 @dataclass
 class Conversion:
-    """Turns nested plain values into one configuration object; afterwards ``faults`` lists what was wrong.
+    """Turns nested plain values into one configuration object; afterwards ``errors`` lists what was wrong.
 
     Attributes:
         faults: what was wrong so far.
         strict: a text is no number and no truth value, whatever it spells.
     """
 
-    faults: list[Violation] = field(default_factory=list)
+    errors: list[Violation] = field(default_factory=list)
     strict: bool = False
 
     def section(self, cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
@@ -128,15 +128,15 @@ class Conversion:
         return self._wrong(key, value, f"{rule} or null" if nullable else rule, advice)
 
     def _missing(self, key: str) -> Unusable:
-        self.faults.append(Violation(key, REQUIRED, "has to be given and is not", (f"{key}=…",)))
+        self.errors.append(Violation(key, REQUIRED, "has to be given and is not", (f"{key}=…",)))
         return UNUSABLE
 
     def _unknown(self, key: str, value: Any, siblings: tuple[str, ...]) -> None:
         close = suggest(key, siblings if "[" in key else None)
-        self.faults.append(Violation(key, value, "no such key", (close,) if close else ()))
+        self.errors.append(Violation(key, value, "no such key", (close,) if close else ()))
 
     def _wrong(self, key: str, value: Any, rule: str, legal: tuple[Any, ...] = ()) -> Unusable:
-        self.faults.append(Violation(key, value, rule, legal))
+        self.errors.append(Violation(key, value, rule, legal))
         return UNUSABLE
 
 

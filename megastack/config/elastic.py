@@ -48,11 +48,11 @@ def _reasons(config: TrainConfig, degrees: Sequence[int], replica: int, ranks: i
     """What stands against every degree, and where that is not all of it, some of what stands against each."""
     told = [*degrees[: MOST_TOLD - 1], degrees[-1]]
     found = {dp: violations(replace_values(config, {"parallel.dp": dp}), dp * replica) for dp in told}
-    shared = [fault for fault in found[told[-1]] if all(fault in faults for faults in found.values())]
-    own = {dp: [fault for fault in faults if fault not in shared] for dp, faults in found.items()}
+    shared = [error for error in found[told[-1]] if all(error in errors for errors in found.values())]
+    own = {dp: [error for error in errors if error not in shared] for dp, errors in found.items()}
     if not all(own.values()):
         return shared
-    first = {dp: faults[0] for dp, faults in own.items()}
-    reasons = "; ".join(f"dp={dp}: {fault.key}={spell(fault.value)} {fault.rule}" for dp, fault in first.items())
+    first = {dp: errors[0] for dp, errors in own.items()}
+    reasons = "; ".join(f"dp={dp}: {error.key}={spell(error.value)} {error.rule}" for dp, error in first.items())
     rule = f"no dp from {degrees[-1]} to {degrees[0]} is legal on {counted(ranks, 'rank')} ({reasons})"
     return [*shared, Violation("launch.elastic", True, rule, ("another number of ranks", "other values of these keys"))]

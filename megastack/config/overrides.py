@@ -25,7 +25,7 @@ class Overrides:
     """Overrides sorted into those that Hydra is given and the faults of the others."""
 
     legal: list[str] = field(default_factory=list)
-    faults: list[Violation] = field(default_factory=list)
+    errors: list[Violation] = field(default_factory=list)
 
 
 def read_overrides(overrides: Sequence[str], hydra: Session) -> Overrides:
@@ -36,13 +36,13 @@ def read_overrides(overrides: Sequence[str], hydra: Session) -> Overrides:
             override = hydra.parse(text)
         except (HydraException, ValueError):  # ValueError: a number of thousands of digits
             advice = ("key=value", "group=option") if text.isascii() else ("quotes within quotes: key='\"text\"'",)
-            result.faults.append(Violation(*_halves(text), "cannot be read", advice))
+            result.errors.append(Violation(*_halves(text), "cannot be read", advice))
             continue
-        fault = _fault(override, groups, hydra)
-        if fault is None:
+        error = _fault(override, groups, hydra)
+        if error is None:
             result.legal.append(text if _is_group(override, groups) else "++" + text.lstrip("+"))
         else:
-            result.faults.append(fault)
+            result.errors.append(error)
     return result
 
 
@@ -56,15 +56,15 @@ def sweep_jobs(overrides: Sequence[str], *, config_dir: str | Path | None = None
         ConfigError: an override that cannot be read, a sweep without values, or more jobs than :data:`MOST_JOBS`.
     """
     with session(config_dir) as hydra:
-        choices, faults = list[list[str]](), list[Violation]()
+        choices, errors = list[list[str]](), list[Violation]()
         for text in overrides:
             found = _choices(text, hydra)
             if isinstance(found, Violation):
-                faults.append(found)
+                errors.append(found)
             else:
                 choices.append(found)
-    if faults:
-        raise ConfigError.of(faults)
+    if errors:
+        raise ConfigError.of(errors)
     jobs = prod(map(len, choices))
     if jobs > MOST_JOBS:
         raise ConfigError(f"-m: the product has {jobs:,} jobs; use at most {MOST_JOBS:,}")
@@ -107,7 +107,7 @@ def _fault(override: Override, groups: Sequence[str], hydra: Session) -> Violati
         as_list = () if "(" in text else (f"[{text}] for a list",)
         return Violation(key, text, "has several values", ("-m for a sweep", *as_list))
     if _is_group(override, groups):
-        return _group_fault(override, key, value, groups, hydra)
+        return _group_error(override, key, value, groups, hydra)
     if override.is_delete():
         return Violation("~" + key, value, "a key cannot be taken away", (f"{key}=null",))
     if _is_key(key):
@@ -116,7 +116,7 @@ def _fault(override: Override, groups: Sequence[str], hydra: Session) -> Violati
     return Violation(key, value, "no such key", (close,) if close else ())
 
 
-def _group_fault(override: Override, key: str, value: Any, groups: Sequence[str], hydra: Session) -> Violation | None:
+def _group_error(override: Override, key: str, value: Any, groups: Sequence[str], hydra: Session) -> Violation | None:
     if key not in groups and not hydra.options(key):
         return Violation(key, value, "no such config group", tuple(groups))
     if isinstance(value, Mapping):

@@ -24,8 +24,8 @@ def read(values: DictConfig) -> tuple[TrainConfig, list[Violation]]:
     """The configuration with these values and otherwise the schema's defaults, and what could not be read of it."""
     conversion = Conversion()
     raw = _overlaid(defaults(), OmegaConf.to_container(values, resolve=False))
-    plain = _resolved(OmegaConf.create(raw), raw, "", conversion.faults)
-    return conversion.section(TrainConfig, plain), conversion.faults
+    plain = _resolved(OmegaConf.create(raw), raw, "", conversion.errors)
+    return conversion.section(TrainConfig, plain), conversion.errors
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -45,9 +45,9 @@ def from_yaml(text: str) -> TrainConfig:
         raise ConfigError(f"not a YAML text: {error}") from error
     if not isinstance(values, DictConfig):
         raise ConfigError("not a configuration: a mapping of keys is expected")
-    config, faults = read(values)
-    if faults:
-        raise ConfigError.of(faults)
+    config, errors = read(values)
+    if errors:
+        raise ConfigError.of(errors)
     return config
 
 
@@ -58,7 +58,7 @@ def _overlaid(base: Any, over: Any) -> Any:
     return base | {name: _overlaid(base.get(name), value) for name, value in over.items()}
 
 
-def _resolved(node: Any, raw: Any, key: str, faults: list[Violation]) -> Any:
+def _resolved(node: Any, raw: Any, key: str, errors: list[Violation]) -> Any:
     """Plain values with every interpolation resolved; one without an answer is a fault and :data:`UNUSABLE`.
 
     Args:
@@ -69,20 +69,20 @@ def _resolved(node: Any, raw: Any, key: str, faults: list[Violation]) -> Any:
     """
     if isinstance(node, DictConfig):
         prefix = key + "." if key else ""
-        return {str(name): _child(node, name, _inner(raw, name), prefix + str(name), faults) for name in node}
+        return {str(name): _child(node, name, _inner(raw, name), prefix + str(name), errors) for name in node}
     if isinstance(node, ListConfig):
-        return [_child(node, at, _inner(raw, at), f"{key}[{at}]", faults) for at in range(len(node))]
+        return [_child(node, at, _inner(raw, at), f"{key}[{at}]", errors) for at in range(len(node))]
     return node
 
 
-def _child(node: Any, name: Any, raw: Any, key: str, faults: list[Violation]) -> Any:
+def _child(node: Any, name: Any, raw: Any, key: str, errors: list[Violation]) -> Any:
     if OmegaConf.is_missing(node, name):
         return REQUIRED
     try:
-        return _resolved(node[name], raw, key, faults)
+        return _resolved(node[name], raw, key, errors)
     except (OmegaConfBaseException, RecursionError) as error:
         reason = str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else "it refers to itself"
-        faults.append(Violation(key, raw, f"this interpolation has no value: {reason}"))
+        errors.append(Violation(key, raw, f"this interpolation has no value: {reason}"))
         return UNUSABLE
 
 

@@ -17,8 +17,8 @@ from megastack.config.availability import not_available
 from megastack.config.convert import UNUSABLE, UnusableError, replace_values, value_of
 from megastack.config.fields import COMPARISONS, Key, describe_bounds, keys
 from megastack.config.layout_rules import LAYOUT_RULES
-from megastack.config.schema import BlendSource, DataStage, OptimGroup, TrainConfig
-from megastack.config.stage_rules import STAGE_RULES
+from megastack.config.phase_rules import PHASE_RULES
+from megastack.config.schema import BlendSource, DataPhaseOptions, OptimGroupOptions, TrainConfig
 from megastack.config.text_rules import texts_name_something
 from megastack.config.typed import typed
 from megastack.config.value_rules import VALUE_RULES
@@ -27,10 +27,10 @@ from megastack.errors import Violation as Violation
 
 Rule = Callable[[TrainConfig, int | None], Iterator[Violation]]
 
-ITEMS = {"optim.groups": OptimGroup, "data.blend": BlendSource, "data.stages": DataStage}
+ITEMS = {"optim.groups": OptimGroupOptions, "data.blend": BlendSource, "data.stages": DataPhaseOptions}
 """Lists of sections, and the class of their items."""
 
-RULES: Sequence[Rule] = (not_available, *LAYOUT_RULES, *VALUE_RULES, *STAGE_RULES)
+RULES: Sequence[Rule] = (not_available, *LAYOUT_RULES, *VALUE_RULES, *PHASE_RULES)
 
 
 def violations(

@@ -204,7 +204,7 @@ class LossOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimGroup:
+class OptimGroupOptions:
     """Other optimizer settings for the parameters whose global name a pattern matches."""
 
     pattern: str = required(
@@ -231,7 +231,9 @@ class OptimOptions:
     )
     no_decay: list[str] = option(["norm", "bias"], "Patterns of parameters without weight decay.")
     freeze: list[str] = option([], "Patterns of parameters that are not trained.")
-    groups: list[OptimGroup] = option([], "Other settings by pattern: `[{pattern: …, lr_scale: …, weight_decay: …}]`.")
+    groups: list[OptimGroupOptions] = option(
+        [], "Other settings by pattern: `[{pattern: …, lr_scale: …, weight_decay: …}]`."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +287,7 @@ class BlendSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataStage:
+class DataPhaseOptions:
     """A stage of the training data: from a step on, what it names replaces what the stage before it had."""
 
     from_step: int = required("Completed optimizer steps at which it begins.", least=1)
@@ -312,7 +314,7 @@ class DataOptions:
         "Several sources, drawn by weight, instead of `data.source` and `data.paths`: `[{paths: […], weight: …}]`. "
         "Weights may change at a resume.",
     )
-    stages: list[DataStage] = option(
+    stages: list[DataPhaseOptions] = option(
         [],
         "Other data or another sequence length from a step on: `[{from_step: …, sequence_length: …, paths: […]}]`; "
         "the other keys are the first stage.",

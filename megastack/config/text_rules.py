@@ -32,15 +32,15 @@ def texts_name_something(config: TrainConfig) -> Iterator[Violation]:
     """Paths and names are not empty and hold nothing that a file system cannot take."""
     for key, advice in {**PATHS, **NAMES}.items():
         value = value_of(config, key)
-        if isinstance(value, str) and (fault := _fault(value, is_name=key in NAMES)):
-            yield Violation(key, _shown(value), fault, advice)
+        if isinstance(value, str) and (error := _fault(value, is_name=key in NAMES)):
+            yield Violation(key, _shown(value), error, advice)
     prompt = value_of(config, "run.sample_prompt")
     if isinstance(prompt, str) and not prompt:
         yield Violation("run.sample_prompt", "''", "must not be empty", ("a prompt", None))
     for key, paths in _lists_of_paths(config):
         for at, path in enumerate(paths):
-            if fault := _fault(path, is_name=False):
-                yield Violation(f"{key}[{at}]", _shown(path), fault, ("the path of a file",))
+            if error := _fault(path, is_name=False):
+                yield Violation(f"{key}[{at}]", _shown(path), error, ("the path of a file",))
 
 
 def _lists_of_paths(config: TrainConfig) -> Iterator[tuple[str, list[str]]]:

@@ -26,4 +26,4 @@ def typed(config: Any) -> tuple[TrainConfig, list[Violation]]:
         rule = "must be a TrainConfig"
         raise ConfigError.of([Violation("config", type(config).__name__, rule, ("megastack.compose(overrides)",))])
     conversion = Conversion(strict=True)
-    return conversion.section(TrainConfig, to_plain(config)), conversion.faults
+    return conversion.section(TrainConfig, to_plain(config)), conversion.errors

@@ -147,8 +147,8 @@ def _good_lines(unit: Unit, lines: Sequence[bytes], start: int, bad: BadLines) -
             line.decode()
             yield line
         except UnicodeDecodeError as error:
-            fault = f"byte 0x{line[error.start]:02x} is not UTF-8 ({error.reason}); use UTF-8 text"
-            bad.meet(DataError(f"{_where(unit, start, number)}: {fault}"))
+            problem = f"byte 0x{line[error.start]:02x} is not UTF-8 ({error.reason}); use UTF-8 text"
+            bad.meet(DataError(f"{_where(unit, start, number)}: {problem}"))
 
 
 def _parquet(unit: Unit, field: str, bad: BadLines) -> Iterator[bytes]:

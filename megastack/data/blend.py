@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastack.batch import IGNORED_LABEL
-from megastack.data.order import SampleOrder, Taken
+from megastack.data.order import Cursor, SampleOrder
 from megastack.data.packing import Rows, Samples
 from megastack.data.shares import parts
 from megastack.errors import DataError
@@ -89,9 +89,9 @@ class BlendOrder:
     """
 
     def __init__(
-        self, counts: Mapping[str, int], history: History, seed: int, taken: Mapping[str, Taken] | None = None
+        self, counts: Mapping[str, int], history: History, seed: int, taken: Mapping[str, Cursor] | None = None
     ) -> None:
-        before = {digest: (taken or {}).get(digest, Taken(stream_key(seed, digest))) for digest in counts}
+        before = {digest: (taken or {}).get(digest, Cursor(stream_key(seed, digest))) for digest in counts}
         self._before = before
         self._offsets = np.cumsum([0, *counts.values()], dtype=np.int64)
         self._orders = [SampleOrder(count, before[digest].seed) if count else None for digest, count in counts.items()]
@@ -114,11 +114,11 @@ class BlendOrder:
             samples[chosen] = self._offsets[source] + order.many(draws[chosen])
         return samples
 
-    def taken(self, entry: int) -> dict[str, Taken]:
+    def taken(self, entry: int) -> dict[str, Cursor]:
         """How far each source is drawn when `entry`, one after the last begin of the history, is the next."""
         draws = self._pieces[-1].consumed(entry - int(self._begins[-1]))
         return {
-            digest: Taken(before.seed, int(count))
+            digest: Cursor(before.seed, int(count))
             for (digest, before), count in zip(self._before.items(), draws, strict=True)
         }
 
@@ -155,7 +155,7 @@ class _Piece:
         return self._before + periods * self._shares + begun
 
 
-class JoinedSamples:
+class ConcatSamples:
     """The samples of several sources, numbered one source after the other."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:

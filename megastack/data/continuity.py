@@ -11,12 +11,12 @@ from typing import Any
 
 from megastack.data.blend import history_json, history_of, missing_sources
 from megastack.data.dataset import Dataset
-from megastack.data.stages import Histories, fresh_histories
+from megastack.data.phases import BlendHistories, fresh_histories
 
 Record = Mapping[str, Any]
 
 
-def identity(dataset: Dataset, *, seed: int, global_size: int, histories: Histories = ()) -> dict[str, Any]:
+def identity(dataset: Dataset, *, seed: int, global_size: int, histories: BlendHistories = ()) -> dict[str, Any]:
     """What a checkpoint keeps of seed, batch and data: of the first stage, and of the later ones where there are."""
     histories = histories or fresh_histories(dataset, global_size)
     first, *rest = (
@@ -32,30 +32,30 @@ def identity(dataset: Dataset, *, seed: int, global_size: int, histories: Histor
     return {"seed": seed, "batch": batch} | first | ({"stages": later} if later else {})
 
 
-def identity_faults(trainer: Record, own: Record) -> list[str]:
+def identity_errors(trainer: Record, own: Record) -> list[str]:
     """What a checkpoint's trainer state has against being continued by a run of this :func:`identity`."""
     before = trainer.get("batch") or {}
     pairs = {"seed": (own["seed"], trainer.get("seed"))}
     pairs |= {f"batch.{name}": (value, before.get(name)) for name, value in own["batch"].items()}
-    faults = list(_other_values(pairs))
+    errors = list(_other_values(pairs))
     step = int(trainer.get("step", 0))
     theirs, ours = _begun(trainer, step), _begun(own, step)
-    faults += _data_faults("data", trainer, own, over=bool(_begun(own, step + 1)))
+    errors += _data_errors("data", trainer, own, over=bool(_begun(own, step + 1)))
     for at, (old, new) in enumerate(zip(theirs, ours, strict=False)):
         names, key = ("from_step", "sequence_length"), f"data.stages[{at}]"
         moved = list(_other_values({f"{key}.{name}": (new[name], old.get(name)) for name in names}))
-        faults += moved or _data_faults(key, old, new, over=at + 1 < len(_begun(own, step + 1)))
+        errors += moved or _data_errors(key, old, new, over=at + 1 < len(_begun(own, step + 1)))
     for extra in ours[len(theirs) :]:
         at, begin = ours.index(extra), extra["from_step"]
         rule = f"the checkpoint's run went on to step {step} without this stage"
-        faults.append(f"data.stages[{at}].from_step={begin}: {rule}; use {step} or more")
+        errors.append(f"data.stages[{at}].from_step={begin}: {rule}; use {step} or more")
     for lost in theirs[len(ours) :]:
         begin = lost["from_step"]
-        faults.append(f"data.stages: the checkpoint's run has one from step {begin} on; use the same up to step {step}")
-    return faults
+        errors.append(f"data.stages: the checkpoint's run has one from step {begin} on; use the same up to step {step}")
+    return errors
 
 
-def restored_histories(dataset: Dataset, trainer: Record, global_size: int) -> Histories:
+def restored_histories(dataset: Dataset, trainer: Record, global_size: int) -> BlendHistories:
     """The weights of each stage of a run that goes on from a checkpoint that has nothing against it."""
     step = int(trainer["step"])
     begins = [stage.from_step for stage in dataset.stages]
@@ -88,7 +88,7 @@ def _other_values(pairs: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
             yield f"{key}={new}: the checkpoint's run has {old}; use {old}"
 
 
-def _data_faults(key: str, old: Record, new: Record, *, over: bool) -> Iterator[str]:
+def _data_errors(key: str, old: Record, new: Record, *, over: bool) -> Iterator[str]:
     """What the data of a stage that has begun has against it; `over`, a later stage has taken its place."""
     if old.get("data") != new["data"]:
         keys = f"{key}.*" if key == "data" else key

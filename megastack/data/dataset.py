@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megastack.data.blend import PERIOD, BlendOrder, History, JoinedSamples, check_weights, continued, shares
-from megastack.data.order import Order, SampleOrder, Taken
+from megastack.data.blend import PERIOD, BlendOrder, ConcatSamples, History, check_weights, continued, shares
+from megastack.data.order import Cursor, Order, SampleOrder
 from megastack.data.packing import PackedSamples, Samples, SingleSamples, Stream
 from megastack.data.sources import read_documents
 from megastack.data.spans import Span, SpanStream, split_file
@@ -48,7 +48,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Joined:
+class ConcatDataset:
     """One side of several sources together."""
 
     samples: Samples
@@ -59,7 +59,7 @@ Streams = dict[tuple[str, ...], tuple[Stream, Stream]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DatasetSpec:
     """A source as a user names it: its kind, its paths, its weight in a blend."""
 
     source: str = "builtin"
@@ -75,7 +75,7 @@ class Dataset:
         sources: the sources; several make a blend.
         vocab: ids are below it: the tokenizer's size, or the model's vocabulary where there are token files.
         blended: whether the sources are drawn by weight, be it only one.
-        later: what a run goes on with, stage by stage; see :mod:`megastack.data.stages`.
+        later: what a run goes on with, stage by stage; see :mod:`megastack.data.phases`.
     """
 
     sources: tuple[Source, ...]
@@ -86,18 +86,18 @@ class Dataset:
     blended: bool = False
     tokenizer: Tokenizer | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
-    later: tuple[Later, ...] = ()
+    later: tuple[DataPhase, ...] = ()
 
     @property
-    def train(self) -> Split | Joined:
+    def train(self) -> Split | ConcatDataset:
         return self._side([source.train for source in self.sources])
 
     @property
-    def validation(self) -> Split | Joined:
+    def validation(self) -> Split | ConcatDataset:
         return self._side([source.validation for source in self.sources])
 
-    def _side(self, splits: Sequence[Split]) -> Split | Joined:
-        return Joined(JoinedSamples([split.samples for split in splits])) if self.blended else splits[0]
+    def _side(self, splits: Sequence[Split]) -> Split | ConcatDataset:
+        return ConcatDataset(ConcatSamples([split.samples for split in splits])) if self.blended else splits[0]
 
     @property
     def fingerprint(self) -> str:
@@ -109,9 +109,9 @@ class Dataset:
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     @property
-    def stages(self) -> tuple[Later, ...]:
+    def stages(self) -> tuple[DataPhase, ...]:
         """All stages of the run, this one first."""
-        return (Later(0, self), *self.later)
+        return (DataPhase(0, self), *self.later)
 
     @property
     def files(self) -> list[TokenFile]:
@@ -126,7 +126,7 @@ class Dataset:
         return continued(before, entry, self.weights) if self.blended else ()
 
     def order(
-        self, seed: int, history: History = (), *, begin: int = 0, taken: Mapping[str, Taken] | None = None
+        self, seed: int, history: History = (), *, begin: int = 0, taken: Mapping[str, Cursor] | None = None
     ) -> Order:
         """The endless order of the training samples.
 
@@ -137,7 +137,7 @@ class Dataset:
             taken: how far sources were drawn before that, by digest.
         """
         if not self.blended:
-            before = next(iter(taken.values())) if taken else Taken(seed)
+            before = next(iter(taken.values())) if taken else Cursor(seed)
             return SampleOrder(len(self.train.samples), before.seed, before.draws - begin)
         counts = dict(zip(self.weights, (len(source.train.samples) for source in self.sources), strict=True))
         return BlendOrder(counts, history, seed, taken)
@@ -164,7 +164,7 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Later:
+class DataPhase:
     """A later stage of a run: what it trains on from a step on."""
 
     from_step: int
@@ -187,7 +187,7 @@ def build_dataset(
     *,
     source: str = "builtin",
     paths: Sequence[str | Path] = (),
-    blend: Sequence[Wanted] = (),
+    blend: Sequence[DatasetSpec] = (),
     tokenizer: str | Path = "byte",
     allow_special_tokens: bool = False,
     validation_fraction: float = 0.05,
@@ -208,7 +208,7 @@ def build_dataset(
     for a split with less than one sample, and for a training split without any label.
     """
     check_fraction(validation_fraction)
-    wanted = list(blend) or [Wanted(source, paths)]
+    wanted = list(blend) or [DatasetSpec(source, paths)]
     loaded = None
     if any(each.source != "bin" for each in wanted):
         loaded = load_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
@@ -232,7 +232,7 @@ def build_dataset(
     return Dataset(tuple(sources), whole, pack, document_mask, validation_fraction, bool(blend), loaded, weights)
 
 
-def _streams(wanted: Wanted, tokenizer: Tokenizer | None, fraction: float) -> tuple[Stream, Stream]:
+def _streams(wanted: DatasetSpec, tokenizer: Tokenizer | None, fraction: float) -> tuple[Stream, Stream]:
     if wanted.source != "bin":
         assert tokenizer is not None
         return tokenize(read_documents(wanted.source, wanted.paths), tokenizer, fraction)
@@ -262,14 +262,14 @@ def _samples(stream: Stream, length: int, pack: bool, document_mask: bool) -> Pa
 
 
 def _check_sizes(train: Split, validation: Split, fraction: float) -> None:
-    faults = []
+    errors = []
     if not len(train.samples):
-        faults.append(_too_short("training", train, "more text in data.paths"))
+        errors.append(_too_short("training", train, "more text in data.paths"))
     if fraction and not len(validation.samples):
         remedy = f"more text, a data.validation_fraction above {fraction} (or 0 for a run without validation)"
-        faults.append(_too_short("validation", validation, remedy))
-    if faults:
-        raise DataError("\n".join(faults))
+        errors.append(_too_short("validation", validation, remedy))
+    if errors:
+        raise DataError("\n".join(errors))
 
 
 def _require_labels(splits: Sequence[Split]) -> None:

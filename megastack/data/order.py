@@ -26,7 +26,7 @@ class Order(Protocol):
 
 
 @dataclass(frozen=True)
-class Taken:
+class Cursor:
     """How far the samples of a source were drawn: `draws` of them, in the order that belongs to `seed`."""
 
     seed: int

@@ -124,7 +124,7 @@ def json_text(line: bytes, where: str, field: str = "text") -> bytes:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: {_utf8_fault(error)}") from error
+        raise DataError(f"{where}: {_utf8_error(error)}") from error
     except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise DataError(f"{where}: is not JSON ({error}); {example}") from error
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
@@ -149,10 +149,10 @@ def _check_utf8(raw: bytes, path: Path) -> None:
         raw.decode()
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError(f"data.paths={path}:{line}: {_utf8_fault(error)}") from error
+        raise DataError(f"data.paths={path}:{line}: {_utf8_error(error)}") from error
 
 
-def _utf8_fault(error: UnicodeDecodeError) -> str:
+def _utf8_error(error: UnicodeDecodeError) -> str:
     return f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}); use UTF-8 text"
 
 

@@ -21,10 +21,10 @@ from megastack.comm.collectives import (
     start_reduce_scatter_,
 )
 from megastack.comm.group import AxisGroup
-from megastack.gradients.interface import Part
-from megastack.gradients.layout import Entry, Plan
+from megastack.gradients.bucket_spec import BucketSpec, ParameterSlot
+from megastack.gradients.interface import BoxView
+from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.gradients.reduction import Reduction
-from megastack.optim.groups import OptimGroup
 from megastack.placement.boxes import Box, range_boxes
 
 
@@ -42,24 +42,24 @@ class Bucket:
         travel_dtype: the dtype in which gradients are summed over data ranks.
     """
 
-    def __init__(self, plan: Plan, gradient_dtype: torch.dtype, travel_dtype: torch.dtype | None = None) -> None:
-        self.entries: tuple[Entry, ...] = plan.entries
+    def __init__(self, plan: BucketSpec, gradient_dtype: torch.dtype, travel_dtype: torch.dtype | None = None) -> None:
+        self.entries: tuple[ParameterSlot, ...] = plan.entries
         self.reduction: Reduction = plan.kind.reduction
-        self.group: OptimGroup | None = plan.kind.group
+        self.group: ParameterGroup | None = plan.kind.group
         self.decay: bool = plan.kind.decay
         self.travel_dtype = travel_dtype or gradient_dtype
         device = plan.entries[0].parameters[0].device
         self.parameters = torch.zeros(plan.numel, dtype=plan.kind.dtype, device=device)
         self.gradients = torch.zeros(plan.numel, dtype=gradient_dtype, device=device)
-        self.own_parameters = own_piece(self.parameters, self.reduction.data.shard)
-        self.own_gradients = own_piece(self.gradients, self.reduction.data.shard)
+        self.local_parameters = own_piece(self.parameters, self.reduction.data.shard)
+        self.local_gradients = own_piece(self.gradients, self.reduction.data.shard)
         for entry in self.entries:
             _adopt(entry, self.parameters)
 
     @property
-    def counted(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this rank's slice counts in the norm."""
-        return self.reduction.counted and self.reduction.data.counted
+        return self.reduction.is_owner and self.reduction.data.is_owner
 
     @property
     def is_rounded(self) -> bool:
@@ -80,20 +80,20 @@ class Bucket:
         """Each parameter's part of a flat buffer of this bucket's layout, by global name."""
         return ((entry.name, entry.view(flat)) for entry in self.entries)
 
-    def parts(self, own: Tensor) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    def parts(self, own: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
         """What a tensor of the own slice's layout holds of each parameter, by global name; nothing of some."""
         start = self.reduction.data.shard.rank * own.numel()
         return ((entry.name, tuple(_parts(entry, own, start))) for entry in self.entries)
 
     def start_reduction(self) -> Pending:
-        """Begin the sum over data ranks; its result lies in :attr:`own_gradients` once it was waited for."""
+        """Begin the sum over data ranks; its result lies in :attr:`local_gradients` once it was waited for."""
         data = self.reduction.data
         if data.shard.size == 1:
             return self._sum_over(data.replicas)
         if self.travel_dtype == self.gradients.dtype:
             return start_reduce_scatter_(self.gradients, data.shard)
         summing = start_reduce_scatter_(self.gradients.to(self.travel_dtype), data.shard)
-        return summing.then(self.own_gradients.copy_)
+        return summing.then(self.local_gradients.copy_)
 
     def start_replica_sum(self) -> Pending:
         """Begin what a reduce-scatter leaves to do: the sum of the slices over shard groups."""
@@ -105,11 +105,11 @@ class Bucket:
 
     def _sum_over(self, group: AxisGroup) -> Pending:
         if self.travel_dtype == self.gradients.dtype or group.size == 1:
-            return start_all_reduce_(self.own_gradients, group)
-        return start_all_reduce_(self.own_gradients.to(self.travel_dtype), group).then(self.own_gradients.copy_)
+            return start_all_reduce_(self.local_gradients, group)
+        return start_all_reduce_(self.local_gradients.to(self.travel_dtype), group).then(self.local_gradients.copy_)
 
 
-def _parts(entry: Entry, own: Tensor, start: int) -> Iterator[Part]:
+def _parts(entry: ParameterSlot, own: Tensor, start: int) -> Iterator[BoxView]:
     """The parts of one parameter in the slice ``own`` that begins at ``start`` of its bucket."""
     if not entry.numel:
         yield Box((0,) * len(entry.shape), entry.shape), own[:0].view(entry.shape)
@@ -126,7 +126,7 @@ def _parts(entry: Entry, own: Tensor, start: int) -> Iterator[Part]:
 
 
 @torch.no_grad()
-def _adopt(entry: Entry, flat: Tensor) -> None:
+def _adopt(entry: ParameterSlot, flat: Tensor) -> None:
     """Move the values of a parameter into the flat buffer and make its tensors views of it."""
     view = entry.view(flat)
     view.copy_(entry.parameters[0])

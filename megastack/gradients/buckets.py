@@ -6,10 +6,10 @@ autograd accumulates microbatches in place and the optimizer updates whole bucke
 Under ZeRO-1 the sum over data ranks is a reduce-scatter, and each rank updates a slice of every bucket; after that
 :meth:`~GradientBuckets.gather_parameters` puts the parameters together again (:mod:`megastack.gradients.zero1`).
 
-A step goes ``backward…``, :meth:`~GradientBuckets.arm` right before the last backward of a stage, that backward,
-:meth:`~GradientBuckets.finish`, clip, update, :meth:`~GradientBuckets.zero_`. Where backwards are split, the one that
-counts is the last that makes weight gradients. A bucket is ready when every gradient in
-it was stored after its stage was armed; it starts when it *and all before it* are ready. So all ranks start the same
+A step goes ``backward…``, :meth:`~GradientBuckets.mark_last_backward` right before the last backward of a stage, that
+backward, :meth:`~GradientBuckets.finish`, clip, update, :meth:`~GradientBuckets.zero_`. Where backwards are split, the
+one that counts is the last that computes weight gradients. A bucket is ready when every gradient in
+it was stored after its stage was marked; it starts when it *and all before it* are ready. So all ranks start the same
 collectives in the same order, whatever the order of their backwards, and a parameter that was not used only costs
 overlap: :meth:`~GradientBuckets.finish` starts what is left.
 
@@ -33,13 +33,13 @@ from megastack.comm.collectives import Pending, start_all_gather_, start_all_red
 from megastack.comm.group import AxisGroup
 from megastack.errors import ConfigError
 from megastack.gradients.bucket import Bucket
-from megastack.gradients.interface import Part
-from megastack.gradients.layout import Kind, Named, plan_buckets
+from megastack.gradients.bucket_spec import BucketKey, NamedParameter, make_bucket_specs
+from megastack.gradients.interface import BoxView
+from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.gradients.reduction import Reduction, reduction_of, tied_groups
 from megastack.gradients.sharding import Sharding, sharding_of
 from megastack.gradients.zero1 import ParameterGathers
 from megastack.mesh.mesh import Mesh
-from megastack.optim.groups import OptimGroup
 from megastack.placement.boxes import Box
 from megastack.placement.module import placements_of
 from megastack.placement.placement import Placement
@@ -105,7 +105,7 @@ class GradientBuckets:
         zero: int = 0,
         shard_size: int | None = None,
         units: Sequence[nn.Module] = (),
-        groups: Mapping[str, OptimGroup] | None = None,
+        groups: Mapping[str, ParameterGroup] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         tied: Mapping[str, AxisGroup] | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -119,7 +119,7 @@ class GradientBuckets:
             tied = tied_groups([(name, parameter) for name, parameter, _ in named], mesh)
         kind_of = partial(_kind_of, mesh=mesh, tied=tied, groups=groups, data=self.sharding)
         dtype_of = _gradient_dtypes(reduce_dtype)
-        plans = plan_buckets(named, kind_of, gradient_dtype=dtype_of, bucket_bytes=bucket_bytes)
+        plans = make_bucket_specs(named, kind_of, gradient_dtype=dtype_of, bucket_bytes=bucket_bytes)
         self.buckets = tuple(Bucket(plan, dtype_of(plan.kind.dtype), reduce_dtype) for plan in plans)
         self._gathers = ParameterGathers(self.buckets, modules, units)
         self._modules = tuple(modules)
@@ -133,7 +133,7 @@ class GradientBuckets:
         self._hook_all()
         self._begin()
 
-    def arm(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
+    def mark_last_backward(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
         """Say that the next backward of ``modules[stage]`` is its last of this step.
 
         Args:
@@ -181,12 +181,12 @@ class GradientBuckets:
             _wait(start_all_gather_(bucket.gradients, bucket.reduction.data.shard) for bucket in self.buckets)
         return (pair for bucket in self.buckets for pair in bucket.views(bucket.gradients))
 
-    def weights(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    def weights(self) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
         """Each parameter, frozen ones included, whole as this rank holds it, by global name."""
         named = (pair for module in self._modules for pair in module.named_parameters())
         return ((name, ((Box((0,) * x.dim(), tuple(x.shape)), x.detach()),)) for name, x in named)
 
-    def adopt_weights(self, names: Collection[str] | None = None) -> None:
+    def copy_model_to_main(self, names: Collection[str] | None = None) -> None:
         """Nothing: :meth:`weights` are the parameters themselves."""
 
     def gather_parameters(self) -> None:
@@ -235,7 +235,7 @@ class GradientBuckets:
 
     def _sum_over(self, group_of: Callable[[Reduction], AxisGroup | None], buckets: Sequence[Bucket]) -> None:
         grouped = ((bucket, group_of(bucket.reduction)) for bucket in buckets)
-        _wait(start_all_reduce_(bucket.own_gradients, group) for bucket, group in grouped if group is not None)
+        _wait(start_all_reduce_(bucket.local_gradients, group) for bucket, group in grouped if group is not None)
 
 
 class _Tell(WhenStored):
@@ -256,7 +256,7 @@ def _wait(operations: Iterable[Pending]) -> None:
         pending.wait()
 
 
-def _trained(modules: Sequence[nn.Module]) -> list[Named]:
+def _trained(modules: Sequence[nn.Module]) -> list[NamedParameter]:
     """The trained parameters of all modules in reverse order of use; one that modules share under its first name."""
     found: dict[nn.Parameter, tuple[str, Placement]] = {}
     for module in modules:
@@ -283,13 +283,13 @@ def _kind_of(
     *,
     mesh: Mesh,
     tied: Mapping[str, AxisGroup],
-    groups: Mapping[str, OptimGroup] | None,
+    groups: Mapping[str, ParameterGroup] | None,
     data: Sharding,
-) -> Kind:
+) -> BucketKey:
     reduction = reduction_of(name, placement, mesh, tied, data)
     if groups is None:
-        return Kind(parameter.dtype, reduction, None, placement.decay)
-    return Kind(parameter.dtype, reduction, groups[name], True)
+        return BucketKey(parameter.dtype, reduction, None, placement.decay)
+    return BucketKey(parameter.dtype, reduction, groups[name], True)
 
 
 def _gradient_dtypes(wanted: torch.dtype | None) -> Callable[[torch.dtype], torch.dtype]:

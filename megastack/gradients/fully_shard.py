@@ -40,13 +40,13 @@ from torch.distributed.tensor import DTensor, Shard
 from megastack.comm.fsdp import CountedGather, CountedReduce
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
-from megastack.gradients.interface import Part
+from megastack.gradients.interface import BoxView
+from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.gradients.reduction import reduction_of, tied_groups
 from megastack.gradients.shard import ParameterShard, shard_dim, sum_over
 from megastack.gradients.sharding import sharding_of
 from megastack.gradients.unit_calls import UnitCalls, require_calls
 from megastack.mesh.mesh import Mesh
-from megastack.optim.groups import OptimGroup
 from megastack.placement.module import placements_of
 
 
@@ -91,7 +91,7 @@ class FullyShardedGradients:
         unread: Sequence[nn.Module] = (),
         gather: str = "step",
         reduce: str = "step",
-        groups: Mapping[str, OptimGroup] | None = None,
+        groups: Mapping[str, ParameterGroup] | None = None,
         tied: Mapping[str, AxisGroup] | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
@@ -141,7 +141,7 @@ class FullyShardedGradients:
         self.buckets = tuple(self._shards[name] for name, p in self._parameters.items() if p.requires_grad)
         self._begin()
 
-    def arm(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
+    def mark_last_backward(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
         """Say that the next backward of ``modules[stage]`` is its last of this step.
 
         FSDP2 reduces a unit when its backward is over, and would not see a weight's gradient that comes later: a
@@ -173,9 +173,9 @@ class FullyShardedGradients:
 
         They are put together at each call, a collective of all data ranks: for looking at gradients.
         """
-        return ((shard.name, shard.whole(shard.own_gradients)) for shard in self.buckets)
+        return ((shard.name, shard.whole(shard.local_gradients)) for shard in self.buckets)
 
-    def weights(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    def weights(self) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
         """This rank's shard of each parameter by global name; rounded copies where modules use a rounding."""
         self.wait_parameters()
         for shard in self._shards.values():
@@ -183,7 +183,7 @@ class FullyShardedGradients:
         return (pair for shard in self._shards.values() for pair in shard.parts(shard.as_used))
 
     @torch.no_grad()
-    def adopt_weights(self, names: Collection[str] | None = None) -> None:
+    def copy_model_to_main(self, names: Collection[str] | None = None) -> None:
         """Take masters (those of ``names``) from the copies that :meth:`weights` gave last."""
         for shard in self._shards.values():
             if shard.rounded is not None and (names is None or shard.name in names):
@@ -303,7 +303,7 @@ def _promote_(named: Sequence[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, t
 
 
 def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    faults = [
+    errors = [
         f"{name}: a scalar cannot be cut over data ranks; declare it with shape (1,)"
         for name, p in named
         if not p.dim()
@@ -311,10 +311,10 @@ def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     seen: set[nn.Parameter] = set()
     for name, parameter in named:
         if parameter in seen:
-            faults.append(f"{name}: two stages of one rank share it, which parallel.zero.stage 2 and 3 cannot cut")
+            errors.append(f"{name}: two stages of one rank share it, which parallel.zero.stage 2 and 3 cannot cut")
         seen.add(parameter)
-    if faults:
-        raise PlacementError("\n".join(faults))
+    if errors:
+        raise PlacementError("\n".join(errors))
 
 
 def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard:

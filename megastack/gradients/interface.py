@@ -13,12 +13,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.gradients.sharding import Sharding
 from megastack.mesh.mesh import Mesh
-from megastack.optim.groups import OptimGroup
 from megastack.placement.boxes import Box
 
-Part = tuple[Box, Tensor]
+BoxView = tuple[Box, Tensor]
 """A box of the local parameter and the view of a slice that holds its elements."""
 
 
@@ -26,19 +26,19 @@ class Slice(Protocol):
     """Parameters, or parts of them, that this rank updates together."""
 
     @property
-    def own_parameters(self) -> Tensor:
+    def local_parameters(self) -> Tensor:
         """What this rank updates, flat."""
 
     @property
-    def own_gradients(self) -> Tensor:
+    def local_gradients(self) -> Tensor:
         """Its gradients, laid out alike; of the global batch once a step is finished."""
 
     @property
-    def counted(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this rank's copy of the slice counts in the norm."""
 
     @property
-    def group(self) -> OptimGroup | None:
+    def group(self) -> ParameterGroup | None:
         """The optimizer group, ``None`` if none was given."""
 
     @property
@@ -47,9 +47,9 @@ class Slice(Protocol):
 
     @property
     def is_rounded(self) -> bool:
-        """Whether modules compute with a rounding of ``own_parameters``, which is the master then."""
+        """Whether modules compute with a rounding of ``local_parameters``, which is the master then."""
 
-    def parts(self, own: Tensor) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    def parts(self, own: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
         """What a tensor of the slice's layout holds of each parameter, by global name; nothing of some."""
 
 
@@ -63,7 +63,7 @@ class Gradients(Protocol):
     def buckets(self) -> Sequence[Slice]:
         """What this rank updates."""
 
-    def arm(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
+    def mark_last_backward(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
         """Say that the next backward of this stage is its last of the step.
 
         Args:
@@ -80,13 +80,13 @@ class Gradients(Protocol):
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Each trained parameter's gradient on this rank by global name, after ``finish``; may communicate."""
 
-    def weights(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    def weights(self) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
         """What this rank holds of each parameter, frozen ones included, by global name and as modules compute with it.
 
-        Views; where a slice is rounded, copies, which :meth:`adopt_weights` takes over after they were written.
+        Views; where a slice is rounded, copies, which :meth:`copy_model_to_main` takes over after they were written.
         """
 
-    def adopt_weights(self, names: Collection[str] | None = None) -> None:
+    def copy_model_to_main(self, names: Collection[str] | None = None) -> None:
         """Take masters (those of ``names``) from the copies that :meth:`weights` gave last."""
 
     def gather_parameters(self) -> None:

@@ -9,12 +9,12 @@ from torch import nn
 
 from megastack.gradients.buckets import GradientBuckets
 from megastack.gradients.interface import Gradients
-from megastack.gradients.sharding import ZeroOptions, sharding_of
+from megastack.gradients.parameter_groups import ParameterGroup
+from megastack.gradients.sharding import ShardingOptions, sharding_of
 from megastack.mesh.mesh import Mesh
-from megastack.optim.groups import OptimGroup
 
 
-def shards_parameters(zero: ZeroOptions, mesh: Mesh) -> bool:
+def shards_parameters(zero: ShardingOptions, mesh: Mesh) -> bool:
     """Whether parameters are cut over data ranks: stages 2 and 3, unless this rank has nobody to share with."""
     return zero.stage >= 2 and sharding_of(mesh, zero.stage, zero.shard_size).shard.size > 1
 
@@ -22,13 +22,13 @@ def shards_parameters(zero: ZeroOptions, mesh: Mesh) -> bool:
 def build_gradients(
     modules: Sequence[nn.Module],
     mesh: Mesh,
-    zero: ZeroOptions,
+    zero: ShardingOptions,
     *,
     units: Sequence[nn.Module] = (),
     separable: Sequence[nn.Module] = (),
     turning: Sequence[nn.Module] = (),
     unread: Sequence[nn.Module] = (),
-    groups: Mapping[str, OptimGroup] | None = None,
+    groups: Mapping[str, ParameterGroup] | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Gradients:
     """The gradients of this rank's stages.

@@ -55,7 +55,7 @@ def clip_gradients_(buckets: Gradients, max_norm: float | None, mesh: Mesh) -> T
     coefficient = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     coefficient = torch.where(torch.isfinite(norm), coefficient, torch.ones_like(coefficient))
     for bucket in buckets.buckets:
-        bucket.own_gradients.mul_(coefficient.to(bucket.own_gradients.dtype))
+        bucket.local_gradients.mul_(coefficient.to(bucket.local_gradients.dtype))
     return norm
 
 
@@ -66,8 +66,8 @@ def is_nonfinite(norm: Tensor) -> Tensor:
 
 def _share(bucket: Slice) -> Tensor:
     """What a bucket adds to the sum of squares: nothing if another copy counts, unless this one is not finite."""
-    squares = _sum_of_squares(bucket.own_gradients)
-    return squares if bucket.counted else squares * 0.0
+    squares = _sum_of_squares(bucket.local_gradients)
+    return squares if bucket.is_owner else squares * 0.0
 
 
 def _sum_of_squares(flat: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from megastack.errors import PlacementError
 from megastack.gradients.sharding import Sharding, sharding_of
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.placement.boxes import counts_here
+from megastack.placement.boxes import owns_replica
 from megastack.placement.placement import Placement
 
 
@@ -46,7 +46,7 @@ class Reduction:
         tensor: the ``tp`` ranks over which it is summed next, ``None`` for none.
         tied: the stages that hold the same parameter, over which it is summed last, ``None`` for none.
         whole: whether every tp rank holds the whole parameter. Buckets are cut alike on all tp ranks because this is
-            part of what tells them apart, and ``counted`` is a consequence.
+            part of what tells them apart, and ``is_owner`` is a consequence.
         counted: whether this rank's copy is the one that counts in the norm.
     """
 
@@ -54,7 +54,7 @@ class Reduction:
     tensor: AxisGroup | None
     tied: AxisGroup | None
     whole: bool
-    counted: bool
+    is_owner: bool
 
 
 def reduction_of(
@@ -68,9 +68,9 @@ def reduction_of(
     _refuse_expert_axis(name, placement, mesh)
     pair = tied.get(name)
     pair = pair if pair is not None and pair.size > 1 else None
-    counted = counts_here(placement, mesh.shape, mesh.coordinates) and (pair is None or pair.rank == 0)
+    is_owner = owns_replica(placement, mesh.shape, mesh.coordinates) and (pair is None or pair.rank == 0)
     whole = mesh.shape.tp > 1 and Axis.TP not in placement.shards
-    return Reduction(data or sharding_of(mesh), _tensor_group(placement, mesh), pair, whole, counted)
+    return Reduction(data or sharding_of(mesh), _tensor_group(placement, mesh), pair, whole, is_owner)
 
 
 def _tensor_group(placement: Placement, mesh: Mesh) -> AxisGroup | None:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megastack.comm.collectives import all_gather, start_all_reduce_
 from megastack.comm.group import AxisGroup
-from megastack.gradients.interface import Part
+from megastack.gradients.interface import BoxView
+from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.gradients.reduction import Reduction
-from megastack.optim.groups import OptimGroup
 from megastack.placement.boxes import Box
 
 
@@ -54,7 +54,7 @@ class ParameterShard:
         reduction: Reduction,
         *,
         compute: torch.dtype,
-        group: OptimGroup | None = None,
+        group: ParameterGroup | None = None,
         decay: bool = True,
     ) -> None:
         self.name, self.shape, self.dim, self.local = name, tuple(shape), dim, local
@@ -64,17 +64,17 @@ class ParameterShard:
         self.rounded: Tensor | None = None
 
     @property
-    def own_parameters(self) -> Tensor:
+    def local_parameters(self) -> Tensor:
         """The values, flat."""
         return self.local.view(-1)
 
     @property
     def as_used(self) -> Tensor:
         """The values as modules use them, flat: a copy in ``rounded``, or the values themselves."""
-        return self.own_parameters if self.rounded is None else self.rounded.view(-1)
+        return self.local_parameters if self.rounded is None else self.rounded.view(-1)
 
     @property
-    def own_gradients(self) -> Tensor:
+    def local_gradients(self) -> Tensor:
         """The gradient, flat."""
         assert self.gradient is not None, f"{self.name}: its gradient is there after finish()"
         return self.gradient.view(-1)
@@ -85,9 +85,9 @@ class ParameterShard:
         return self.local.dtype != self.compute
 
     @property
-    def counted(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this rank's shard counts in the norm."""
-        return self.reduction.counted and self.reduction.data.counted
+        return self.reduction.is_owner and self.reduction.data.is_owner
 
     @property
     def box(self) -> Box:
@@ -108,7 +108,7 @@ class ParameterShard:
         """The size of the largest shard in the dim that is cut."""
         return -(-self.shape[self.dim] // self.reduction.data.shard.size)
 
-    def parts(self, own: Tensor) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    def parts(self, own: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
         """The one box that a tensor like the shard holds; none where others hold all of the elements."""
         box = self.box
         yield self.name, ((box, own.view(box.size)),) if box.numel or self.is_empty else ()
@@ -128,8 +128,8 @@ def sum_over(group_of: Callable[[ParameterShard], AxisGroup | None], shards: Seq
     together: dict[tuple[AxisGroup, torch.dtype], list[Tensor]] = {}
     for shard in shards:
         group = group_of(shard)
-        if group is not None and group.size > 1 and shard.own_gradients.numel():
-            together.setdefault((group, shard.own_gradients.dtype), []).append(shard.own_gradients)
+        if group is not None and group.size > 1 and shard.local_gradients.numel():
+            together.setdefault((group, shard.local_gradients.dtype), []).append(shard.local_gradients)
     sums = [(own, start_all_reduce_(torch.cat(own), group)) for (group, _), own in together.items()]
     for own, pending in sums:
         for gradient, total in zip(own, pending.wait().split([x.numel() for x in own]), strict=True):

@@ -19,7 +19,7 @@ _DATA = (Axis.DP, Axis.CP)
 
 
 @dataclass(frozen=True)
-class ZeroOptions:
+class ShardingOptions:
     """What is shared among data ranks, and when it travels.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sharding:
     replicas: AxisGroup
 
     @property
-    def counted(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this rank's slice is the one that counts among its replicas; all of them where nothing is shared."""
         return self.shard.size == 1 or self.replicas.rank == 0
 

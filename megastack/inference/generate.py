@@ -61,27 +61,27 @@ def check_prompts(prompts: Sequence[Sequence[int]], new: int, *, vocab: int, lon
     Raises:
         ConfigError: with every fault.
     """
-    faults = [] if prompts else ["no prompt: nothing to go on with; use --prompt TEXT or --prompts FILE"]
+    errors = [] if prompts else ["no prompt: nothing to go on with; use --prompt TEXT or --prompts FILE"]
     if new < 1:
-        faults.append(f"max_new_tokens={new}: must be at least 1; use 1 or more")
+        errors.append(f"max_new_tokens={new}: must be at least 1; use 1 or more")
     for number, prompt in enumerate(prompts):
         bad = next((i for i in prompt if not 0 <= i < vocab), None)
         if not prompt:
-            faults.append(f"prompt {number}: has no token; use a prompt of at least one")
+            errors.append(f"prompt {number}: has no token; use a prompt of at least one")
         elif bad is not None:
-            faults.append(f"prompt {number}: id {bad} is outside model.vocab={vocab}; use ids from 0 to {vocab - 1}")
+            errors.append(f"prompt {number}: id {bad} is outside model.vocab={vocab}; use ids from 0 to {vocab - 1}")
         elif longest is not None and len(prompt) + new > longest:
             left = longest - len(prompt)
             remedy = (
                 f"max_new_tokens={left} or less" if left > 0 else f"a prompt of at most {counted(longest - 1, 'token')}"
             )
-            faults.append(
+            errors.append(
                 f"prompt {number}: its {counted(len(prompt), 'token')} and max_new_tokens={new} exceed the "
                 f"{counted(longest, 'position')} "
                 f"that the model has; use {remedy}"
             )
-    if faults:
-        raise ConfigError("\n".join(faults))
+    if errors:
+        raise ConfigError("\n".join(errors))
 
 
 class Generator:

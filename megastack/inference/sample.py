@@ -45,20 +45,20 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        faults = []
+        errors = []
         if not 0 <= self.temperature < float("inf"):
-            faults.append(
+            errors.append(
                 f"temperature={self.temperature}: must be a number of at least 0; use 0 for the most probable"
             )
         if self.top_k is not None and self.top_k < 1:
-            faults.append(f"top_k={self.top_k}: must be at least 1; use 1 or more, or leave it out")
+            errors.append(f"top_k={self.top_k}: must be at least 1; use 1 or more, or leave it out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            faults.append(f"top_p={self.top_p}: must be above 0 and at most 1; use for example 0.9, or leave it out")
+            errors.append(f"top_p={self.top_p}: must be above 0 and at most 1; use for example 0.9, or leave it out")
         for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
             if value is not None and self.temperature == 0:
-                faults.append(f"{name}={value}: temperature=0 takes the most probable token alone; use temperature=1")
-        if faults:
-            raise ConfigError("\n".join(faults))
+                errors.append(f"{name}={value}: temperature=0 takes the most probable token alone; use temperature=1")
+        if errors:
+            raise ConfigError("\n".join(errors))
 
     def __str__(self) -> str:
         if self.temperature == 0:

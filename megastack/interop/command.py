@@ -73,14 +73,14 @@ def _import(options: argparse.Namespace, console: Console) -> Transfer:
 
 def _export(options: argparse.Namespace, console: Console) -> Transfer:
     saved = find_saved(options.source, config_dir=options.config_dir, config_name=options.config_name)
-    draft = saved.draft(options.overrides)
-    if draft.faults:
-        with draft.origins():
-            raise ConfigError.of(draft.faults)
+    partial_config = saved.compose_partial(options.overrides)
+    if partial_config.errors:
+        with partial_config.origins():
+            raise ConfigError.of(partial_config.errors)
     done = export_model(
         saved.checkpoint,
         options.out,
-        draft.config,
+        partial_config.config,
         architecture=options.architecture,
         like=options.like,
         dtype=options.dtype,

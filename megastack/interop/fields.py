@@ -36,7 +36,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], model_type: str) -> None:
         self.values = dict(values)
-        self.faults: list[Violation] = []
+        self.errors: list[Violation] = []
         self._keys = KEYS[model_type]
         self._seen: set[str] = set()
         for other, name in OTHER_NAMES.get(model_type, {}).items():
@@ -59,31 +59,31 @@ class Fields:
         """A value if it is what a key asks for, else its default and a fault."""
         if value is None:
             if not key.nullable:
-                self.fault(name, value, f"must be {WORDS[key.kind]}; where it is absent, it is the class's default")
+                self.error(name, value, f"must be {WORDS[key.kind]}; where it is absent, it is the class's default")
             return None if key.nullable else key.default
         if not is_of_kind(value, key.kind):
-            self.fault(name, value, f"must be {WORDS[key.kind]}{' or null' if key.nullable else ''}")
+            self.error(name, value, f"must be {WORDS[key.kind]}{' or null' if key.nullable else ''}")
             return key.default
         return float(value) if key.kind == "number" else value
 
     def must(self, name: str, legal: tuple[Any, ...], rule: str) -> None:
         """Note a fault unless a key has one of the legal values; None is legal where the class allows null."""
-        before, value = len(self.faults), self.get(name)
-        if len(self.faults) == before and value is not None and value not in legal:
-            self.fault(name, value, rule, legal)
+        before, value = len(self.errors), self.get(name)
+        if len(self.errors) == before and value is not None and value not in legal:
+            self.error(name, value, rule, legal)
 
     def absent(self, name: str, legal: tuple[Any, ...], rule: str) -> None:
         """Note a fault unless a key of no class is absent, null or one of the legal values."""
         self._seen.add(name)
         value = self.values.get(name)
         if value is not None and not any(type(value) is type(each) and value == each for each in legal):
-            self.fault(name, value, rule, (*legal, None))
+            self.error(name, value, rule, (*legal, None))
 
-    def fault(self, name: str, value: Any, rule: str, legal: tuple[Any, ...] = ()) -> None:
+    def error(self, name: str, value: Any, rule: str, legal: tuple[Any, ...] = ()) -> None:
         """Note that a key cannot be taken as it is; once, however often it is read."""
         found = Violation(name, value, rule, legal)
-        if found not in self.faults:
-            self.faults.append(found)
+        if found not in self.errors:
+            self.errors.append(found)
 
     def unread(self) -> tuple[str, ...]:
         """The keys that nobody asked for and that are not known to be harmless."""
@@ -96,7 +96,7 @@ class Fields:
         self._seen.add(other)
         value = self.values[other]
         if name in self.values and self.values[name] != value:
-            self.fault(other, value, f"another name of {name}, which is {self.values[name]}")
+            self.error(other, value, f"another name of {name}, which is {self.values[name]}")
         self.values.setdefault(name, value)
 
 

@@ -119,37 +119,37 @@ class HubFolder:
         """
         sources, names = sources_of(weights), set(self.names)
         extra = names - set(sources)
-        faults = self._vocabulary_faults(weights, vocab)
+        errors = self._vocabulary_errors(weights, vocab)
         if tied and "lm_head.weight" in extra:
             extra.remove("lm_head.weight")
-            faults += self._tie_faults(weights)
-        faults += [f"missing: {_listed(missing)}"] if (missing := set(sources) - names) else []
-        faults += [f"not known to this architecture: {_listed(extra)}"] if extra else []
-        faults += [fault for name in sorted(set(sources) & names) for fault in self._tensor_faults(sources[name])]
-        if faults:
-            raise CheckpointError("\n".join(f"{self.path}: {fault}" for fault in faults))
+            errors += self._tie_errors(weights)
+        errors += [f"missing: {_listed(missing)}"] if (missing := set(sources) - names) else []
+        errors += [f"not known to this architecture: {_listed(extra)}"] if extra else []
+        errors += [error for name in sorted(set(sources) & names) for error in self._tensor_errors(sources[name])]
+        if errors:
+            raise CheckpointError("\n".join(f"{self.path}: {error}" for error in errors))
         return sources
 
-    def _vocabulary_faults(self, weights: Mapping[str, Weight], vocab: int) -> list[str]:
+    def _vocabulary_errors(self, weights: Mapping[str, Weight], vocab: int) -> list[str]:
         name = weights["embedding.weight"].pieces[0].source
         rows = self.shape(name)[0] if name in self._at else vocab
-        faults = [] if rows == vocab else [f"{name} has {counted(rows, 'row')}, vocab_size={vocab}; they must be equal"]
+        errors = [] if rows == vocab else [f"{name} has {counted(rows, 'row')}, vocab_size={vocab}; they must be equal"]
         if self.tokenizer_size > vocab:
-            faults.append(
+            errors.append(
                 f"tokenizer.json has {counted(self.tokenizer_size, 'id')}, vocab_size={vocab}; it must hold them all"
             )
-        return faults
+        return errors
 
-    def _tie_faults(self, weights: Mapping[str, Weight]) -> list[str]:
+    def _tie_errors(self, weights: Mapping[str, Weight]) -> list[str]:
         embedding = weights["embedding.weight"].pieces[0].source
         if embedding not in self._at or torch.equal(self.tensor("lm_head.weight"), self.tensor(embedding)):
             return []
         return [f"lm_head.weight differs from {embedding}, but tie_word_embeddings=true; set it to false"]
 
-    def _tensor_faults(self, source: Source) -> list[str]:
+    def _tensor_errors(self, source: Source) -> list[str]:
         found, dtype = self.shape(source.name), self.dtype(source.name)
-        faults = [] if found == source.shape else [f"{source.name} is {found}, must be {source.shape}"]
-        return faults + ([] if dtype in FLOATS else [f"{source.name} is {dtype}; quantised weights cannot be read"])
+        errors = [] if found == source.shape else [f"{source.name} is {found}, must be {source.shape}"]
+        return errors + ([] if dtype in FLOATS else [f"{source.name} is {dtype}; quantised weights cannot be read"])
 
     def _piece(self, weight: Weight, number: int, box: Box) -> Tensor:
         """A box of one piece: whole rows of the first dim are read, the rest of the box is cut from them."""
@@ -192,19 +192,19 @@ class HubFolder:
         files = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise CheckpointError(f"{self.path / INDEX}: must have a weight_map from tensors to files")
-        faults, held = [], {}
+        errors, held = [], {}
         for file in sorted(set(files.values())):
             if Path(file).name != file or not (self.path / file).is_file():
-                faults.append(f"{self.path / INDEX}: names {file}, which is missing from the folder")
+                errors.append(f"{self.path / INDEX}: names {file}, which is missing from the folder")
                 continue
             try:
                 held[file] = self._keys(file)
             except CheckpointError as error:
-                faults.append(str(error))
+                errors.append(str(error))
         lost = [name for name, file in files.items() if file in held and name not in held[file]]
-        faults += [f"{self.path / INDEX}: {_listed(lost)} not in the file it names"] if lost else []
-        if faults:
-            raise CheckpointError("\n".join(faults))
+        errors += [f"{self.path / INDEX}: {_listed(lost)} not in the file it names"] if lost else []
+        if errors:
+            raise CheckpointError("\n".join(errors))
         return files
 
     def _keys(self, file: str) -> set[str]:

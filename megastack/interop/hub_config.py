@@ -90,8 +90,8 @@ def read_hub_config(values: Mapping[str, Any], *, sequence_length: int | None = 
         options = _llama_like(fields, architecture)
         window = _window(fields, architecture, options.layers)
         _require_wide(fields, window, sequence_length or context)
-    if fields.faults:
-        raise ConfigError.of(fields.faults)
+    if fields.errors:
+        raise ConfigError.of(fields.errors)
     narrow = window if window is not None and window < context else None
     return HubModel(architecture, options, context, fields.unread(), narrow)
 
@@ -148,7 +148,7 @@ def _biases(fields: Fields, architecture: Architecture) -> dict[str, bool]:
     if attention != mlp:
         with_mlp = f"with mlp_bias={str(mlp).lower()}: " if architecture.name == "llama" else ""
         rule = "biases are in all projections or in none (of q, k and v alone: qwen2)"
-        fields.fault("attention_bias", attention, with_mlp + rule)
+        fields.error("attention_bias", attention, with_mlp + rule)
     return {"bias": attention and mlp}
 
 
@@ -164,12 +164,12 @@ def _window(fields: Fields, architecture: Architecture, layers: int) -> int | No
     if kinds is None:
         return window if first < layers else None
     if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
-        fields.fault("layer_types", unknown, "attention of this kind is not built", ("full_attention",))
+        fields.error("layer_types", unknown, "attention of this kind is not built", ("full_attention",))
     elif len(kinds) != layers:
-        fields.fault("layer_types", kinds, f"must name one kind for each of num_hidden_layers={layers}")
+        fields.error("layer_types", kinds, f"must name one kind for each of num_hidden_layers={layers}")
     elif "sliding_attention" in kinds and window is None:
         rule = "sliding_attention needs use_sliding_window=true and a sliding_window"
-        fields.fault("layer_types", kinds, rule, ("full_attention",))
+        fields.error("layer_types", kinds, rule, ("full_attention",))
     return window if "sliding_attention" in kinds else None
 
 
@@ -178,7 +178,7 @@ def _require_wide(fields: Fields, window: int | None, length: int) -> None:
     if window is not None and window < length:
         absent = "" if fields.has("sliding_window") else ", the class's default,"
         rule = f"attention here sees a whole sequence{absent} and sequences are up to {length} tokens"
-        fields.fault("sliding_window", window, rule, (f"--sequence-length {window} or less",))
+        fields.error("sliding_window", window, rule, (f"--sequence-length {window} or less",))
 
 
 def _gpt2(fields: Fields) -> ModelOptions:
@@ -190,7 +190,7 @@ def _gpt2(fields: Fields) -> ModelOptions:
     fields.must("reorder_and_upcast_attn", (False,), "scores have the precision of the activations")
     rates = {fields.get(name) for name in ("embd_pdrop", "resid_pdrop")}
     if len(rates) > 1:
-        fields.fault("embd_pdrop", fields.get("embd_pdrop"), "one rate serves embeddings and sub-layers", ())
+        fields.error("embd_pdrop", fields.get("embd_pdrop"), "one rate serves embeddings and sub-layers", ())
     return ModelOptions(
         family=Family.gpt2,
         layers=fields.get("n_layer"),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megastack.config.convert import to_plain
-from megastack.config.data_stages import longest
+from megastack.config.data_phases import longest
 from megastack.config.schema import ModelOptions, TrainConfig
 from megastack.errors import ConfigError, Violation, spell
 from megastack.interop.class_keys import KEYS, completed
@@ -47,8 +47,8 @@ def choose_architecture(model: ModelOptions, name: str | None = None) -> Archite
     if name is not None and name not in ARCHITECTURES:
         raise ConfigError.of([Violation("--architecture", name, "unknown architecture", tuple(ARCHITECTURES))])
     chosen = name or _natural(model)
-    if faults := list(_inexpressible(model, chosen)):
-        raise ConfigError.of(faults)
+    if errors := list(_inexpressible(model, chosen)):
+        raise ConfigError.of(errors)
     return ARCHITECTURES[chosen]
 
 

@@ -48,8 +48,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {_deep_key(text)}: {_TOO_DEEP}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
-    if faults := list(_faults(values)):
-        raise ConfigError("\n".join(f"{path}: {fault}" for fault in faults))
+    if errors := list(_errors(values)):
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in errors))
     return values
 
 
@@ -84,7 +84,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _faults(values: dict[str, Any]) -> Iterator[str]:
+def _errors(values: dict[str, Any]) -> Iterator[str]:
     """Every value that is refused, with its dotted key."""
     waiting: list[tuple[str, Any, int]] = [("", values, 0)]
     while waiting:

@@ -50,13 +50,13 @@ def _read(fields: Fields, name: str, theta: float) -> Read | None:
     values: dict[str, Any] = dict(fields.get(name) or {})
     if not values:
         return None
-    before = len(fields.faults)
+    before = len(fields.errors)
     given: dict[str, Any] = {"rope_theta": theta, "rope_type": _kind(fields, name, values)}
     if "rope_theta" in values:
         given["rope_theta"] = fields.checked(f"{name}.rope_theta", values["rope_theta"], key("number", theta))
     used = USED.get(given["rope_type"])
     if used is None:
-        fields.fault(
+        fields.error(
             f"{name}.rope_type", given["rope_type"], "this scaling of the rotary frequencies is not built", KINDS
         )
         return given, None
@@ -64,11 +64,11 @@ def _read(fields: Fields, name: str, theta: float) -> Read | None:
     for theirs, (ours, wanted) in used.items():
         value = values.get(theirs, _original(fields, theirs))
         if value is None:
-            fields.fault(f"{name}.{theirs}", None, f"rope_type={given['rope_type']} needs it")
+            fields.error(f"{name}.{theirs}", None, f"rope_type={given['rope_type']} needs it")
         else:
             given[theirs] = options[ours] = fields.checked(f"{name}.{theirs}", value, wanted)
     _refuse_unread(fields, name, values, given)
-    if len(fields.faults) > before:
+    if len(fields.errors) > before:
         return given, None
     scaling = RopeScaling.none if given["rope_type"] == "default" else RopeScaling(given["rope_type"])
     return given, RopeOptions(theta=given["rope_theta"], scaling=scaling, **options)
@@ -78,7 +78,7 @@ def _kind(fields: Fields, name: str, values: Mapping[str, Any]) -> str:
     """``rope_type``, or ``type`` as it was called first."""
     kinds = [values[each] for each in ("rope_type", "type") if values.get(each) is not None]
     if len({str(kind) for kind in kinds}) > 1:
-        fields.fault(f"{name}.type", kinds[1], f"{name}.rope_type is {kinds[0]}", (kinds[0],))
+        fields.error(f"{name}.type", kinds[1], f"{name}.rope_type is {kinds[0]}", (kinds[0],))
     return str(kinds[0]) if kinds else "default"
 
 
@@ -93,12 +93,12 @@ def _refuse_unread(fields: Fields, name: str, values: Mapping[str, Any], given: 
     for other, value in values.items():
         where = f"{name}.{other}"
         if other in LAYER_TYPES:
-            fields.fault(where, value, "one rotation serves all layers")
+            fields.error(where, value, "one rotation serves all layers")
         elif other == "partial_rotary_factor":
             if value is not None and (isinstance(value, bool) or value != 1):
-                fields.fault(where, value, "the whole head is rotated", (1.0, None))
+                fields.error(where, value, "the whole head is rotated", (1.0, None))
         elif other not in given and other != "type" and value is not None:
-            fields.fault(where, value, f"not read for rope_type={given['rope_type']}; remove it")
+            fields.error(where, value, f"not read for rope_type={given['rope_type']}; remove it")
 
 
 def _compare(fields: Fields, theta: float, read: list[Read]) -> None:
@@ -108,9 +108,9 @@ def _compare(fields: Fields, theta: float, read: list[Read]) -> None:
     if ORIGINAL in first:
         fields.absent(ORIGINAL, (first[ORIGINAL],), f"{where} says {first[ORIGINAL]}")
     if fields.has("rope_theta") and theta != first["rope_theta"]:
-        fields.fault("rope_theta", theta, f"{where} says {first['rope_theta']}", (first["rope_theta"],))
+        fields.error("rope_theta", theta, f"{where} says {first['rope_theta']}", (first["rope_theta"],))
     for other, _ in read[1:]:
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
                 rule = f"{NEW}.{name} is {first.get(name)}; they must say the same"
-                fields.fault(f"{OLD}.{name}", other.get(name), rule)
+                fields.error(f"{OLD}.{name}", other.get(name), rule)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megastack.checkpoint.find import find_checkpoint
-from megastack.config.compose import Draft, draft, from_yaml
+from megastack.config.compose import PartialConfig, compose_partial, from_yaml
 from megastack.config.convert import replace_values, value_of
 from megastack.errors import CheckpointError, ConfigError
 from megastack.interop.folder import RUN_CONFIG
@@ -66,7 +66,7 @@ class Saved:
         keys = {_key(each) for each in overrides} - {"data.tokenizer"}
         return bool(self.choices) and not any(key.partition(".")[0] in ("data", "experiment") for key in keys)
 
-    def draft(self, overrides: Sequence[str]) -> Draft:
+    def compose_partial(self, overrides: Sequence[str]) -> PartialConfig:
         """The configuration for one use of the weights, on one replica of the run's grid or as ``overrides`` say.
 
         Raises:
@@ -80,7 +80,7 @@ class Saved:
         base += [f"{key}={value}" for key, value in ALONE.items() if key not in keys]
         if "parallel.layers_per_stage" not in keys and not self._keeps_split(keys):
             base.append("parallel.layers_per_stage=null")
-        given = draft([*base, *overrides], config_dir=self.config_dir, config_name=self.config_name)
+        given = compose_partial([*base, *overrides], config_dir=self.config_dir, config_name=self.config_name)
         longest = value_of(given.config, "model.max_positions")
         if self.choices and isinstance(longest, int) and "batch.sequence_length" not in keys:
             of_length = replace_values(given.config, {"batch.sequence_length": longest})  # an import names no length

@@ -56,15 +56,15 @@ class StoredWeights:
             CheckpointError: every weight that is missing, unexpected or of another shape.
         """
         names = set(self.names)
-        faults = [f"missing: {name}" for name in sorted(set(weights) - names)]
-        faults += [f"not in the model: {name}" for name in sorted(names - set(weights))]
-        faults += [
+        errors = [f"missing: {name}" for name in sorted(set(weights) - names)]
+        errors += [f"not in the model: {name}" for name in sorted(names - set(weights))]
+        errors += [
             f"{name} is {self.shape(name)}, the model's is {weights[name].shape}"
             for name in sorted(names & set(weights))
             if self.shape(name) != weights[name].shape
         ]
-        if faults:
-            lines = "\n".join(f"{self.path}: {fault}" for fault in faults)
+        if errors:
+            lines = "\n".join(f"{self.path}: {error}" for error in errors)
             raise CheckpointError(f"{lines}\ngive the configuration of this checkpoint, as model=NAME and key=value")
 
     def read(self, weight: Weight, box: Box) -> Tensor:

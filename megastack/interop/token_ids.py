@@ -76,13 +76,13 @@ def generation_config(ids: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_ids(original: Mapping[str, Any]) -> None:
     keys = {key: KEYS["llama"][key].kind if key in KEYS["llama"] else "id" for key in KNOWN}
-    faults = [
+    errors = [
         Violation(key, original[key], f"must be {WORDS[kind]} or null")
         for key, kind in keys.items()
         if original.get(key) is not None and not is_of_kind(original[key], kind)
     ]
-    if faults:
-        raise ConfigError.of(faults)
+    if errors:
+        raise ConfigError.of(errors)
 
 
 def _names(files: Mapping[str, Path]) -> dict[str, str]:

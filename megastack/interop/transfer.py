@@ -98,8 +98,8 @@ def import_model(
     folder = HubFolder(source)
     model = read_hub_config(folder.config, sequence_length=sequence_length)
     config = _config_of(model.options, min(model.context, sequence_length or model.context))
-    if faults := _model_faults(config):
-        raise ConfigError.of(faults)
+    if errors := _model_errors(config):
+        raise ConfigError.of(errors)
     weights = weights_of(config, model.architecture)
     folder.require(weights, vocab=model.options.vocab, tied=model.options.tied)
     blocks = [_import_block(folder, weight, dtype) for weight in weights.values()]
@@ -181,9 +181,9 @@ def _config_of(model: ModelOptions, length: int) -> TrainConfig:
     return TrainConfig(run=RunOptions(steps=1), batch=BatchOptions(global_size=1, sequence_length=length), model=model)
 
 
-def _model_faults(config: TrainConfig) -> list[Violation]:
+def _model_errors(config: TrainConfig) -> list[Violation]:
     """What the rules have against the model itself; that its vocabulary fits the data is asked of a run."""
-    return [fault for fault in violations(config) if fault.key.startswith("model.") and fault.key != "model.vocab"]
+    return [error for error in violations(config) if error.key.startswith("model.") and error.key != "model.vocab"]
 
 
 def _import_block(folder: HubFolder, weight: Weight, dtype: str) -> Block:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megastack.mesh.shape import MeshShape, describe_coordinates
 from megastack.observe.failure import FailureRecord, silent_ranks
-from megastack.observe.watchdog import MOST_OF_IT, Missing, Report, diagnose
+from megastack.observe.watchdog import MOST_OF_IT, Missing, RankState, find_missing_ranks
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Seen:
 
 
 def account_of(
-    records: Sequence[FailureRecord], reports: Sequence[Report], seen: Seen, shape: MeshShape, timeout_s: float
+    records: Sequence[FailureRecord], reports: Sequence[RankState], seen: Seen, shape: MeshShape, timeout_s: float
 ) -> Account:
     """The failure to report.
 
@@ -50,7 +50,7 @@ def account_of(
     """
     if records and not records[0].echo:
         return _of_record(records[0])
-    missing = diagnose(reports, shape.world_size)
+    missing = find_missing_ranks(reports, shape.world_size)
     silent = silent_ranks(records, shape.world_size)
     named = next(((rank, record.message) for record in records for rank in record.blames if rank in silent), None)
     if missing is not None and missing.waited_s >= MOST_OF_IT * timeout_s:

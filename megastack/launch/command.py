@@ -7,14 +7,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megastack.config.compose import Draft, draft
+from megastack.config.compose import PartialConfig, compose_partial
 from megastack.config.convert import value_of
 from megastack.config.elastic import fit_world
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.config.typed import typed
-from megastack.errors import ConfigError, Fault
+from megastack.errors import ConfigError, ErrorLine
 from megastack.launch.environment import is_worker, world_size
 from megastack.plan.describe import short
 from megastack.training.hooks import Hooks
@@ -45,7 +45,7 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
     return _train(config, (), hooks, unread=mistyped)
 
 
-def _settled(config: TrainConfig, unread: Sequence[Fault]) -> tuple[TrainConfig, int | None, list[Fault]]:
+def _settled(config: TrainConfig, unread: Sequence[ErrorLine]) -> tuple[TrainConfig, int | None, list[ErrorLine]]:
     """The configuration with its degrees, the number of ranks that train where a launcher has started them, and what is
     wrong with it: values that could not be read, broken rules, an elastic job whose ranks no degree fits."""
     ranks = world_size()
@@ -55,13 +55,13 @@ def _settled(config: TrainConfig, unread: Sequence[Fault]) -> tuple[TrainConfig,
         try:
             config = fit_world(config, ranks)
         except ConfigError as error:
-            return config, ranks, list(error.faults)
+            return config, ranks, list(error.errors)
         ranks = mesh_shape(config).world_size
     return config, ranks, [*unread, *violations(config, ranks)]
 
 
 def _train(
-    config: TrainConfig, overrides: Sequence[str], hooks: Hooks | None, unread: Sequence[Fault] = ()
+    config: TrainConfig, overrides: Sequence[str], hooks: Hooks | None, unread: Sequence[ErrorLine] = ()
 ) -> RunResult:
     config, ranks, broken = _settled(config, unread)
     opening = "" if broken else short(config, ranks)
@@ -80,23 +80,23 @@ def train_command(options: argparse.Namespace) -> int:
         from megastack.launch.sweep import sweep_command
 
         return sweep_command(options)
-    given = _draft(options)
+    given = _compose(options)
     with given.origins():
-        result = _train(given.config, options.overrides, None, unread=given.faults)
+        result = _train(given.config, options.overrides, None, unread=given.errors)
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n", encoding="utf-8")
     return result.exit_code
 
 
-def _draft(options: argparse.Namespace) -> Draft:
+def _compose(options: argparse.Namespace) -> PartialConfig:
     try:
-        return draft(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
+        return compose_partial(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
     except ConfigError as error:
         if not is_worker():
             raise
         from megastack.launch.refusal import refuse_early
 
-        refuse_early(error.faults)
+        refuse_early(error.errors)
 
 
 def as_record(result: RunResult) -> dict[str, object]:

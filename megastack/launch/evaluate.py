@@ -10,7 +10,7 @@ from typing import Any
 from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.stages import load_stages
 from megastack.config.choices import DataSource
-from megastack.config.data_stages import stage_configs
+from megastack.config.data_phases import phase_configs
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.data.indexed import idx_path
@@ -21,7 +21,6 @@ from megastack.data.token_files import check_ids, open_token_files
 from megastack.data.tokenizers import check_vocab
 from megastack.data.validation import ValidationBatches, evenly_spread
 from megastack.errors import ConfigError, DataError, Violation, counted
-from megastack.faults import ask_data
 from megastack.inference.evaluate import Score, evaluate
 from megastack.launch.ranks import on_ranks
 from megastack.launch.weights import run_command, use_of
@@ -29,6 +28,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.stages import configured_schedule
 from megastack.observe.console import Console
+from megastack.preflight.checks import ask_data
 
 TOKEN_FILES = (".bin", ".idx", ".npy")
 _LOOKED_AT = 1 << 20  # tokens at a time
@@ -59,12 +59,12 @@ def _evaluate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         data = {"source": kind, "paths": [options.file], "blend": [], "stages": [], "pack": True}
         use = use_of(options, data=data, tokenizer=not ids)
         needs = ("model.vocab", "batch.sequence_length", *(() if ids else ("data.tokenizer",)))
-        texts = use.faults.ask(lambda: _file(use.config, Path(options.file)), *needs)
+        texts = use.errors.ask(lambda: _file(use.config, Path(options.file)), *needs)
     else:
         use = use_of(options, split=True)
-        first = use.faults.ask(lambda: stage_configs(use.config)[0].config, "data.stages") or use.config
-        dataset = None if use.lacks_data else ask_data(first, use.faults)
-        texts = use.faults.ask(lambda: _own_split(use.config, dataset)) if dataset is not None else None
+        first = use.errors.ask(lambda: phase_configs(use.config)[0].config, "data.stages") or use.config
+        dataset = None if use.lacks_data else ask_data(first, use.errors)
+        texts = use.errors.ask(lambda: _own_split(use.config, dataset)) if dataset is not None else None
     use.require_legal()
     assert texts is not None
     console.line(f"evaluate  {use}, {texts.name}")

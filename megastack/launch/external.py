@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.errors import ConfigError, Fault, MegastackError, MeshError, RankEnvironmentError
+from megastack.errors import ConfigError, ErrorLine, MegastackError, MeshError, RankEnvironmentError
 from megastack.launch.account import Seen, account_of
 from megastack.launch.environment import adopt_slurm, has_agent, nodes, world_size
 from megastack.launch.meeting import meet
@@ -53,7 +53,7 @@ def join(
     config: TrainConfig,
     overrides: Sequence[str] = (),
     *,
-    broken: Sequence[Fault] = (),
+    broken: Sequence[ErrorLine] = (),
     opening: str = "",
     hooks: Hooks | None = None,
 ) -> RunResult:
@@ -80,14 +80,14 @@ def join(
         store = meet(launched, REFUSING_S if broken else config.launch.timeout_s)
     except (NotStarted, RankEnvironmentError) as error:
         if broken:
-            faults = _all_faults(config, broken) if rank == 0 else broken
-            raise refusal_without_others(launched, faults, error) from None
+            errors = _all_errors(config, broken) if rank == 0 else broken
+            raise refusal_without_others(launched, errors, error) from None
         if isinstance(error, NotStarted):
             return _alone(config, rank, started, error)
         raise  # no rank can report for the others
-    broken = broken or _device_faults(config, rank)
+    broken = broken or _device_errors(config, rank)
     if any_broken(store, rank, started, broken):
-        refuse(store, rank, started, partial(_all_faults, config))
+        refuse(store, rank, started, partial(_all_errors, config))
     grace_s = config.launch.grace_s
     world = _World(store, rank, mesh_shape(config, started).world_size)
     if rank >= world.ranks:
@@ -103,7 +103,7 @@ def join(
     return result
 
 
-def _device_faults(config: TrainConfig, rank: int) -> Sequence[Fault]:
+def _device_errors(config: TrainConfig, rank: int) -> Sequence[ErrorLine]:
     """Why this rank has no device, which its machine alone can tell."""
     try:
         pick_device(config.device.value)
@@ -112,12 +112,12 @@ def _device_faults(config: TrainConfig, rank: int) -> Sequence[Fault]:
     return ()
 
 
-def _all_faults(config: TrainConfig, broken: Sequence[Fault]) -> Sequence[Fault]:
+def _all_errors(config: TrainConfig, broken: Sequence[ErrorLine]) -> Sequence[ErrorLine]:
     """What is known to be wrong, and what else there is."""
     try:
         inspect(config, broken)
     except ConfigError as error:
-        return error.faults
+        return error.errors
     return broken
 
 
@@ -137,7 +137,7 @@ def _train(
     rank, limit = world.rank, timedelta(seconds=config.launch.timeout_s)
     backend = backend_of(pick_device(config.device.value))
     dist.init_process_group(backend, store=world.store, rank=rank, world_size=world.ranks, timeout=limit)
-    found: list[Assignment | Sequence[Fault] | None] = [None]
+    found: list[Assignment | Sequence[ErrorLine] | None] = [None]
     with contextlib.ExitStack() as owned:
         if rank == 0:
             found = [decided := _decide(config, overrides, opening)]
@@ -167,12 +167,12 @@ def _work(assignment: Assignment, world: _World, hooks: Hooks | None) -> RunResu
             return _failed(world, folder, config)
 
 
-def _decide(config: TrainConfig, overrides: Sequence[str], opening: str) -> Assignment | Sequence[Fault]:
+def _decide(config: TrainConfig, overrides: Sequence[str], opening: str) -> Assignment | Sequence[ErrorLine]:
     after = how_it_ended(RunFolder(_place(config)))
     try:
         prepared = prepare(config, overrides)
     except ConfigError as error:
-        return error.faults
+        return error.errors
     assignment, notes = prepared.assignment, prepared.notes
     if config.launch.elastic:
         try:

@@ -18,7 +18,6 @@ from megastack.config.schema import TrainConfig
 from megastack.data.sources import read_documents
 from megastack.data.tokenizers import Tokenizer, check_vocab
 from megastack.errors import ConfigError, DataError, Violation
-from megastack.faults import Faults
 from megastack.inference.generate import Completion, check_prompts
 from megastack.inference.sample import Sampling
 from megastack.launch.ranks import on_ranks
@@ -26,6 +25,7 @@ from megastack.launch.weights import run_command, use_of
 from megastack.mesh.mesh import Mesh
 from megastack.models.stages import configured_schedule
 from megastack.observe.console import Console
+from megastack.preflight.checks import ErrorCollector
 
 UNFINISHED = "\ufffd"
 """What a decoder gives for the beginning of a character."""
@@ -55,12 +55,12 @@ def generate_command(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     use = use_of(options)
-    config, faults = use.config, use.faults
-    faults.ask(lambda: _check_alone(config), "parallel.dp")
-    sampling = faults.ask(lambda: Sampling(options.temperature, options.top_k, options.top_p, options.seed))
-    tokenizer = faults.ask(lambda: configured_tokenizer(config), "data.tokenizer")
-    texts = faults.ask(lambda: [*options.prompt, *(_read_prompts(Path(options.prompts)) if options.prompts else ())])
-    prompts = _ids(config, faults, tokenizer, texts, options.max_new_tokens)
+    config, errors = use.config, use.errors
+    errors.ask(lambda: _check_alone(config), "parallel.dp")
+    sampling = errors.ask(lambda: Sampling(options.temperature, options.top_k, options.top_p, options.seed))
+    tokenizer = errors.ask(lambda: configured_tokenizer(config), "data.tokenizer")
+    texts = errors.ask(lambda: [*options.prompt, *(_read_prompts(Path(options.prompts)) if options.prompts else ())])
+    prompts = _ids(config, errors, tokenizer, texts, options.max_new_tokens)
     use.require_legal()
     assert sampling is not None and tokenizer is not None and texts is not None
     new, cache = options.max_new_tokens, not options.no_cache
@@ -82,17 +82,17 @@ def _check_alone(config: TrainConfig) -> None:
 
 
 def _ids(
-    config: TrainConfig, faults: Faults, tokenizer: Tokenizer | None, texts: Sequence[str] | None, new: int
+    config: TrainConfig, errors: ErrorCollector, tokenizer: Tokenizer | None, texts: Sequence[str] | None, new: int
 ) -> tuple[tuple[int, ...], ...]:
     """The prompts as ids, as far as they can be used."""
     if tokenizer is None or texts is None:
         return ()
-    faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
-    prompts = faults.ask(lambda: _encoded(tokenizer, texts))
+    errors.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
+    prompts = errors.ask(lambda: _encoded(tokenizer, texts))
     if prompts is None:
         return ()
     needs = ("model.vocab", "model.positions", "model.max_positions", "batch.sequence_length")
-    faults.ask(lambda: check_prompts(prompts, new, vocab=config.model.vocab, longest=longest_text(config)), *needs)
+    errors.ask(lambda: check_prompts(prompts, new, vocab=config.model.vocab, longest=longest_text(config)), *needs)
     return prompts
 
 

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
-from megastack.errors import ConfigError, Fault, Violation, counted
+from megastack.errors import ConfigError, ErrorLine, Violation, counted
 from megastack.launch.account import Seen, account_of
 from megastack.launch.preflight import Prepared, inspect, take
 from megastack.launch.start import START_METHOD, StartLine, agent, die_with_parent, forks_lose_cuda, run_agent
@@ -47,7 +47,7 @@ def launch(
     config: TrainConfig,
     overrides: Sequence[str] = (),
     *,
-    broken: Sequence[Fault] = (),
+    broken: Sequence[ErrorLine] = (),
     place: Callable[[], str] | None = None,
     opening: str = "",
     hooks: Hooks | None = None,
@@ -95,15 +95,15 @@ def _told_how_it_ended(assignment: Assignment) -> Iterator[None]:
 
 def _require_startable(config: TrainConfig) -> None:
     """Refuse a world that this machine cannot hold or that this process cannot fork, before anything is made."""
-    faults = list[Fault]()
+    errors = list[ErrorLine]()
     ranks, cpus = mesh_shape(config).world_size, os.cpu_count() or 1
     if ranks > RANKS_PER_CPU * cpus:
-        faults.append(
+        errors.append(
             f"world={ranks}: pp·dp·cp·tp ranks are too many for the {counted(cpus, 'CPU')} of this machine; use "
             f"torchrun or srun on several, or degrees of at most {RANKS_PER_CPU * cpus} ranks"
         )
     if dist.is_initialized():
-        faults.append(
+        errors.append(
             "train: ranks are forked from this process, which holds a process group; use "
             "torch.distributed.destroy_process_group() before, or torchrun"
         )
@@ -111,9 +111,9 @@ def _require_startable(config: TrainConfig) -> None:
         rule = "ranks are forked from this process, which has called the CUDA runtime, so they cannot use a GPU"
         called = "train before the first such call (torch.cuda.is_available() is one)"
         advice = ("cpu", called, "PYTORCH_NVML_BASED_CUDA_CHECK=1", "megastack train", "torchrun")
-        faults.append(Violation("device", config.device, rule, advice))
-    if faults:
-        raise ConfigError.of(faults)
+        errors.append(Violation("device", config.device, rule, advice))
+    if errors:
+        raise ConfigError.of(errors)
 
 
 def _result(prepared: Prepared, hooks: Hooks | None, stop: StopForwarder) -> RunResult:

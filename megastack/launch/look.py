@@ -15,11 +15,11 @@ from pathlib import Path
 
 from megastack.config.convert import value_of
 from megastack.config.schema import TrainConfig
-from megastack.data.dataset import Wanted
+from megastack.data.dataset import DatasetSpec
 from megastack.data.indexed import bin_path, idx_path
 from megastack.data.sources import matching_files
-from megastack.errors import DataError, Fault
-from megastack.faults import Faults, all_sources, ask_data, ask_model, ask_parts_of_data
+from megastack.errors import DataError, ErrorLine
+from megastack.preflight.checks import ErrorCollector, all_sources, ask_data, ask_model, ask_parts_of_data
 
 MOST_TEXT = 8 << 20
 """Bytes of text up to which it is read and cut into samples."""
@@ -27,7 +27,7 @@ MOST_TEXT = 8 << 20
 _NAMED = ("data.source", "data.paths", "data.blend", "data.stages")
 
 
-def look(config: TrainConfig, broken: Sequence[Fault] = ()) -> list[str]:
+def look(config: TrainConfig, broken: Sequence[ErrorLine] = ()) -> list[str]:
     """Ask model and data, as far as it makes sense where the configuration is broken.
 
     Args:
@@ -40,29 +40,29 @@ def look(config: TrainConfig, broken: Sequence[Fault] = ()) -> list[str]:
     Raises:
         ConfigError: every fault found, one a line.
     """
-    faults = Faults(broken)
-    ask_model(config, faults)
-    notes = _ask_data(config, faults)
-    faults.require_none()
+    errors = ErrorCollector(broken)
+    ask_model(config, errors)
+    notes = _ask_data(config, errors)
+    errors.require_none()
     return notes
 
 
-def _ask_data(config: TrainConfig, faults: Faults) -> list[str]:
-    sources = faults.ask(lambda: all_sources(config), *_NAMED) or []
+def _ask_data(config: TrainConfig, errors: ErrorCollector) -> list[str]:
+    sources = errors.ask(lambda: all_sources(config), *_NAMED) or []
     unchecked = _unchecked(sources, value_of(config, "data.tokenizer"))
     notes = [f"{name}: {why}, not checked" for name, why in unchecked.items()]
     if not unchecked and any(each.paths for each in sources):
-        ask_data(config, faults)
+        ask_data(config, errors)
         return notes
-    parts, whole = faults.separately(), faults.separately()
+    parts, whole = errors.separately(), errors.separately()
     ask_parts_of_data(config, parts, {name.partition("=")[2] for name in unchecked})
-    faults.found += parts.found
+    errors.found += parts.found
     if not unchecked and not parts.found:
         ask_data(config, whole)
-    return notes + [str(fault) for fault in whole.found]
+    return notes + [str(error) for error in whole.found]
 
 
-def _unchecked(sources: Sequence[Wanted], tokenizer: object) -> dict[str, str]:
+def _unchecked(sources: Sequence[DatasetSpec], tokenizer: object) -> dict[str, str]:
     """What is not to be looked at, as ``key=value``, and why."""
     absent = "is not on this machine"
     named = [(each.source, str(path)) for each in sources for path in each.paths]

@@ -21,10 +21,9 @@ from megastack.checkpoint.manifest import read_trainer
 from megastack.checkpoint.recovery import recover
 from megastack.config.compose import to_yaml
 from megastack.config.schema import TrainConfig
-from megastack.data.continuity import identity_faults
+from megastack.data.continuity import identity_errors
 from megastack.data.dataset import Dataset
-from megastack.errors import ConfigError, Fault, Violation
-from megastack.faults import Faults, ModelShapes, ask_data, ask_model, check_fit, check_moments
+from megastack.errors import ConfigError, ErrorLine, Violation
 from megastack.launch.continuing import resume_notes, weights_notes
 from megastack.launch.environment import job
 from megastack.launch.worker import Assignment
@@ -33,6 +32,7 @@ from megastack.observe.folder import RunFolder, TakenFolder, claim, claim_exactl
 from megastack.observe.metrics import tensorboard_installed
 from megastack.observe.ownership import FolderInUse, living_owner
 from megastack.observe.status import write_status
+from megastack.preflight.checks import ErrorCollector, ModelShapes, ask_data, ask_model, check_fit, check_moments
 
 DEGREES = ("parallel.pp", "parallel.dp", "parallel.cp", "parallel.tp")
 
@@ -58,7 +58,7 @@ class Prepared:
 
 
 def inspect(
-    config: TrainConfig, broken: Sequence[Fault] = (), *, also: Callable[[TrainConfig], object] | None = None
+    config: TrainConfig, broken: Sequence[ErrorLine] = (), *, also: Callable[[TrainConfig], object] | None = None
 ) -> Inspected:
     """Ask everything that the configuration alone cannot tell, as far as it makes sense where it is broken.
 
@@ -70,33 +70,33 @@ def inspect(
     Raises:
         ConfigError: every fault found, one a line.
     """
-    faults = Faults(broken)
+    errors = ErrorCollector(broken)
     if also is not None:
-        faults.ask(lambda: also(config), *DEGREES)
-    shapes = ask_model(config, faults)
-    dataset = ask_data(config, faults)
-    resume = faults.ask(lambda: resolve(config), "resume", "run.dir", "run.root", "checkpoint.on_corrupt")
+        errors.ask(lambda: also(config), *DEGREES)
+    shapes = ask_model(config, errors)
+    dataset = ask_data(config, errors)
+    resume = errors.ask(lambda: resolve(config), "resume", "run.dir", "run.root", "checkpoint.on_corrupt")
     checkpoint, weights = None if resume is None else resume.checkpoint, None
     if checkpoint is not None:
-        faults.ask(lambda: _check_identity(config, dataset, checkpoint), "seed", "batch")
-        faults.ask(lambda: check_fit("resume", checkpoint, shapes, config.checkpoint.strict), "checkpoint.strict")
+        errors.ask(lambda: _check_identity(config, dataset, checkpoint), "seed", "batch")
+        errors.ask(lambda: check_fit("resume", checkpoint, shapes, config.checkpoint.strict), "checkpoint.strict")
         if config.checkpoint.strict:
-            faults.ask(lambda: check_moments(checkpoint, shapes, config), "checkpoint.strict", "optim")
+            errors.ask(lambda: check_moments(checkpoint, shapes, config), "checkpoint.strict", "optim")
     else:
-        weights = faults.ask(lambda: _check_weights(config, shapes), "checkpoint.load_weights", "checkpoint.strict")
-    faults.ask(lambda: _check_device(config), "device")
-    faults.ask(lambda: _check_tensorboard(config), "observe.tensorboard")
+        weights = errors.ask(lambda: _check_weights(config, shapes), "checkpoint.load_weights", "checkpoint.strict")
+    errors.ask(lambda: _check_device(config), "device")
+    errors.ask(lambda: _check_tensorboard(config), "observe.tensorboard")
     if resume is not None and continues(resume):
-        faults.ask(lambda: _check_owner(config, resume))
+        errors.ask(lambda: _check_owner(config, resume))
     else:
-        faults.ask(lambda: _check_folder(config), "run.dir", "run.root")
-    faults.require_none()
+        errors.ask(lambda: _check_folder(config), "run.dir", "run.root")
+    errors.require_none()
     if dataset is None or resume is None:  # a layer or a source that breaks without a word of its own
         raise ConfigError("the data or the run folder cannot be used")
     return Inspected(dataset, resume, weights, _notes(config, resume, dataset, weights))
 
 
-def prepare(config: TrainConfig, overrides: Sequence[str] = (), broken: Sequence[Fault] = ()) -> Prepared:
+def prepare(config: TrainConfig, overrides: Sequence[str] = (), broken: Sequence[ErrorLine] = ()) -> Prepared:
     """:func:`inspect`, then :func:`take`."""
     return take(config, overrides, inspect(config, broken))
 
@@ -137,7 +137,7 @@ def continues(resume: Resume | None) -> bool:
 
 
 def _check_identity(config: TrainConfig, dataset: Dataset | None, checkpoint: Path) -> None:
-    if dataset is not None and (found := identity_faults(read_trainer(checkpoint), identity(config, dataset))):
+    if dataset is not None and (found := identity_errors(read_trainer(checkpoint), identity(config, dataset))):
         raise ConfigError.of(found)
 
 
@@ -230,7 +230,7 @@ def _describe(folder: RunFolder, config: TrainConfig, overrides: Sequence[str]) 
 
 
 def _notes(config: TrainConfig, resume: Resume, dataset: Dataset, weights: Path | None) -> tuple[str, ...]:
-    notes = [f"passed over: {fault}" for fault in resume.skipped]
+    notes = [f"passed over: {error}" for error in resume.skipped]
     if resume.checkpoint is not None:
         notes += resume_notes(config, resume.checkpoint)
     elif weights is not None:

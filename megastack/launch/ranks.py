@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from megastack.comm.echo import is_echo
 from megastack.comm.ledger import Ledger
+from megastack.comm.peer_failure import is_peer_failure
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, MegastackError
@@ -101,7 +101,7 @@ def _joined(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
     except Exception as error:
         if isinstance(error, MegastackError) and is_refusal(error):
             choose_reporter(store, rank, ranks, error)
-        if not is_echo(error):
+        if not is_peer_failure(error):
             raise
         if (reporter := reporter_of_others(store)) is not None:
             raise ConfigError(f"rank {reporter} found an error").reported_by(reporter) from None
@@ -130,7 +130,7 @@ def _rank(task: _Task) -> Any:
     try:
         task.line.wait(rank)
         with Watchdog(
-            ledger.trail,
+            ledger.flight_recorder,
             task.folder.report(rank),
             rank,
             place,
@@ -140,7 +140,7 @@ def _rank(task: _Task) -> Any:
         ):
             return _here(config, ledger, task.work, *task.arguments)
     except BaseException as error:
-        echo = is_echo(error) or is_of_others(error, rank)
+        echo = is_peer_failure(error) or is_of_others(error, rank)
         refused = is_refusal(error)
         record = FailureRecord.of(error, rank, place, step=0, action=task.name, echo=echo, refused=refused)
         record.write(task.folder.failure(rank))

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megastack.errors import ConfigError, Fault, MegastackError, RankEnvironmentError
+from megastack.errors import ConfigError, ErrorLine, MegastackError, RankEnvironmentError
 from megastack.launch.meeting import LOOKS_EVERY_S, meet
 from megastack.launch.start import NotStarted
 from megastack.mesh.environment import RankEnvironment, read_environment
@@ -33,7 +33,7 @@ REPORTS_S = 2.0
 _RAISED = "error/raised_by"
 
 
-def any_broken(store: dist.Store, rank: int, ranks: int, own: Sequence[Fault]) -> bool:
+def any_broken(store: dist.Store, rank: int, ranks: int, own: Sequence[ErrorLine]) -> bool:
     """Whether a rank finds its configuration broken, alike on all ranks, which all call.
 
     Args:
@@ -51,7 +51,9 @@ def any_broken(store: dist.Store, rank: int, ranks: int, own: Sequence[Fault]) -
     return store.add("broken", 0) > 0
 
 
-def refuse(store: dist.Store, rank: int, ranks: int, report: Callable[[list[Fault]], Sequence[Fault]]) -> NoReturn:
+def refuse(
+    store: dist.Store, rank: int, ranks: int, report: Callable[[list[ErrorLine]], Sequence[ErrorLine]]
+) -> NoReturn:
     """Raise the same report on all ranks, which all call.
 
     Args:
@@ -64,20 +66,20 @@ def refuse(store: dist.Store, rank: int, ranks: int, report: Callable[[list[Faul
         ConfigError: always.
     """
     if rank == 0:
-        faults = report(_found(store, ranks))
-        store.set("refused", pickle.dumps(tuple(faults)).hex())
+        errors = report(_found(store, ranks))
+        store.set("refused", pickle.dumps(tuple(errors)).hex())
     else:
         store.wait(["refused"], timedelta(seconds=INSPECTS_S))
-        faults = _read(store, "refused")
+        errors = _read(store, "refused")
     if store.add("heard", 1) == ranks:
         store.set("all_heard", "")
     with contextlib.suppress(dist.DistError):
         if rank == 0:
             store.wait(["all_heard"], timedelta(seconds=LEAVES_S))
-    raise ConfigError.of(faults).reported_by(0)
+    raise ConfigError.of(errors).reported_by(0)
 
 
-def refuse_early(faults: Sequence[Fault]) -> NoReturn:
+def refuse_early(errors: Sequence[ErrorLine]) -> NoReturn:
     """Refuse with the other ranks before there is a configuration; they compare theirs or come here as well.
 
     Raises:
@@ -88,17 +90,17 @@ def refuse_early(faults: Sequence[Fault]) -> NoReturn:
     try:
         store = meet(launched, REFUSING_S)
     except (NotStarted, RankEnvironmentError) as error:
-        raise refusal_without_others(launched, faults, error) from None
+        raise refusal_without_others(launched, errors, error) from None
     rank, ranks = launched.rank, launched.world_size
     try:
-        any_broken(store, rank, ranks, faults)
+        any_broken(store, rank, ranks, errors)
         refuse(store, rank, ranks, lambda found: found)
     except dist.DistError:  # the others came, but do not compare in time
-        raise ConfigError.of(faults).reported_by(rank) from None
+        raise ConfigError.of(errors).reported_by(rank) from None
 
 
 def refusal_without_others(
-    launched: RankEnvironment, faults: Sequence[Fault], error: NotStarted | RankEnvironmentError
+    launched: RankEnvironment, errors: Sequence[ErrorLine], error: NotStarted | RankEnvironmentError
 ) -> MegastackError:
     """The error of a rank that found faults but could not meet the others.
 
@@ -108,9 +110,9 @@ def refusal_without_others(
         error: why they did not meet.
     """
     if isinstance(error, RankEnvironmentError):
-        return ConfigError.of([*faults, str(error)]) if launched.rank == 0 else error
+        return ConfigError.of([*errors, str(error)]) if launched.rank == 0 else error
     here = (rank for rank in range(launched.world_size) if rank not in error.ranks)
-    return ConfigError.of(faults).reported_by(next(here, launched.rank))
+    return ConfigError.of(errors).reported_by(next(here, launched.rank))
 
 
 def choose_reporter(store: dist.Store, rank: int, ranks: int, error: MegastackError) -> None:
@@ -157,13 +159,13 @@ def _appears(store: dist.Store, key: str) -> bool:
     return found
 
 
-def _found(store: dist.Store, ranks: int) -> list[Fault]:
+def _found(store: dist.Store, ranks: int) -> list[ErrorLine]:
     """What the ranks found, each fault once."""
     told = [f"broken/{rank}" for rank in range(ranks)]
-    all_faults = [fault for key in told if store.check([key]) for fault in _read(store, key)]
-    return list({str(fault): fault for fault in all_faults}.values())
+    all_errors = [error for key in told if store.check([key]) for error in _read(store, key)]
+    return list({str(error): error for error in all_errors}.values())
 
 
-def _read(store: dist.Store, key: str) -> tuple[Fault, ...]:
-    faults: tuple[Fault, ...] = pickle.loads(bytes.fromhex(store.get(key).decode()))
-    return faults
+def _read(store: dist.Store, key: str) -> tuple[ErrorLine, ...]:
+    errors: tuple[ErrorLine, ...] = pickle.loads(bytes.fromhex(store.get(key).decode()))
+    return errors

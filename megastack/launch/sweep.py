@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megastack.config.compose import Draft, draft
+from megastack.config.compose import PartialConfig, compose_partial
 from megastack.config.convert import replace_values, value_of
 from megastack.config.overrides import sweep_jobs
 from megastack.config.rules import violations
@@ -64,10 +64,10 @@ def sweep_command(options: argparse.Namespace) -> int:
     require_no_launcher("train -m")
     jobs = sweep_jobs(options.overrides, config_dir=options.config_dir)
     varied = [key for key in _keys(jobs[0]) if len({_value(job, key) for job in jobs}) > 1]
-    drafts = [_draft(options, overrides) for overrides in jobs]
+    partial_configs = [_compose(options, overrides) for overrides in jobs]
     done = list[Job]()
-    with _Folders([given.config for given in drafts if isinstance(given, Draft)]) as folders:
-        for position, (overrides, given) in enumerate(zip(jobs, drafts, strict=True), 1):
+    with _Folders([given.config for given in partial_configs if isinstance(given, PartialConfig)]) as folders:
+        for position, (overrides, given) in enumerate(zip(jobs, partial_configs, strict=True), 1):
             shown = "  ".join(f"{key}={_value(overrides, key)}" for key in varied)
             Console().line(f"\njob {position} of {len(jobs)}  {shown}", style="bold")
             done.append(_run(given, overrides, position, folders))
@@ -142,18 +142,18 @@ def _place(config: TrainConfig) -> tuple[object, object]:
     return (folder, None) if isinstance(folder, str) else (folder, root)
 
 
-def _draft(options: argparse.Namespace, overrides: Sequence[str]) -> Draft | ConfigError:
+def _compose(options: argparse.Namespace, overrides: Sequence[str]) -> PartialConfig | ConfigError:
     try:
-        return draft(overrides, config_dir=options.config_dir, config_name=options.config_name)
+        return compose_partial(overrides, config_dir=options.config_dir, config_name=options.config_name)
     except ConfigError as error:
         return error
 
 
-def _run(given: Draft | ConfigError, overrides: Sequence[str], position: int, folders: _Folders) -> Job:
+def _run(given: PartialConfig | ConfigError, overrides: Sequence[str], position: int, folders: _Folders) -> Job:
     try:
         if isinstance(given, ConfigError):
             raise given
-        config, broken = given.config, [*given.faults, *violations(given.config)]
+        config, broken = given.config, [*given.errors, *violations(given.config)]
         with given.origins():
             result = launch(
                 config if broken else folders.intended(config, position),

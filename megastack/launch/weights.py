@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from megastack.config.choices import DataSource
-from megastack.config.compose import Draft
+from megastack.config.compose import PartialConfig
 from megastack.config.convert import replace_values, value_of
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.config.value_rules import BYTE_IDS
 from megastack.errors import ConfigError, MegastackError, RankEnvironmentError, Violation
-from megastack.faults import Faults, ask_model, check_fit
 from megastack.interop.saved import find_saved
 from megastack.launch.environment import is_first_rank, is_worker, world_size
 from megastack.launch.refusal import refuse_early
 from megastack.launch.worker import is_refusal
 from megastack.observe.console import Console
+from megastack.preflight.checks import ErrorCollector, ask_model, check_fit
 
 FAILED = 1
 
@@ -49,14 +49,14 @@ class Use:
     """
 
     checkpoint: Path
-    draft: Draft
-    faults: Faults
+    partial_config: PartialConfig
+    errors: ErrorCollector
     lacks_data: bool = False
 
     @property
     def config(self) -> TrainConfig:
         """The configuration, as far as it could be read."""
-        return self.draft.config
+        return self.partial_config.config
 
     def require_legal(self) -> None:
         """To be called when everything was asked, before anything is computed.
@@ -64,8 +64,8 @@ class Use:
         Raises:
             ConfigError: every fault.
         """
-        with self.draft.origins():
-            self.faults.require_none()
+        with self.partial_config.origins():
+            self.errors.require_none()
 
     def __str__(self) -> str:
         shape = mesh_shape(self.config, world_size())
@@ -89,8 +89,8 @@ def use_of(
         ConfigError: there is no checkpoint, or no configuration that could be read.
     """
     saved = find_saved(options.source, config_dir=options.config_dir, config_name=options.config_name)
-    draft, lacking = saved.draft(options.overrides), Faults()
-    vocab = value_of(draft.config, "model.vocab")
+    partial_config, lacking = saved.compose_partial(options.overrides), ErrorCollector()
+    vocab = value_of(partial_config.config, "model.vocab")
     lacks_data = split and saved.lacks_data(options.overrides)
     if lacks_data:
         rule = "is an import, which no run and no validation split belong to; use --file FILE"
@@ -101,11 +101,13 @@ def use_of(
     if lacking.found or not tokenizer:
         data = WITHOUT_TOKENIZER
     if data:
-        draft = replace(draft, config=replace_values(draft.config, {f"data.{key}": x for key, x in data.items()}))
-    faults = Faults([*draft.faults, *lacking.found, *violations(draft.config, world_size())])
-    shapes = ask_model(draft.config, faults)
-    faults.ask(lambda: check_fit("checkpoint", saved.checkpoint, shapes, strict=True))
-    return Use(saved.checkpoint, draft, faults, lacks_data)
+        partial_config = replace(
+            partial_config, config=replace_values(partial_config.config, {f"data.{key}": x for key, x in data.items()})
+        )
+    errors = ErrorCollector([*partial_config.errors, *lacking.found, *violations(partial_config.config, world_size())])
+    shapes = ask_model(partial_config.config, errors)
+    errors.ask(lambda: check_fit("checkpoint", saved.checkpoint, shapes, strict=True))
+    return Use(saved.checkpoint, partial_config, errors, lacks_data)
 
 
 def run_command(options: argparse.Namespace, run: Callable[[argparse.Namespace, Console], dict[str, Any]]) -> int:
@@ -123,7 +125,7 @@ def run_command(options: argparse.Namespace, run: Callable[[argparse.Namespace, 
         if is_refusal(error):
             refusal = error if isinstance(error, ConfigError) else ConfigError(str(error)).reported_by(error.reporter)
             if refusal.reporter is None and is_worker():  # from before the ranks met
-                refuse_early(refusal.faults)
+                refuse_early(refusal.errors)
             raise refusal from None
         Console(stderr=True).line(str(error), style="red")
         return FAILED

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from megastack.assemble.loop import build_loop
 from megastack.assemble.training import Training, build_training
-from megastack.comm.echo import is_echo
 from megastack.comm.ledger import Ledger
+from megastack.comm.peer_failure import is_peer_failure
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
@@ -112,7 +112,7 @@ def work(
                 first(rank)
             ledger = Ledger()
             with Watchdog(
-                ledger.trail,
+                ledger.flight_recorder,
                 folder.report(rank),
                 rank,
                 shape.coordinates(rank),
@@ -138,7 +138,7 @@ def work(
                 shape.coordinates(rank),
                 step=0 if loop is None else loop.progress.step,
                 action=_failing(loop, error),
-                echo=is_echo(error) or is_of_others(error, rank),
+                echo=is_peer_failure(error) or is_of_others(error, rank),
                 refused=loop is None and is_refusal(error),
             )
             _leave(record, folder.failure(rank), tell, may_write=assignment.may_write)
@@ -150,7 +150,7 @@ def work(
 
 def join(shape: MeshShape, config: TrainConfig, ledger: Ledger) -> Mesh:
     """The mesh; who waits here for others in vain says so."""
-    with ledger.trail.waits(ledger.trail.start(*JOINING, (), tuple(range(shape.world_size)))):
+    with ledger.flight_recorder.waits(ledger.flight_recorder.start(*JOINING, (), tuple(range(shape.world_size)))):
         limit_s = config.launch.timeout_s
         return Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, ledger=ledger)
 
@@ -169,14 +169,14 @@ def _whereabouts(loop: Loop | None) -> str:
     """What a rank is doing: the step or phase, the action, the layer."""
     if loop is None:
         return "starting"
-    action, layer = loop.step.pipeline.current, loop.mesh.ledger.trail.layer
+    action, layer = loop.step.pipeline.current, loop.mesh.ledger.flight_recorder.layer
     parts = [loop.doing] if action is None else [loop.doing, f"action {action}", *([layer] if layer else [])]
     return ", ".join(parts)
 
 
 def _failing(loop: Loop | None, error: BaseException) -> str:
     """The same, with the operation that a rank waited for in vain."""
-    waiting = loop.mesh.ledger.trail.waiting if loop is not None and is_echo(error) else None
+    waiting = loop.mesh.ledger.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
     return _whereabouts(loop) + ("" if waiting is None else f", waiting for {waiting}")
 
 

@@ -147,16 +147,16 @@ class _Reader:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = env
-        self._faults = list[Violation | str]()
+        self._errors = list[Violation | str]()
 
     def reject(self, name: str, rule: str, *advice: Any) -> None:
-        self._faults.append(Violation(name, self.env.get(name, ""), rule, advice))
+        self._errors.append(Violation(name, self.env.get(name, ""), rule, advice))
 
     def number(self, name: str, least: int = 0, most: int | None = None, *, optional: bool = False) -> int | None:
         """A whole number; ``None`` where there is none or no legal one, which is an error unless ``optional``."""
         if name not in self.env:
             if not optional:
-                self._faults.append(f"{name}: is not set; {_START}, or set {name}")
+                self._errors.append(f"{name}: is not set; {_START}, or set {name}")
             return None
         text = self.env[name].strip()
         value = int(text) if _NUMBER.fullmatch(text) else None
@@ -174,8 +174,8 @@ class _Reader:
         return place, count
 
     def require_valid(self) -> None:
-        if self._faults:
-            raise RankEnvironmentError("\n".join(map(str, self._faults)))
+        if self._errors:
+            raise RankEnvironmentError("\n".join(map(str, self._errors)))
 
 
 def _of_torch(reader: _Reader) -> RankEnvironment | None:

@@ -52,7 +52,7 @@ LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Activations below fp32, which begin behind the embedding: its weight may be kept in fp32."""
 READS = ("seed", "model", "loss", "recompute", "batch.sequence_length", "parallel.sequence_parallel")
 """What a decoder reads of a configuration."""
-Carry = Mapping[str, Any]
+StageTensors = Mapping[str, Any]
 """What one stage gives the next: ``hidden``, and blocks' extra values by name (a tensor or None)."""
 
 
@@ -101,7 +101,7 @@ class Decoder(ParallelModule):
         self.head = vocabulary_layer(VocabParallelHead, config, mesh) if projects else None
 
     @built_in
-    def forward(self, carry: Carry, microbatch: Microbatch) -> dict[str, Any] | StageLoss:
+    def forward(self, carry: StageTensors, microbatch: Microbatch) -> dict[str, Any] | StageLoss:
         """Run the stage on one microbatch.
 
         Args:
@@ -112,16 +112,16 @@ class Decoder(ParallelModule):
             The carry for the next stage, or the loss sums where this stage has the head.
         """
         carry = self._run(carry, microbatch)
-        self.mesh.ledger.trail.layer = "head" if self.has_head else None
+        self.mesh.ledger.flight_recorder.layer = "head" if self.has_head else None
         return self._loss(self._logits(carry["hidden"]), microbatch.labels_BS) if self.has_head else carry
 
-    def logits(self, carry: Carry, microbatch: Microbatch) -> Tensor:
+    def logits(self, carry: StageTensors, microbatch: Microbatch) -> Tensor:
         """This rank's columns (B, S, V) of the logits, padded vocabulary included; for a stage with the head."""
         return self._logits(self._run(carry, microbatch)["hidden"])
 
     @built_in
     def infer(
-        self, carry: Carry, microbatch: Microbatch, *, at_B: Tensor, cache: KeyValueCache | None = None
+        self, carry: StageTensors, microbatch: Microbatch, *, at_B: Tensor, cache: KeyValueCache | None = None
     ) -> dict[str, Any] | Tensor:
         """Run the stage without labels: the carry for the next stage, or this rank's logits where it has the head.
 
@@ -170,11 +170,11 @@ class Decoder(ParallelModule):
         self.embedding = first.embedding
 
     @built_in
-    def _run(self, carry: Carry, microbatch: Microbatch, cache: KeyValueCache | None = None) -> dict[str, Any]:
+    def _run(self, carry: StageTensors, microbatch: Microbatch, cache: KeyValueCache | None = None) -> dict[str, Any]:
         context = self._context(microbatch, cache)
         values = {"hidden": self._embed(microbatch, context)} if self.has_embedding else dict(carry)
         for name, block in self.blocks.items():
-            self.mesh.ledger.trail.layer = f"blocks.{name}"
+            self.mesh.ledger.flight_recorder.layer = f"blocks.{name}"
             values |= _call(block, values, context)
         return values
 

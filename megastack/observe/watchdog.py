@@ -1,9 +1,9 @@
 """When a rank waits in vain: every rank writes down where it stands, and the accounts together name who is missing.
 
-A :class:`Watchdog` writes the :class:`Report` of its rank from a thread of its own: when nothing has moved for most of
-the time-out, and when this rank or another one fails. The reports of all ranks are therefore complete when the first
-wait times out. A stopped process writes none. :func:`diagnose` compares the reports: operations have the same numbers
-on all ranks, so the reports show which rank did not arrive at an operation and which ranks wait for it.
+A :class:`Watchdog` writes the :class:`RankState` of its rank from a thread of its own: when nothing has moved for most
+of the time-out, and when this rank or another one fails. The reports of all ranks are therefore complete when the first
+wait times out. A stopped process writes none. :func:`find_missing_ranks` compares the reports: operations have the same
+numbers on all ranks, so the reports show which rank did not arrive at an operation and which ranks wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megastack.comm.trail import Operation, Trail
+from megastack.comm.flight_recorder import FlightRecorder, Operation
 from megastack.mesh.shape import Axis, describe_coordinates
 from megastack.observe.files import replace_text
 from megastack.records import RecordError, integer, integers, mapping, number, read_record, sequence, string
@@ -38,7 +38,7 @@ JOINING = ("world", "join")
 
 
 @dataclass(frozen=True)
-class Report:
+class RankState:
     """Where one rank stands.
 
     Attributes:
@@ -68,7 +68,7 @@ class Report:
     last: Operation | None = None
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Report:
+    def from_record(cls, record: Mapping[str, Any]) -> RankState:
         """The inverse of ``dataclasses.asdict``, after a journey as JSON.
 
         Raises:
@@ -141,7 +141,7 @@ class Watchdog:
 
     def __init__(
         self,
-        trail: Trail,
+        flight_recorder: FlightRecorder,
         path: Path,
         rank: int,
         coordinates: Mapping[Axis, int],
@@ -151,7 +151,13 @@ class Watchdog:
         may_write: Callable[[], bool] = lambda: True,
         failed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._trail, self._path, self._doing, self._limit_s, self._failed = trail, path, doing, limit_s, failed
+        self._trail, self._path, self._doing, self._limit_s, self._failed = (
+            flight_recorder,
+            path,
+            doing,
+            limit_s,
+            failed,
+        )
         self._rank, self._coordinates = rank, describe_coordinates(coordinates)
         self._may_write = may_write
         self._over = threading.Event()
@@ -190,21 +196,22 @@ class Watchdog:
         """
         return self._written is not None and (self._written == moved or self._failed())
 
-    def report(self) -> Report:
+    def report(self) -> RankState:
         """Where the rank stands now."""
-        trail = self._trail
-        return Report(
+        flight_recorder = self._trail
+        return RankState(
             rank=self._rank,
             coordinates=self._coordinates,
             time_ns=time.time_ns(),
             doing=self._doing(),
-            seconds=time.monotonic() - (trail.moved if trail.waiting is None else trail.since),
-            waiting=trail.waiting,
-            counts=trail.counts(),
-            operations=[str(operation) for operation in list(trail.operations)],
-            actions=[str(action) for action in list(trail.actions)],
+            seconds=time.monotonic()
+            - (flight_recorder.moved if flight_recorder.waiting is None else flight_recorder.since),
+            waiting=flight_recorder.waiting,
+            counts=flight_recorder.counts(),
+            operations=[str(operation) for operation in list(flight_recorder.operations)],
+            actions=[str(action) for action in list(flight_recorder.actions)],
             stack=_stack(self._main),
-            last=trail.operations[-1] if trail.operations else None,
+            last=flight_recorder.operations[-1] if flight_recorder.operations else None,
         )
 
     def _watch(self) -> None:
@@ -229,12 +236,12 @@ def _stack(thread: int) -> list[str]:
     return [f"{found.filename}:{found.lineno} in {found.name}" for found in frames]
 
 
-def read_reports(folder: Path) -> list[Report]:
+def read_reports(folder: Path) -> list[RankState]:
     """The reports in a folder, by rank; a file that is not a report is passed over."""
     found = []
     for path in sorted(folder.glob("rank_*.json")):
         with contextlib.suppress(OSError, RecordError):
-            found.append(Report.from_record(read_record(path)))
+            found.append(RankState.from_record(read_record(path)))
     return found
 
 
@@ -255,7 +262,7 @@ class Missing:
     lines: tuple[str, ...]
 
 
-def diagnose(reports: Sequence[Report], world_size: int) -> Missing | None:
+def find_missing_ranks(reports: Sequence[RankState], world_size: int) -> Missing | None:
     """Find who is missing, from the reports of all ranks that could write one.
 
     Where no rank waits on the host, as with NCCL, the operations started last take the place of those waited for.
@@ -268,7 +275,7 @@ def diagnose(reports: Sequence[Report], world_size: int) -> Missing | None:
     return _missing(reports, world_size) or _latecomer(reports)
 
 
-def _missing(reports: Sequence[Report], world_size: int) -> Missing | None:
+def _missing(reports: Sequence[RankState], world_size: int) -> Missing | None:
     """The rank at which the waits end."""
     by_rank = {report.rank: report for report in reports}
     absent = {report.rank: _absent(report, by_rank) for report in reports}
@@ -288,7 +295,7 @@ def _missing(reports: Sequence[Report], world_size: int) -> Missing | None:
     return Missing(first, operation, max(report.seconds for report in waiting), lines)
 
 
-def _absent(report: Report, by_rank: Mapping[int, Report]) -> set[int]:
+def _absent(report: RankState, by_rank: Mapping[int, RankState]) -> set[int]:
     """The ranks that did not start the operation that one waits for."""
     operation = report.waiting
     if operation is None:
@@ -298,9 +305,9 @@ def _absent(report: Report, by_rank: Mapping[int, Report]) -> set[int]:
     return {rank for rank in others if rank not in by_rank or by_rank[rank].counts.get(line, 0) < operation.number}
 
 
-def _latecomer(reports: Sequence[Report]) -> Missing | None:
+def _latecomer(reports: Sequence[RankState]) -> Missing | None:
     """The last to come to an operation that all have started, after those who waited for it had given up."""
-    arrived = defaultdict[tuple[frozenset[str], int], list[Report]](list)
+    arrived = defaultdict[tuple[frozenset[str], int], list[RankState]](list)
     for report in sorted(reports, key=lambda report: report.began_s):
         if report.waiting is not None:
             lines = frozenset((report.waiting.line, report.waiting.other.line))

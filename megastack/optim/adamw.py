@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megastack.optim.precision import Master
+from megastack.optim.main_parameters import MainParameters
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class AdamW:
         """The kinds of moment."""
         return ("exp_avg", "exp_avg_sq")
 
-    def state(self, master: Master) -> dict[str, Tensor]:
+    def state(self, master: MainParameters) -> dict[str, Tensor]:
         """The state before the first update."""
         values = master.values
         zero = torch.zeros((), dtype=torch.float32, device=values.device)

@@ -54,7 +54,7 @@ class LossScale:
         """Divide the reduced gradients by the scale."""
         if self.value is not None:
             for bucket in buckets.buckets:
-                bucket.own_gradients.mul_((1.0 / self.value).to(bucket.own_gradients.dtype))
+                bucket.local_gradients.mul_((1.0 / self.value).to(bucket.local_gradients.dtype))
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:

@@ -49,8 +49,8 @@ class LearningRate:
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        if faults := _faults(self):
-            raise ConfigError("\n".join(faults))
+        if errors := _errors(self):
+            raise ConfigError("\n".join(errors))
 
     def at(self, step: int) -> float:
         """The rate of the update with 0-based number ``step``."""
@@ -91,22 +91,22 @@ _SHAPES: Mapping[str, Callable[[LearningRate, int], float]] = MappingProxyType(
 )
 
 
-def _faults(rate: LearningRate) -> list[str]:
-    faults = []
+def _errors(rate: LearningRate) -> list[str]:
+    errors = []
     if rate.schedule not in _SHAPES:
-        faults.append(f"lr.schedule={rate.schedule}: no such schedule; use {', '.join(_SHAPES)}")
+        errors.append(f"lr.schedule={rate.schedule}: no such schedule; use {', '.join(_SHAPES)}")
     if not rate.lr >= 0:
-        faults.append(f"optim.lr={rate.lr}: must not be negative; use e.g. 3e-4")
+        errors.append(f"optim.lr={rate.lr}: must not be negative; use e.g. 3e-4")
     if rate.warmup_steps < 0:
-        faults.append(f"lr.warmup_steps={rate.warmup_steps}: must not be negative; use 0 for none")
+        errors.append(f"lr.warmup_steps={rate.warmup_steps}: must not be negative; use 0 for none")
     if rate.total_steps < 1:
-        faults.append(f"lr.total_steps={rate.total_steps}: must be at least 1; use run.steps")
+        errors.append(f"lr.total_steps={rate.total_steps}: must be at least 1; use run.steps")
     if not 0 <= rate.floor <= 1:
-        faults.append(f"lr.floor={rate.floor}: is a share of the peak; use 0 to 1")
-    return faults + _decay_faults(rate)
+        errors.append(f"lr.floor={rate.floor}: is a share of the peak; use 0 to 1")
+    return errors + _decay_errors(rate)
 
 
-def _decay_faults(rate: LearningRate) -> list[str]:
+def _decay_errors(rate: LearningRate) -> list[str]:
     if rate.decay_steps is None:
         return []
     if rate.schedule != "wsd":

@@ -1,7 +1,7 @@
 """The optimizer of this rank's buckets: options in, one object with ``step`` out.
 
 It updates flat buckets, or this rank's slices of them, with torch's fused kernels, one call for each
-:class:`OptimGroup`; a slice with parameters that joined the run later goes as several tensors
+:class:`ParameterGroup`; a slice with parameters that joined the run later goes as several tensors
 (:mod:`megastack.optim.segments`). The learning rate comes with each step, from
 :class:`megastack.optim.lr.LearningRate`; nothing of it is state. Moments and masters are read and loaded by global
 parameter name, as boxes, so what is saved knows nothing of buckets or slices. A rank without a trained parameter has an
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megastack.errors import ConfigError
-from megastack.gradients.interface import Gradients, Part, Slice
+from megastack.gradients.interface import BoxView, Gradients, Slice
+from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.optim.adamw import AdamW
-from megastack.optim.groups import OptimGroup
-from megastack.optim.precision import Master
+from megastack.optim.main_parameters import MainParameters
 from megastack.optim.segments import STEP, segments_of
 from megastack.optim.sgd import SGD
 
@@ -79,9 +79,9 @@ class Optimizer:
     def __init__(self, buckets: Gradients, rule: AdamW | SGD, weight_decay: float, *, offload: bool = False) -> None:
         self._buckets = buckets
         self._rule = rule
-        self._masters = [Master(bucket, offload=offload) for bucket in buckets.buckets]
+        self._masters = [MainParameters(bucket, offload=offload) for bucket in buckets.buckets]
         self._states = [rule.state(master) for master in self._masters]
-        self._groups: dict[OptimGroup, list[int]] = {}
+        self._groups: dict[ParameterGroup, list[int]] = {}
         for number, bucket in enumerate(buckets.buckets):
             self._groups.setdefault(_group_of(bucket, weight_decay), []).append(number)
         self.steps = torch.zeros((), dtype=torch.int64, device=buckets.mesh.device)
@@ -116,19 +116,19 @@ class Optimizer:
             master.publish()
         self._buckets.gather_parameters()
 
-    def moments(self) -> dict[str, dict[str, tuple[Part, ...]]]:
+    def moments(self) -> dict[str, dict[str, tuple[BoxView, ...]]]:
         """Each kind of moment (``exp_avg``, …) by global parameter name: the boxes of the local parameter held here.
 
         They are views: writing into one loads it.
         """
-        found: dict[str, dict[str, tuple[Part, ...]]] = {}
+        found: dict[str, dict[str, tuple[BoxView, ...]]] = {}
         for master, state in zip(self._masters, self._states, strict=True):
             for kind, flat in state.items():
                 if kind != STEP:
                     found.setdefault(kind, {}).update(master.parts(flat))
         return found
 
-    def masters(self) -> dict[str, tuple[Part, ...]]:
+    def main_parameters(self) -> dict[str, tuple[BoxView, ...]]:
         """The fp32 masters of parameters in a lower precision, by global name and box: views, as of the moments."""
         wider = [master for master in self._masters if master.is_wider]
         return {name: parts for master in wider for name, parts in master.parts(master.values)}
@@ -158,14 +158,14 @@ class Optimizer:
                 for _, part in named[name]:
                     part.zero_()
 
-    def refresh_masters(self, names: Collection[str] | None = None) -> None:
+    def copy_model_to_main(self, names: Collection[str] | None = None) -> None:
         """Take masters (those of ``names``) from the model's parameters, after weights alone were loaded into them."""
-        self._buckets.adopt_weights(names)
+        self._buckets.copy_model_to_main(names)
         for master in self._masters:
             master.refresh(names)
 
     @torch.no_grad()
-    def publish_masters(self) -> None:
+    def copy_main_to_model(self) -> None:
         """Round loaded masters into the model's parameters; mere copies are taken from the parameters instead."""
         self._buckets.wait_parameters()
         for master in self._masters:
@@ -176,7 +176,7 @@ class Optimizer:
         self._buckets.gather_parameters()
 
 
-def _group_of(bucket: Slice, weight_decay: float) -> OptimGroup:
+def _group_of(bucket: Slice, weight_decay: float) -> ParameterGroup:
     if bucket.group is not None:
         return bucket.group
-    return OptimGroup(weight_decay=weight_decay if bucket.decay else 0.0)
+    return ParameterGroup(weight_decay=weight_decay if bucket.decay else 0.0)

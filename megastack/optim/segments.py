@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megastack.optim.precision import Master
+from megastack.optim.main_parameters import MainParameters
 
 STEP = "step"
 """The kind of state that is no moment: the count of updates."""
@@ -31,7 +31,9 @@ class Segment:
     state: dict[str, Tensor]
 
 
-def segments_of(master: Master, state: Mapping[str, Tensor], steps: int, starts: Mapping[str, int]) -> list[Segment]:
+def segments_of(
+    master: MainParameters, state: Mapping[str, Tensor], steps: int, starts: Mapping[str, int]
+) -> list[Segment]:
     """The segments of a slice; counts are set to the updates that each has seen.
 
     Args:
@@ -52,7 +54,7 @@ def segments_of(master: Master, state: Mapping[str, Tensor], steps: int, starts:
     return segments
 
 
-def _runs(master: Master, starts: Mapping[str, int]) -> list[tuple[int, int]]:
+def _runs(master: MainParameters, starts: Mapping[str, int]) -> list[tuple[int, int]]:
     """Where parameters with another start begin, and that start; what fills a slice up belongs to what is before it."""
     base = master.values.storage_offset()
     found = sorted(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from megastack.optim.precision import Master
+from megastack.optim.main_parameters import MainParameters
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SGD:
         """The kinds of moment."""
         return ("momentum_buffer",) if self.momentum else ()
 
-    def state(self, master: Master) -> dict[str, Tensor]:
+    def state(self, master: MainParameters) -> dict[str, Tensor]:
         """The state before the first update."""
         return {"momentum_buffer": torch.zeros_like(master.values)} if self.momentum else {}
 

@@ -18,7 +18,7 @@ from megastack.pipeline.boundary import has_communication
 from megastack.pipeline.communication import with_communication
 from megastack.pipeline.messages import check_batched, check_messages
 from megastack.pipeline.schedule import Schedule
-from megastack.pipeline.simulate import fault, run_order
+from megastack.pipeline.simulate import error, run_order
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def _check_computations(schedule: Schedule, rank: int) -> None:
     seen: set[int] = set()
     for step, unit in enumerate(schedule.steps(rank)):
         for packed in unit:
-            if text := _order_fault(schedule, rank, packed, seen):
-                raise fault(schedule, text, rank, step)
+            if text := _order_error(schedule, rank, packed, seen):
+                raise error(schedule, text, rank, step)
             seen.add(packed)
     expected = ({Op.F, Op.B}, {Op.F, Op.I, Op.W}) if schedule.backward else ({Op.F},)
     for stage in schedule.rank_stages(rank):
@@ -76,14 +76,14 @@ def _check_computations(schedule: Schedule, rank: int) -> None:
             done = _done(stage, microbatch, seen)
             if done not in expected:
                 absent = "F" if Op.F not in done else "W" if Op.I in done else "B"
-                raise fault(schedule, f"{stage}{absent}{microbatch} is missing", rank)
+                raise error(schedule, f"{stage}{absent}{microbatch} is missing", rank)
 
 
 def _done(stage: int, microbatch: int | None, seen: set[int]) -> set[Op]:
     return {op for op in COMPUTE if code(op, stage, microbatch) in seen}
 
 
-def _order_fault(schedule: Schedule, rank: int, packed: int, seen: set[int]) -> str | None:
+def _order_error(schedule: Schedule, rank: int, packed: int, seen: set[int]) -> str | None:
     """What is wrong with one action behind those in `seen`, if anything."""
     op, stage, microbatch = op_of(packed), stage_of(packed), microbatch_of(packed)
     if stage >= schedule.stages or schedule.stage_ranks[stage] != rank:
@@ -94,10 +94,10 @@ def _order_fault(schedule: Schedule, rank: int, packed: int, seen: set[int]) -> 
         return None
     if packed in seen:
         return f"{unpack(packed)} stands here a second time"
-    return None if op is Op.F else _backward_fault(schedule, packed, _done(stage, microbatch, seen))
+    return None if op is Op.F else _backward_error(schedule, packed, _done(stage, microbatch, seen))
 
 
-def _backward_fault(schedule: Schedule, packed: int, done: set[Op]) -> str | None:
+def _backward_error(schedule: Schedule, packed: int, done: set[Op]) -> str | None:
     action = unpack(packed)
     if not schedule.backward:
         return f"{action}: a schedule of forwards has no backward"

@@ -16,7 +16,7 @@ from megastack.pipeline import progress
 from megastack.pipeline.action import COMMUNICATION, COMPUTE, SENDS, Op, op_of, stage_of, unpack
 from megastack.pipeline.boundary import Message, carried, message, value, wanted
 from megastack.pipeline.schedule import Schedule
-from megastack.pipeline.simulate import fault, stuck
+from megastack.pipeline.simulate import error, stuck
 
 
 def check_messages(schedule: Schedule) -> None:
@@ -36,7 +36,7 @@ def check_messages(schedule: Schedule) -> None:
         for way, (received, step) in zip(sent, receives[source, destination], strict=True):
             if way != received:
                 text = f"{unpack(received.receive)} stands where rank {source} sends for {unpack(way.receive)}; the "
-                raise fault(schedule, f"{text}receives of a pair of ranks follow its sends", destination, step)
+                raise error(schedule, f"{text}receives of a pair of ranks follow its sends", destination, step)
 
 
 def _way(schedule: Schedule, packed: int) -> Message:
@@ -51,8 +51,8 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
     receives: set[int] = set()
     for step, unit in enumerate(schedule.steps(rank)):
         for packed in unit:
-            if text := _order_fault(schedule, packed, seen):
-                raise fault(schedule, text, rank, step)
+            if text := _order_error(schedule, packed, seen):
+                raise error(schedule, text, rank, step)
         for packed in unit:
             seen.add(packed)
             if (key := wanted(schedule, packed)) is not None and (way := message(schedule, key)):
@@ -62,12 +62,12 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
                 if way := message(schedule, key):
                     sends.add(way.send)
     if absent := sends - seen:
-        raise fault(schedule, f"{unpack(min(absent))} is missing", rank)
+        raise error(schedule, f"{unpack(min(absent))} is missing", rank)
     if extra := {packed for packed in seen if op_of(packed) in COMMUNICATION} - sends - receives:
-        raise fault(schedule, f"{unpack(min(extra))} carries nothing that is used", rank)
+        raise error(schedule, f"{unpack(min(extra))} carries nothing that is used", rank)
 
 
-def _order_fault(schedule: Schedule, packed: int, seen: set[int]) -> str | None:
+def _order_error(schedule: Schedule, packed: int, seen: set[int]) -> str | None:
     """What is wrong with one action behind those in `seen`, if anything."""
     if op_of(packed) in COMPUTE:
         key = wanted(schedule, packed)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megastack.batch import Microbatch, StageLoss
 from megastack.comm.collectives import Pending, all_reduce
-from megastack.comm.p2p import Lines
+from megastack.comm.p2p import P2PChannels
 from megastack.errors import ScheduleError, counted
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -31,11 +31,11 @@ from megastack.pipeline.boundary import has_communication
 from megastack.pipeline.communication import with_communication
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules.forward_only import forward_only
-from megastack.pipeline.stage import Carry, Slot, Stage, leaf
+from megastack.pipeline.stage import Stage, StageTensors, TensorSpec, leaf
 from megastack.weight_gradients import WORTH_ADDING_IN_PLACE
 
-Signature = tuple[tuple[int, ...], bool, bool]
-Boundary = tuple[int, Signature]
+MicrobatchSpec = tuple[tuple[int, ...], bool, bool]
+Boundary = tuple[int, MicrobatchSpec]
 """The stage before a boundary, and the kind of microbatch that crosses it."""
 
 
@@ -46,7 +46,7 @@ class _Receive:
     peer: int
     boundary: Boundary
     gradients: bool
-    messages: list[tuple[Slot, Pending | None]] | None = None
+    messages: list[tuple[TensorSpec, Pending | None]] | None = None
 
 
 class Pipeline:
@@ -91,8 +91,8 @@ class Pipeline:
         self._ahead = 1 if mesh.device.type == "cpu" else 0
         self._program = _Program(schedule, self._axis.rank, self._ahead)
         self._forwards: dict[int, _Program] = {}
-        self._lines = Lines(self._axis, mesh.backward_lines, mesh.device)
-        self._slots: dict[Boundary, list[Slot]] = {}
+        self._lines = P2PChannels(self._axis, mesh.backward_lines, mesh.device)
+        self._slots: dict[Boundary, list[TensorSpec]] = {}
         self._announced: set[Boundary] = set()
         self._peak = 0
         self._forget()
@@ -154,7 +154,7 @@ class Pipeline:
 
     def _forget(self) -> None:
         """Begin a step; one that raised leaves nothing behind."""
-        self._carries: dict[tuple[int, int], _Receive | Carry] = {}
+        self._carries: dict[tuple[int, int], _Receive | StageTensors] = {}
         self._gradients: dict[tuple[int, int], _Receive | Mapping[str, Tensor]] = {}
         self._unposted: dict[int, deque[_Receive]] = defaultdict(deque)
         self.reports: dict[int, Tensor] = {}
@@ -174,7 +174,7 @@ class Pipeline:
         self._scale = scale.to(self.mesh.device)
         with self.mesh.weight_gradients.on(least=0 if program.splits else WORTH_ADDING_IN_PLACE):
             for self.current in program.actions:
-                self.mesh.ledger.trail.act(self.current)
+                self.mesh.ledger.flight_recorder.act(self.current)
                 self._dispatch(self.current, program)
         self._lines.finish()
         self.current = None
@@ -223,9 +223,9 @@ class Pipeline:
             output = {name: leaf(x, x is not None and x.requires_grad) for name, x in output.items()}
         self._carries[index + 1, number] = output
 
-    def _describe(self, boundary: Boundary, output: Carry) -> None:
+    def _describe(self, boundary: Boundary, output: StageTensors) -> None:
         """Note what crosses a boundary; it must be the same for every microbatch of a kind."""
-        slots = [Slot.of(name, x) for name, x in output.items()]
+        slots = [TensorSpec.of(name, x) for name, x in output.items()]
         known = self._slots.setdefault(boundary, slots)
         if slots != known:
             before, now = ("; ".join(map(str, side)) for side in (known, slots))
@@ -268,7 +268,7 @@ class Pipeline:
             self._post(queue.popleft())
         return receive
 
-    def _arrived(self, value: _Receive | Carry) -> Carry:
+    def _arrived(self, value: _Receive | StageTensors) -> StageTensors:
         """Wait for what was received; what was handed over on this rank is there already."""
         if not isinstance(value, _Receive):
             return value
@@ -280,11 +280,11 @@ class Pipeline:
         if receive.boundary not in self._slots:
             assert not receive.gradients, "gradients of an output that was never made"
             header = self._lines.receive_header(receive.peer)
-            self._slots[receive.boundary] = [Slot.from_record(record) for record in header]
+            self._slots[receive.boundary] = [TensorSpec.from_record(record) for record in header]
         slots = [slot for slot in self._slots[receive.boundary] if slot.needs_grad or not receive.gradients]
         receive.messages = [(slot, self._post_slot(slot, receive.peer)) for slot in slots]
 
-    def _post_slot(self, slot: Slot, peer: int) -> Pending | None:
+    def _post_slot(self, slot: TensorSpec, peer: int) -> Pending | None:
         return None if slot.shape is None else self._lines.receive(slot.shape, slot.torch_dtype, peer)
 
 
@@ -319,10 +319,10 @@ def _own_stages(schedule: Schedule, rank: int, ranks: int, given: int) -> list[i
     return own
 
 
-def _signature(microbatch: Microbatch) -> Signature:
+def _signature(microbatch: Microbatch) -> MicrobatchSpec:
     return tuple(microbatch.tokens_BS.shape), microbatch.documents_BS is not None, torch.is_grad_enabled()
 
 
-def _tensors(carry: _Receive | Carry) -> list[Tensor]:
+def _tensors(carry: _Receive | StageTensors) -> list[Tensor]:
     assert not isinstance(carry, _Receive)
     return [x for x in carry.values() if x is not None]

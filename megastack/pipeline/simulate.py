@@ -144,7 +144,7 @@ def run_order(schedule: Schedule) -> list[tuple[int, int]]:
     return reached.order
 
 
-def fault(schedule: Schedule, text: str, rank: int, step: int | None = None) -> ScheduleError:
+def error(schedule: Schedule, text: str, rank: int, step: int | None = None) -> ScheduleError:
     """The error for one action of a rank's list, marked in the grid; without a step, for something absent from it."""
     rows = schedule.ranks
     action = None if step is None else rows[rank][step]

@@ -19,11 +19,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megastack.batch import Microbatch, StageLoss
 from megastack.weight_gradients import PutOff, WeightGradients
 
-Carry = Mapping[str, Tensor | None]
+StageTensors = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSpec:
     """What is known of one tensor at a boundary: enough to receive it, and its gradient."""
 
     name: str
@@ -32,17 +32,19 @@ class Slot:
     needs_grad: bool = False
 
     @staticmethod
-    def of(name: str, x: Tensor | None) -> Slot:
+    def of(name: str, x: Tensor | None) -> TensorSpec:
         """The description of a tensor that is about to cross; ``None`` crosses as a slot without a shape."""
         if x is None:
-            return Slot(name, None)
-        return Slot(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad)
+            return TensorSpec(name, None)
+        return TensorSpec(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad)
 
     @staticmethod
-    def from_record(record: Mapping[str, Any]) -> Slot:
+    def from_record(record: Mapping[str, Any]) -> TensorSpec:
         """The inverse of ``dataclasses.asdict``, after a journey as JSON, which has no tuples."""
         shape = record["shape"]
-        return Slot(record["name"], None if shape is None else tuple(shape), record["dtype"], record["needs_grad"])
+        return TensorSpec(
+            record["name"], None if shape is None else tuple(shape), record["dtype"], record["needs_grad"]
+        )
 
     def __str__(self) -> str:
         return f"{self.name}: None" if self.shape is None else f"{self.name}: {self.dtype} {list(self.shape)}"
@@ -82,7 +84,7 @@ class Stage:
         """The number of microbatches whose activations are held, or those of them that weight gradients take."""
         return len(self._held) + len(self._put_off)
 
-    def forward(self, carry: Carry, microbatch: Microbatch, number: int) -> dict[str, Tensor | None] | StageLoss:
+    def forward(self, carry: StageTensors, microbatch: Microbatch, number: int) -> dict[str, Tensor | None] | StageLoss:
         """Run the module and keep what the backward of microbatch ``number`` needs (nothing when grad is disabled)."""
         output: dict[str, Tensor | None] | StageLoss = self.module(carry, microbatch)
         if torch.is_grad_enabled():

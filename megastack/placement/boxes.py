@@ -45,8 +45,8 @@ def local_shape(placement: Placement, mesh_shape: MeshShape) -> tuple[int, ...]:
     Raises:
         PlacementError: when a cut dim is not divisible; the message names the degrees that would work.
     """
-    if faults := divisibility_faults(placement, mesh_shape):
-        raise PlacementError("; ".join(faults))
+    if errors := divisibility_errors(placement, mesh_shape):
+        raise PlacementError("; ".join(errors))
     sizes = list(placement.allocated_shape)
     for axis, shard in placement.shards.items():
         sizes[shard.dim] //= _parts(shard, mesh_shape.size(axis))
@@ -67,7 +67,7 @@ def local_box(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
 
-def counts_here(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[Axis, int]) -> bool:
+def owns_replica(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[Axis, int]) -> bool:
     """Whether this rank's copy is the one that counts in norms and checkpoints, among the ranks of its tensor axis.
 
     A replicated parameter counts on coordinate 0, a cut one with copies on copy 0. The other axes are the caller's.
@@ -79,18 +79,18 @@ def counts_here(placement: Placement, mesh_shape: MeshShape, coordinates: Mappin
     return coordinates[Axis.TP] % copies == 0
 
 
-def divisibility_faults(placement: Placement, mesh_shape: MeshShape) -> list[str]:
+def divisibility_errors(placement: Placement, mesh_shape: MeshShape) -> list[str]:
     """One message for each axis whose degree does not divide the dim that it cuts."""
-    faults = []
+    errors = []
     for axis, shard in placement.shards.items():
         degree, size = mesh_shape.size(axis), placement.allocated_shape[shard.dim]
         if degree % shard.copies or size % _parts(shard, degree):
-            faults.append(
+            errors.append(
                 f"{axis}={degree}: must cut dim {shard.dim} of {placement.allocated_shape} into equal parts"
                 f"{f' with {shard.copies} copies of each' if shard.copies > 1 else ''}; "
                 f"use {axis} of {_legal_degrees(size, shard.copies)}"
             )
-    return faults
+    return errors
 
 
 def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megastack.errors import PlacementError
 from megastack.mesh.mesh import Mesh
-from megastack.placement.boxes import divisibility_faults, local_shape
+from megastack.placement.boxes import divisibility_errors, local_shape
 from megastack.placement.buffers import (
     materialise_buffers_,
     named_buffers,
@@ -89,29 +89,29 @@ def placements_of(module: nn.Module) -> dict[str, Placement]:
             that the mesh does not divide or with two different declarations, every declaration of neither a parameter
             nor a persistent buffer, and what is wrong with the declarations of buffers.
     """
-    declared, faults = _declarations(module)
+    declared, errors = _declarations(module)
     names = _aliases(module.named_parameters(remove_duplicate=False))
     buffers = _aliases(named_buffers(module, persistent=True))
     known = {name for aliases in (*names.values(), *buffers.values()) for name in aliases}
     transient = {name for name, _ in named_buffers(module, persistent=False)}
-    faults += [
+    errors += [
         f"{name}: declared, but the buffer is not persistent and in no checkpoint; drop the one or the other"
         if name in transient
         else f"{name}: declared, but the module has no such parameter or persistent buffer"
         for name in declared
         if name not in known
     ]
-    faults += [fault for buffer, aliases in buffers.items() for fault in _buffer_faults(aliases, buffer, declared)]
+    errors += [error for buffer, aliases in buffers.items() for error in _buffer_errors(aliases, buffer, declared)]
     found: dict[str, Placement] = {}
     for parameter, aliases in names.items():
         own = [declared[name] for name in aliases if name in declared]
         if not own:
-            faults.append(f"{aliases[0]}: has no placement; declare it in placements() of the module that owns it")
+            errors.append(f"{aliases[0]}: has no placement; declare it in placements() of the module that owns it")
             continue
         found[aliases[0]] = own[0][0]
-        faults += _tensor_faults(aliases, parameter, own)
-    if faults:
-        raise PlacementError("\n".join(faults))
+        errors += _tensor_errors(aliases, parameter, own)
+    if errors:
+        raise PlacementError("\n".join(errors))
     return found
 
 
@@ -133,8 +133,8 @@ def check_buffers(module: nn.Module) -> None:
         PlacementError: naming each buffer on the meta device that nothing could fill.
     """
     declared, _ = _declarations(module)
-    if faults := list(unfillable_buffers(module, {name: placement for name, (placement, _) in declared.items()})):
-        raise PlacementError("\n".join(faults))
+    if errors := list(unfillable_buffers(module, {name: placement for name, (placement, _) in declared.items()})):
+        raise PlacementError("\n".join(errors))
 
 
 def initialise_(
@@ -171,7 +171,7 @@ _T = TypeVar("_T", bound=Tensor)
 def _declarations(module: nn.Module) -> tuple[dict[str, _Declaration], list[str]]:
     """Each declared placement by full name with the module that declares it, and the names declared twice, unlike."""
     declared: dict[str, _Declaration] = {}
-    faults = []
+    errors = []
     for path, owner in module.named_modules(remove_duplicate=False):
         if not isinstance(owner, ParallelModule):
             continue
@@ -179,8 +179,8 @@ def _declarations(module: nn.Module) -> tuple[dict[str, _Declaration], list[str]
             name = f"{path}.{local}" if path else local
             first, _ = declared.setdefault(name, (placement, owner))
             if first != placement:
-                faults.append(f"{name}: declared twice, as {first} and as {placement}; declare it once")
-    return declared, faults
+                errors.append(f"{name}: declared twice, as {first} and as {placement}; declare it once")
+    return declared, errors
 
 
 def _aliases(named: Iterable[tuple[str, _T]]) -> dict[_T, list[str]]:
@@ -191,15 +191,15 @@ def _aliases(named: Iterable[tuple[str, _T]]) -> dict[_T, list[str]]:
     return names
 
 
-def _tensor_faults(aliases: list[str], tensor: Tensor, declared: list[_Declaration]) -> Iterator[str]:
+def _tensor_errors(aliases: list[str], tensor: Tensor, declared: list[_Declaration]) -> Iterator[str]:
     """What is wrong between one parameter or buffer and its declarations (several where it is tied)."""
     name, (placement, owner) = aliases[0], declared[0]
     if any(other != placement for other, _ in declared):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         yield f"{', '.join(aliases)}: one tied {kind} with different placements; declare the same placement for each"
     shape = owner.mesh.shape
-    if uneven := divisibility_faults(placement, shape):
-        yield from (f"{name}: {fault}" for fault in uneven)
+    if uneven := divisibility_errors(placement, shape):
+        yield from (f"{name}: {error}" for error in uneven)
     elif (expected := local_shape(placement, shape)) != tuple(tensor.shape):
         yield (
             f"{name}: its local shape is {tuple(tensor.shape)}, but its placement {placement.allocated_shape} "
@@ -207,14 +207,14 @@ def _tensor_faults(aliases: list[str], tensor: Tensor, declared: list[_Declarati
         )
 
 
-def _buffer_faults(aliases: list[str], buffer: Tensor, declared: dict[str, _Declaration]) -> Iterator[str]:
+def _buffer_errors(aliases: list[str], buffer: Tensor, declared: dict[str, _Declaration]) -> Iterator[str]:
     """What is wrong with the declarations of a persistent buffer, which needs none."""
     own = [declared[name] for name in aliases if name in declared]
     if not own:
         return
     if own[0][0].partial:
         yield f"{aliases[0]}: a buffer has no gradient that could be partial; declare it without partial"
-    yield from _tensor_faults(aliases, buffer, own)
+    yield from _tensor_errors(aliases, buffer, own)
 
 
 def _materialise_(

@@ -103,8 +103,8 @@ class Placement:
         set_field(self, "partial", frozenset(self.partial))
         if self.padded_shape is not None:
             set_field(self, "padded_shape", tuple(self.padded_shape))
-        if faults := [*_shape_faults(self), *_shard_faults(self), *_partial_faults(self)]:
-            raise PlacementError("; ".join(faults))
+        if errors := [*_shape_errors(self), *_shard_errors(self), *_partial_errors(self)]:
+            raise PlacementError("; ".join(errors))
 
     @property
     def allocated_shape(self) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class Placement:
         return prod(self.shape)
 
 
-def _shape_faults(placement: Placement) -> list[str]:
+def _shape_errors(placement: Placement) -> list[str]:
     padded = placement.allocated_shape
     if any(size < 0 for size in placement.shape):
         return [f"shape={placement.shape}: sizes must not be negative"]
@@ -126,15 +126,15 @@ def _shape_faults(placement: Placement) -> list[str]:
     return []
 
 
-def _shard_faults(placement: Placement) -> list[str]:
+def _shard_errors(placement: Placement) -> list[str]:
     legal = ", ".join(SHARD_AXES)
-    faults = [
+    errors = [
         f"shards axis {axis}: only {legal} cut a parameter; over the other axes it is whole"
         for axis in placement.shards
         if axis not in SHARD_AXES
     ]
     dims = len(placement.shape)
-    faults += [
+    errors += [
         f"shards[{axis}]={shard}: shape={placement.shape} has {counted(dims, 'dim')}; "
         + (f"use dim 0 to {dims - 1}" if dims else "leave it whole")
         for axis, shard in placement.shards.items()
@@ -142,18 +142,18 @@ def _shard_faults(placement: Placement) -> list[str]:
     ]
     cut = [shard.dim for shard in placement.shards.values()]
     if len(set(cut)) < len(cut):
-        faults.append(f"shards={dict(placement.shards)}: two axes cut the same dim; give each axis its own dim")
-    return faults
+        errors.append(f"shards={dict(placement.shards)}: two axes cut the same dim; give each axis its own dim")
+    return errors
 
 
-def _partial_faults(placement: Placement) -> list[str]:
-    faults = [
+def _partial_errors(placement: Placement) -> list[str]:
+    errors = [
         f"partial axis {axis}: every gradient is summed over dp and cp already; declare only {', '.join(SHARD_AXES)}"
         for axis in sorted(placement.partial)
         if axis not in SHARD_AXES
     ]
-    faults += [
+    errors += [
         f"partial axis {axis}: the axis also cuts the parameter, so each rank has other elements; drop one of the two"
         for axis in sorted(placement.partial & placement.shards.keys())
     ]
-    return faults
+    return errors

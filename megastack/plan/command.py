@@ -8,17 +8,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megastack.config.compose import draft
+from megastack.config.compose import compose_partial
 from megastack.config.explain import explain
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
-from megastack.errors import Fault
+from megastack.errors import ErrorLine
 from megastack.observe.printable import printable
 from megastack.pipeline.render import render
 from megastack.plan.describe import as_record, full
 from megastack.plan.layout import Layout
 
-Look = Callable[[TrainConfig, Sequence[Fault]], Sequence[str]]
+Look = Callable[[TrainConfig, Sequence[ErrorLine]], Sequence[str]]
 """Asks model and data of a configuration with known faults: gives notes, or raises everything that is wrong."""
 
 
@@ -38,10 +38,10 @@ def show_command(options: argparse.Namespace, load_look: Callable[[], Look]) -> 
     if asked:
         sys.stdout.write(printable("\n\n".join(str(explain(key, overrides, **place)) for key in asked)) + "\n")
         return 0
-    given = draft(overrides, **place)
+    given = compose_partial(overrides, **place)
     config = given.config
     with given.origins():
-        notes = load_look()(config, [*given.faults, *violations(config)])
+        notes = load_look()(config, [*given.errors, *violations(config)])
     for note in "\n".join(notes).splitlines():
         sys.stderr.write(printable(f"note: {note}") + "\n")
     text = printable(full(config)) if options.format == "text" else render(Layout(config).timeline, options.format)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megastack.config.data_stages import source_text, stage_configs
+from megastack.config.data_phases import phase_configs, source_text
 from megastack.config.schema import TrainConfig
 from megastack.errors import counted
 from megastack.mesh.shape import DENSE_AXES
@@ -62,7 +62,7 @@ def as_record(config: TrainConfig, world_size: int | None = None) -> dict[str, o
         ],
         "data_stages": [
             {"from_step": stage.from_step, "sequence_length": stage.sequence_length, "data": source_text(stage.config)}
-            for stage in stage_configs(config)
+            for stage in phase_configs(config)
         ],
     }
 
@@ -126,7 +126,7 @@ def _batch(layout: Layout) -> str:
 
 def _stages(config: TrainConfig) -> list[str]:
     """A line for each stage of the data; none for a run of one."""
-    stages = stage_configs(config)
+    stages = phase_configs(config)
     ends = [*(stage.from_step for stage in stages[1:]), config.run.steps]
     lines = []
     for stage, end in zip(stages, ends, strict=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from megastack.config.data_stages import longest
+from megastack.config.data_phases import longest
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.mesh.shape import MeshShape

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-Kind = Literal["made", "given", "parameter"]
+StorageOrigin = Literal["made", "given", "parameter"]
 PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
@@ -42,7 +42,7 @@ class Saved:
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes: int
-    kind: Kind
+    kind: StorageOrigin
 
     @property
     def elements(self) -> int:
@@ -52,7 +52,7 @@ class Saved:
 
 def saved_tensors(module: nn.Module, *args: Any, given: Iterable[Tensor] = (), **kwargs: Any) -> list[Saved]:
     """Call ``module(*args, **kwargs)`` and list what it keeps for backward, in the order of saving."""
-    kinds: dict[int, Kind] = {_storage(parameter): "parameter" for parameter in module.parameters()}
+    kinds: dict[int, StorageOrigin] = {_storage(parameter): "parameter" for parameter in module.parameters()}
     kinds |= {_storage(x): "given" for x in given}
     found: dict[int, Saved] = {}
     alive: list[Tensor] = []  # so that no storage's address is used twice

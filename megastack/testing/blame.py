@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megastack.comm.objects import all_gather_objects
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.testing.module_trace import ModuleTrace, Place, Slot, relative_difference, share_of
+from megastack.testing.module_trace import ModuleTrace, Place, TensorKey, relative_difference, share_of
 
 Side = Literal["forward", "backward"]
 FOREIGN = ("megastack", "torch")
@@ -109,7 +109,9 @@ Pair = tuple[float, Tensor, Tensor]
 """How far a tensor of this rank is off, it, and the same part of the reference."""
 
 
-def pairs_of(expected: Mapping[Slot, Tensor], actual: Mapping[Slot, Tensor], place: Place) -> dict[Slot, Pair]:
+def pairs_of(
+    expected: Mapping[TensorKey, Tensor], actual: Mapping[TensorKey, Tensor], place: Place
+) -> dict[TensorKey, Pair]:
     """The tensors that can be compared."""
     found = {}
     for slot, x in actual.items():
@@ -123,7 +125,7 @@ def agreements(expected: ModuleTrace, actual: ModuleTrace, place: Place, toleran
     """Of every module that both traces have, in the order of the reference."""
 
     def agrees(name: str, what: str, *, wholly: bool) -> bool | None:
-        here: Mapping[Slot, Tensor] = getattr(actual[name], what)
+        here: Mapping[TensorKey, Tensor] = getattr(actual[name], what)
         found = pairs_of(getattr(expected[name], what), here, place)
         if not all(off <= tolerance for off, _, _ in found.values()):
             return False
@@ -215,11 +217,11 @@ def _innermost_own(name: str, able: Collection[str], classes: Classes) -> str:
 
 
 @dataclass(frozen=True)
-class Fault:
+class Deviation:
     """A module at fault as one rank sees it: what it gave, and what it should have given, by slot."""
 
     blame: Blame
-    tensors: Mapping[Slot, Pair]
+    tensors: Mapping[TensorKey, Pair]
 
     @property
     def relative(self) -> float:
@@ -228,18 +230,18 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class RankFaults:
+class RankDeviations:
     """The modules at fault with this rank's tensors, its replicated vectors as they were then, and all classes."""
 
     coordinates: Mapping[Axis, int]
-    faults: Sequence[Fault]
+    errors: Sequence[Deviation]
     vectors: Mapping[str, Tensor]
     classes: Classes
 
 
-def find_faults(
+def find_deviations(
     mesh: Mesh, classes: Classes, traces: Sequence[tuple[ModuleTrace, ModuleTrace]], tolerance: float
-) -> tuple[list[Fault], Classes]:
+) -> tuple[list[Deviation], Classes]:
     """The modules at fault in the forward and in the backward, if any, and the classes of all ranks; all ranks call.
 
     Args:
@@ -253,17 +255,17 @@ def find_faults(
     found = [agreements(expected, actual, place, tolerance) for expected, actual in traces]
     by_rank = all_gather_objects((found, classes), mesh.world)
     everywhere = Classes.merged([theirs for _, theirs in by_rank])
-    faults: dict[Side, Fault] = {}
+    errors: dict[Side, Deviation] = {}
     for at, (expected, actual) in enumerate(traces):
         merged = merge([theirs[at] for theirs, _ in by_rank], list(expected))
         for blame in (blame_forward(merged, everywhere), blame_backward(merged, everywhere)):
-            before = faults.get(blame.side) if blame else None
+            before = errors.get(blame.side) if blame else None
             if blame and (before is None or (blame.proven and not before.blame.proven)):
-                faults[blame.side] = Fault(blame, _tensors(blame, expected, actual, place))
-    return list(faults.values()), everywhere
+                errors[blame.side] = Deviation(blame, _tensors(blame, expected, actual, place))
+    return list(errors.values()), everywhere
 
 
-def _tensors(blame: Blame, expected: ModuleTrace, actual: ModuleTrace, place: Place) -> dict[Slot, Pair]:
+def _tensors(blame: Blame, expected: ModuleTrace, actual: ModuleTrace, place: Place) -> dict[TensorKey, Pair]:
     if blame.module not in actual:
         return {}
     what = "outputs" if blame.side == "forward" else "input_gradients"

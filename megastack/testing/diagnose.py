@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from megastack.mesh.shape import DENSE_AXES, Axis
-from megastack.testing.blame import Classes, Fault, RankFaults, inside
+from megastack.testing.blame import Classes, Deviation, RankDeviations, inside
 from megastack.testing.cause import OWN_CODE, backward_cause, factor_cause, gradient_cause, output_cause
 from megastack.testing.on_ranks import Mismatch, RankReport
 
@@ -59,13 +59,13 @@ class Evidence:
 
     names: Sequence[str]
     degrees: Mapping[str, int]
-    faults: Sequence[RankFaults] = ()
+    errors: Sequence[RankDeviations] = ()
     unstable: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def classes(self) -> Classes:
         """The classes of all modules."""
-        return self.faults[0].classes if self.faults else Classes({})
+        return self.errors[0].classes if self.errors else Classes({})
 
     def instability(self, module: str) -> str | None:
         """What a module, or the first one inside that does, depends on beside its input."""
@@ -113,7 +113,7 @@ def _suspect(finding: Finding, evidence: Evidence) -> Finding:
 
 
 def _first_finding(reports: Sequence[RankReport], evidence: Evidence) -> Finding | None:
-    forward = _first(evidence.faults, "forward")
+    forward = _first(evidence.errors, "forward")
     if forward is not None:
         return _module_finding(forward, evidence)
     found = [(report, m) for report in reports for m in report.mismatches]
@@ -132,14 +132,14 @@ def _first_finding(reports: Sequence[RankReport], evidence: Evidence) -> Finding
     return Finding(worst.kind, worst.name, first, worst.relative, worst.ratio, cause, also=also)
 
 
-def _first(faults: Sequence[RankFaults], side: str) -> Fault | None:
+def _first(errors: Sequence[RankDeviations], side: str) -> Deviation | None:
     """The fault of a side, from the rank that is furthest off."""
-    found = [fault for rank in faults for fault in rank.faults if fault.blame.side == side]
-    return max(found, key=lambda fault: fault.relative, default=None)
+    found = [error for rank in errors for error in rank.errors if error.blame.side == side]
+    return max(found, key=lambda error: error.relative, default=None)
 
 
-def _module_finding(fault: Fault, evidence: Evidence) -> Finding:
-    blame, classes = fault.blame, evidence.classes
+def _module_finding(error: Deviation, evidence: Evidence) -> Finding:
+    blame, classes = error.blame, evidence.classes
     where = ""
     if blame.first != blame.module:
         where = f"; inside it {classes.label(blame.first)} differs first"
@@ -147,20 +147,22 @@ def _module_finding(fault: Fault, evidence: Evidence) -> Finding:
         where = f"; what it gives to {classes.label(blame.handed)} differs already"
     unstable = evidence.instability(blame.module)
     if unstable is not None or not blame.proven:
-        return Finding("module", blame.module, 0, fault.relative, cause=unstable)
-    group, copies, expected = _tensor_group(fault, evidence.faults)
+        return Finding("module", blame.module, 0, error.relative, cause=unstable)
+    group, copies, expected = _tensor_group(error, evidence.errors)
     vectors = {name: x for rank in group[:1] for name, x in rank.vectors.items() if inside(name, blame.module)}
     cause = output_cause(copies, expected, vectors) or OWN_CODE
-    return Finding("module", blame.module, 0, fault.relative, cause=cause + where)
+    return Finding("module", blame.module, 0, error.relative, cause=cause + where)
 
 
-def _tensor_group(fault: Fault, faults: Sequence[RankFaults]) -> tuple[list[RankFaults], list[Tensor], list[Tensor]]:
+def _tensor_group(
+    error: Deviation, errors: Sequence[RankDeviations]
+) -> tuple[list[RankDeviations], list[Tensor], list[Tensor]]:
     """The ranks of the tensor-parallel group that sees a fault, and their tensors in the slot that is furthest off."""
-    seeing = next(rank for rank in faults if any(f is fault for f in rank.faults))
-    group = [rank for rank in faults if _beside(rank.coordinates, seeing.coordinates)]
+    seeing = next(rank for rank in errors if any(f is error for f in rank.errors))
+    group = [rank for rank in errors if _beside(rank.coordinates, seeing.coordinates)]
     group.sort(key=lambda rank: rank.coordinates[Axis.TP])
-    slot = max(fault.tensors, key=lambda at: fault.tensors[at][0])
-    seen = [next((f.tensors.get(slot) for f in rank.faults if f.blame == fault.blame), None) for rank in group]
+    slot = max(error.tensors, key=lambda at: error.tensors[at][0])
+    seen = [next((f.tensors.get(slot) for f in rank.errors if f.blame == error.blame), None) for rank in group]
     pairs = [pair for pair in seen if pair is not None]
     return group, [actual for _, actual, _ in pairs], [expected for _, _, expected in pairs]
 
@@ -180,7 +182,7 @@ def _gradient_finding(gradients: Sequence[Found], reports: Sequence[RankReport],
     own = _of(gradients, name)
     worst = max((m for _, m in own), key=lambda m: m.relative)
     finding = Finding("gradient", name, worst.step, worst.relative, worst.ratio, also=tuple(ordered[1:]))
-    broken = _first(evidence.faults, "backward") if worst.step == 0 else None
+    broken = _first(evidence.errors, "backward") if worst.step == 0 else None
     if broken is not None and not inside(name, broken.blame.module):
         return _backward_finding(finding, broken, evidence)
     pairs = [(m.actual, m.expected) for _, m in own if m.actual is not None and m.expected is not None]
@@ -197,9 +199,9 @@ def _gradient_finding(gradients: Sequence[Found], reports: Sequence[RankReport],
     return replace(finding, cause=cause, also=tuple(alike or ordered[1:]))
 
 
-def _backward_finding(finding: Finding, broken: Fault, evidence: Evidence) -> Finding:
+def _backward_finding(finding: Finding, broken: Deviation, evidence: Evidence) -> Finding:
     module = broken.blame.module
-    _, copies, expected = _tensor_group(broken, evidence.faults)
+    _, copies, expected = _tensor_group(broken, evidence.errors)
     cause = evidence.instability(module) or backward_cause(evidence.classes.label(module), copies, expected)
     return replace(finding, module=module, cause=cause)
 

@@ -91,7 +91,7 @@ class LayerTraining:
         self.buckets.zero_()
         x = self._slice(self.inputs(step)).requires_grad_()
         output = self.layer(x)
-        self.buckets.arm(0)
+        self.buckets.mark_last_backward(0)
         self.loss(output, self._slice(self.weights(step))).backward()
         self.buckets.finish()
         assert x.grad is not None, "the output does not depend on the input"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from megastack.batch import Microbatch
 
-Slot = int | str
+TensorKey = int | str
 """The place of a tensor among arguments or results: a position or a keyword, with the keys inside a container."""
 
 
@@ -28,10 +28,10 @@ Slot = int | str
 class Seen:
     """The tensors of one call by their slot."""
 
-    inputs: dict[Slot, Tensor] = field(default_factory=dict)
-    outputs: dict[Slot, Tensor] = field(default_factory=dict)
-    input_gradients: dict[Slot, Tensor] = field(default_factory=dict)
-    output_gradients: dict[Slot, Tensor] = field(default_factory=dict)
+    inputs: dict[TensorKey, Tensor] = field(default_factory=dict)
+    outputs: dict[TensorKey, Tensor] = field(default_factory=dict)
+    input_gradients: dict[TensorKey, Tensor] = field(default_factory=dict)
+    output_gradients: dict[TensorKey, Tensor] = field(default_factory=dict)
     differentiated: bool = False
 
 
@@ -47,7 +47,7 @@ class Place:
     size: int
 
 
-def slots(values: Iterable[tuple[Slot, Any]]) -> Iterator[tuple[Slot, Tensor]]:
+def slots(values: Iterable[tuple[TensorKey, Any]]) -> Iterator[tuple[TensorKey, Tensor]]:
     """The tensors among values, those inside of tuples, lists and mappings included."""
     for slot, value in values:
         if isinstance(value, Tensor):
@@ -58,7 +58,7 @@ def slots(values: Iterable[tuple[Slot, Any]]) -> Iterator[tuple[Slot, Tensor]]:
             yield from slots((f"{slot}.{key}", item) for key, item in value.items())
 
 
-def output_slots(output: Any) -> Iterator[tuple[Slot, Tensor]]:
+def output_slots(output: Any) -> Iterator[tuple[TensorKey, Tensor]]:
     """The tensors of a result; a tuple or list is the results themselves."""
     return slots(enumerate(output if isinstance(output, tuple | list) else [output]))
 
@@ -126,11 +126,11 @@ class Recorder:
         self.trace.setdefault(name, seen)
 
 
-def _copies(values: Iterable[tuple[Slot, Tensor]]) -> Iterator[tuple[Slot, Tensor]]:
+def _copies(values: Iterable[tuple[TensorKey, Tensor]]) -> Iterator[tuple[TensorKey, Tensor]]:
     return ((slot, value.detach().clone()) for slot, value in values)
 
 
-def _alias(slot: Slot, value: Any, *, store: dict[Slot, Tensor]) -> Any:
+def _alias(slot: TensorKey, value: Any, *, store: dict[TensorKey, Tensor]) -> Any:
     if not isinstance(value, Tensor) or not value.requires_grad:
         return value
     alias = value.view_as(value)
@@ -138,7 +138,7 @@ def _alias(slot: Slot, value: Any, *, store: dict[Slot, Tensor]) -> Any:
     return alias
 
 
-def _keeper(store: dict[Slot, Tensor], slot: Slot) -> Callable[[Tensor], None]:
+def _keeper(store: dict[TensorKey, Tensor], slot: TensorKey) -> Callable[[Tensor], None]:
     def keep(gradient: Tensor) -> None:
         store[slot] = gradient.detach().clone()
 

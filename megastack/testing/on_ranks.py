@@ -21,7 +21,7 @@ from megastack.errors import MegastackError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.placement import Placement
-from megastack.testing.blame import Classes, RankFaults, find_faults, is_packaged
+from megastack.testing.blame import Classes, RankDeviations, find_deviations, is_packaged
 from megastack.testing.compare import Trace, largest_difference, least_squares_ratio, scales
 from megastack.testing.module_trace import ModuleTrace, ModuleTracer, find_reshaped
 from megastack.testing.perturb import perturb_items_
@@ -78,7 +78,7 @@ def prepared(config: TrainConfig, mesh: Mesh, dataset: Dataset) -> Training:
     """A training whose parameters that start at one value are moved off it: a bias of zero hides its own faults."""
     training = build_training(config, mesh, dataset)
     perturb_items_(training.weight_items(), stage_placements(training.stages))
-    training.step.optimizer.refresh_masters()
+    training.step.optimizer.copy_model_to_main()
     return training
 
 
@@ -218,7 +218,7 @@ def to_probe(modules: Mapping[str, nn.Module], blamed: Collection[str]) -> dict[
 
 def blame_modules(
     config: TrainConfig, dataset: Dataset, references: Mapping[int, ModuleTrace], tolerance: float
-) -> RankFaults:
+) -> RankDeviations:
     """The modules at fault on a layout, from its first microbatches; all ranks come to the same ones.
 
     Raises:
@@ -237,13 +237,13 @@ def blame_modules(
     except Exception as error:
         raise _module_failed(modules, classes, tracer, references, samples) from error
     traces = [(references[sample], tracer.traces[sample]) for sample in samples]
-    faults, everywhere = find_faults(mesh, classes, traces, tolerance)
+    errors, everywhere = find_deviations(mesh, classes, traces, tolerance)
     vectors = {
         name: x
         for name, x in tracer.recorder.vectors.items()
         if name in placements and Axis.TP not in placements[name].shards
     }
-    return RankFaults(dict(mesh.coordinates), faults, vectors, everywhere)
+    return RankDeviations(dict(mesh.coordinates), errors, vectors, everywhere)
 
 
 def _module_failed(

@@ -16,7 +16,7 @@ from torch import Tensor
 from megastack.gradients.norm import grad_norm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape
-from megastack.testing.blame import Classes, RankFaults, agreements, blame_forward, find_faults, merge
+from megastack.testing.blame import Classes, RankDeviations, agreements, blame_forward, find_deviations, merge
 from megastack.testing.compare import TOLERANCES, Trace
 from megastack.testing.diagnose import Evidence, Finding, diagnose
 from megastack.testing.layer_training import INPUT_GRADIENT, Factory, LayerTraining, Task, trace_layer
@@ -45,10 +45,10 @@ class _Search:
         alone, names = run_ranks(lambda: _reference(factory, task), 1, timeout=self.timeout)[0]
         parts = run_ranks(lambda: _trace_parts(factory, task, shape.dp), 1, timeout=self.timeout)[0]
         on_ranks = run_ranks(lambda: _watch(factory, shape, task, alone, parts), shape.world_size, timeout=self.timeout)
-        reports, faults = [report for report, _ in on_ranks], [found for _, found in on_ranks]
-        blamed = {name for rank in faults for f in rank.faults for name in (f.blame.module, f.blame.first)}
+        reports, errors = [report for report, _ in on_ranks], [found for _, found in on_ranks]
+        blamed = {name for rank in errors for f in rank.errors for name in (f.blame.module, f.blame.first)}
         degrees = {axis.value: shape.size(axis) for axis in DENSE_AXES}
-        evidence = Evidence(names, degrees, faults, self._unstable(blamed))
+        evidence = Evidence(names, degrees, errors, self._unstable(blamed))
         finding = diagnose(reports, evidence)
         if finding is None or finding.kind != "module":
             finding = self._mixing(parts, evidence) or finding
@@ -117,7 +117,7 @@ def _trace_parts(factory: Factory, task: Task, parts: int) -> list[ModuleTrace]:
 
 def _watch(
     factory: Factory, shape: MeshShape, task: Task, alone: Trace, parts: list[ModuleTrace]
-) -> tuple[RankReport, RankFaults]:
+) -> tuple[RankReport, RankDeviations]:
     """On a rank of the mesh: what differs from the reference, and the modules at fault."""
     mesh = Mesh.from_environment(shape, device="cpu")
     training = _seeded(factory, mesh, task)
@@ -133,8 +133,8 @@ def _watch(
         comparison.scalar("norm", step, float(grad_norm(training.buckets, mesh)), alone.norms[step])
         training.update()
     pairs = [(parts[mesh.coordinates[Axis.DP]], trace)]
-    faults, classes = find_faults(mesh, Classes.of(modules), pairs, TOLERANCES[task.dtype])
-    return report, RankFaults(dict(mesh.coordinates), faults, _replicated(recorder.vectors, training), classes)
+    errors, classes = find_deviations(mesh, Classes.of(modules), pairs, TOLERANCES[task.dtype])
+    return report, RankDeviations(dict(mesh.coordinates), errors, _replicated(recorder.vectors, training), classes)
 
 
 def _replicated(vectors: Mapping[str, Tensor], training: LayerTraining) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megastack.testing.module_trace import Slot, output_slots, relative_difference, slots
+from megastack.testing.module_trace import TensorKey, output_slots, relative_difference, slots
 
 OTHER_SEED = 20_011
 GENERATORS: Mapping[str, Callable[[int], Any]] = {
@@ -28,7 +28,7 @@ GENERATORS: Mapping[str, Callable[[int], Any]] = {
     "NumPy's global generator": np.random.seed,
 }
 """Generators of the process, and how to seed each."""
-Tensors = Mapping[Slot, Tensor]
+Tensors = Mapping[TensorKey, Tensor]
 
 
 def seed_generators(seed: int) -> None:

@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from megastack.comm.echo import is_echo
+from megastack.comm.peer_failure import is_peer_failure
 from megastack.errors import MegastackError
 from megastack.testing.stuck import Stuck, answering, locate
 
@@ -259,7 +259,7 @@ def _perform(task: _Task, inherited: Callable[[], Any] | None) -> _Outcome:
         with answering(task.folder, task.rank), _process_group(task):
             return _Outcome(value=fn(*args))
     except BaseException as error:
-        return _Outcome(error=error, trace=traceback.format_exc(), time=time.time(), echo=is_echo(error))
+        return _Outcome(error=error, trace=traceback.format_exc(), time=time.time(), echo=is_peer_failure(error))
 
 
 def _pickled(outcome: _Outcome) -> bytes:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megastack.comm.echo import is_transport
+from megastack.comm.peer_failure import is_transport
 
 SIGNAL = signal.SIGUSR2
 ANSWERS_WITHIN_S = 2.0

@@ -27,7 +27,7 @@ from megastack.config.typed import typed
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, DataError, MegastackError, PlacementError, ScheduleError, Violation, counted
 from megastack.mesh.shape import DENSE_AXES
-from megastack.testing.blame import RankFaults
+from megastack.testing.blame import RankDeviations
 from megastack.testing.compare import TOLERANCES, Trace
 from megastack.testing.diagnose import Evidence, Finding, diagnose
 from megastack.testing.module_trace import ModuleTrace
@@ -190,11 +190,11 @@ class Verifier:
         shape = mesh_shape(layout)
         degrees = {axis.value: shape.size(axis) for axis in DENSE_AXES}
         try:
-            faults = self._watch(layout, self._reference_modules(layout))
+            errors = self._watch(layout, self._reference_modules(layout))
         except RankFailure:
             return Evidence(names, degrees)
-        blamed = {name for rank in faults for f in rank.faults for name in (f.blame.module, f.blame.first)}
-        return Evidence(names, degrees, faults, self._unstable(blamed))
+        blamed = {name for rank in errors for f in rank.errors for name in (f.blame.module, f.blame.first)}
+        return Evidence(names, degrees, errors, self._unstable(blamed))
 
     def _unstable(self, blamed: Collection[str]) -> dict[str, str]:
         """The modules that depend on more than their input, on one rank already."""
@@ -208,7 +208,7 @@ class Verifier:
             return {}
         return reasons(runs, tolerance)
 
-    def _watch(self, layout: TrainConfig, modules: Mapping[int, ModuleTrace]) -> Sequence[RankFaults]:
+    def _watch(self, layout: TrainConfig, modules: Mapping[int, ModuleTrace]) -> Sequence[RankDeviations]:
         dataset, tolerance = self.dataset, self.tolerance
         return run_ranks(
             lambda: blame_modules(layout, dataset, modules, tolerance),

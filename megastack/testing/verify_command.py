@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from megastack.config.compose import Draft, draft
+from megastack.config.compose import PartialConfig, compose_partial
 from megastack.config.convert import UnusableError
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, MegastackError, counted
-from megastack.faults import Faults, ask_data, ask_model
 from megastack.observe.console import Console
+from megastack.preflight.checks import ErrorCollector, ask_data, ask_model
 from megastack.testing.explain import figure, finding_lines
 from megastack.testing.on_ranks import KINDS
 from megastack.testing.ranks import RankFailure
@@ -48,7 +48,10 @@ def verify_command(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     console = Console()
-    many, given = options.all, draft(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
+    many, given = (
+        options.all,
+        compose_partial(options.overrides, config_dir=options.config_dir, config_name=options.config_name),
+    )
     with given.origins():
         dataset = _inspected(given, many)
     config = given.config
@@ -65,7 +68,7 @@ def _verify(options: argparse.Namespace) -> int:
     return DIFFERS if broken else exit_code(verdicts)
 
 
-def _inspected(given: Draft, many: bool) -> Dataset:
+def _inspected(given: PartialConfig, many: bool) -> Dataset:
     """The data, where nothing stands against comparing anything; of many layouts none is looked at yet.
 
     Raises:
@@ -75,10 +78,10 @@ def _inspected(given: Draft, many: bool) -> Dataset:
     with suppress(UnusableError):  # a section that could not be read; it is in the report
         config = in_double(config)
     config = reference_of(config) if many else config
-    faults = Faults([*given.faults, *violations(config)])
-    ask_model(config, faults)
-    dataset = ask_data(config, faults)
-    faults.require_none()
+    errors = ErrorCollector([*given.errors, *violations(config)])
+    ask_model(config, errors)
+    dataset = ask_data(config, errors)
+    errors.require_none()
     assert dataset is not None
     return dataset
 

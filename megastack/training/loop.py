@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megastack.checkpoint.items import State
-from megastack.checkpoint.saver import Saved, Saver
+from megastack.checkpoint.manager import CheckpointManager, Saved
 from megastack.comm.collectives import all_reduce
 from megastack.data.validation import ValidationBatches
 from megastack.mesh.mesh import Mesh
@@ -62,7 +62,7 @@ class Loop:
     recorder: Recorder
     stop: StopRequest
     folder: Path
-    saver: Saver
+    saver: CheckpointManager
     state: Callable[[], State]
     dump: Callable[[int, str], None]
     validation: ValidationBatches | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megastack.batch import Microbatch
 from megastack.data.loader import Loader
-from megastack.data.stages import StagedLoader
+from megastack.data.phases import PhasedLoader
 from megastack.gradients.interface import Gradients
 from megastack.gradients.norm import clip_gradients_, is_nonfinite
 from megastack.mesh.mesh import Mesh
@@ -60,7 +60,7 @@ class TrainStep:
     """
 
     mesh: Mesh
-    loader: Loader | StagedLoader
+    loader: Loader | PhasedLoader
     pipeline: Pipeline
     buckets: Gradients
     optimizer: Optimizer

@@ -13,8 +13,8 @@ from megastack.assemble.loop import _dumper
 from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.faults import Faults, ask_model
 from megastack.observe.folder import RunFolder
+from megastack.preflight.checks import ErrorCollector, ask_model
 from megastack.testing.ranks import run_ranks
 from megastack.testing.training import composed
 from tests.assemble.test_training import built, everything
@@ -75,10 +75,10 @@ def test_dumps_are_those_of_one_rank_and_checkpoints_come_back(case: str, tmp_pa
 def test_a_scalar_that_would_be_cut_is_told_before_anything_starts(tmp_path: Path) -> None:
     layer = ["model.mlp={_target_: tests.odd_layers.ScalarMLP}", "parallel.dp=2"]
     for more, expected in ((["parallel.zero.stage=1"], 0), (["parallel.zero.stage=3"], 1)):
-        faults = Faults()
-        ask_model(configured(tmp_path, layer, more), faults)
-        assert len(faults.found) == expected
-    assert str(faults.found[0]) == (
+        errors = ErrorCollector()
+        ask_model(configured(tmp_path, layer, more), errors)
+        assert len(errors.found) == expected
+    assert str(errors.found[0]) == (
         "parallel.zero.stage=3: blocks.0.mlp.scale, blocks.1.mlp.scale: a scalar cannot be cut over data ranks; "
         "use 0, 1 or declare it with shape (1,)"
     )

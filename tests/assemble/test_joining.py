@@ -14,7 +14,7 @@ from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import CheckpointError, ConfigError
-from megastack.faults import Faults, ask_model, check_moments
+from megastack.preflight.checks import ErrorCollector, ask_model, check_moments
 from megastack.testing.ranks import run_ranks
 from megastack.testing.training import composed
 from tests.assemble.test_training import built, everything, run
@@ -66,7 +66,7 @@ LAYOUTS = {
 }
 
 
-def masters(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def main_parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is updated, by parameter."""
     kind = "optim/master/" if any("optim/master/" in name for name in state) else "model/"
     return {name.partition(kind)[2]: x for name, x in state.items() if name.startswith(kind)}
@@ -89,8 +89,8 @@ def test_thawed_parameters_start_as_in_a_new_run_and_resume_exactly(layout: str,
     _, before, after = on_ranks(thawed, range(3, 4), paths[0], paths[1])
     weights = {name for name in frozen if name.startswith("model/")}
     assert all(torch.equal(before[name], frozen[name]) for name in weights)
-    for name in filter(joins, masters(before)):
-        check_first_update(masters(before)[name], masters(after)[name], after[f"optim/exp_avg/{name}"])
+    for name in filter(joins, main_parameters(before)):
+        check_first_update(main_parameters(before)[name], main_parameters(after)[name], after[f"optim/exp_avg/{name}"])
     starts = CheckpointReader(paths[1]).trainer["optimizer_starts"]
     assert set(starts.values()) == {3} and all(map(joins, starts)) and len(starts) >= 5
 
@@ -142,7 +142,7 @@ def test_a_strict_resume_names_what_has_no_moments_before_anything_starts(tmp_pa
     config = tiny(tmp_path)
     (said,) = run_ranks(refused, 1, config, path)
     assert "missing from the checkpoint" in said and "optim/exp_avg/blocks.0.mlp.up.weight" in said
-    model = ask_model(config, Faults())
+    model = ask_model(config, ErrorCollector())
     with pytest.raises(ConfigError, match=r"embedding.weight has no exp_avg there.*checkpoint.strict=false"):
         check_moments(Path(path), model, config)
     check_moments(Path(path), model, tiny(tmp_path, FROZEN))

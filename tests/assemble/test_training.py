@@ -137,17 +137,17 @@ def test_a_resumed_low_precision_run_is_the_straight_one_bitwise(more: list[str]
 def set_a_master(config: TrainConfig, path: str) -> list[float]:
     """Write 0.1234567 into every master, save, and read it from a training of another seed of numbers."""
     training = built(config)
-    for parts in training.step.optimizer.masters().values():
+    for parts in training.step.optimizer.main_parameters().values():
         for _, part in parts:
             part.fill_(0.1234567)
-    training.step.optimizer.publish_masters()
+    training.step.optimizer.copy_main_to_model()
     save(path, training.state(), training.mesh).wait()
     other = built(config)
     other.restore(Path(path))
-    masters = [part for parts in other.step.optimizer.masters().values() for _, part in parts]
-    assert all(part.dtype == torch.float32 for part in masters)
+    main_parameters = [part for parts in other.step.optimizer.main_parameters().values() for _, part in parts]
+    assert all(part.dtype == torch.float32 for part in main_parameters)
     weight = dict(other.stages[0].named_parameters())["blocks.0.mlp.down.weight"]
-    return [*{x for part in masters for x in part.unique().tolist()}, *weight.float().unique().tolist()]
+    return [*{x for part in main_parameters for x in part.unique().tolist()}, *weight.float().unique().tolist()]
 
 
 def test_a_master_survives_bitwise_in_fp32(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def start_from_weights(config: TrainConfig, path: str) -> bool:
     optimizer = training.step.optimizer
     same = all(
         torch.equal(part.to(weights[name].dtype), weights[name][box.slices])
-        for name, parts in optimizer.masters().items()
+        for name, parts in optimizer.main_parameters().items()
         for box, part in parts
     )
     optimizer.step(0.0)

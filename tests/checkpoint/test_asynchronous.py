@@ -14,10 +14,10 @@ import torch
 from megastack.checkpoint import asynchronous, write
 from megastack.checkpoint.folder import list_checkpoints, newest_complete, read_latest
 from megastack.checkpoint.items import State, StateItem
-from megastack.checkpoint.kept import Staging
 from megastack.checkpoint.load import load
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.checkpoint.save import save
+from megastack.checkpoint.staging import Staging
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -157,11 +157,11 @@ def test_a_writers_error_is_told_on_all_ranks(tmp_path: Path, weak_rank: int, su
     assert newest_complete(tmp_path) == tmp_path / "step_00000008"
 
 
-def refuse_on_all(root: Path, fault: str) -> str:
+def refuse_on_all(root: Path, problem: str) -> str:
     mesh = Mesh.from_environment(MeshShape(tp=3))
-    names = ["model/w", "model/w"] if fault == "twice" and mesh.rank == 1 else ["model/w"]
-    trainer = {"bad": {1, 2}} if fault == "trainer" and mesh.rank == 0 else {}
-    size = 4 if fault == "shape" and mesh.rank == 2 else 3
+    names = ["model/w", "model/w"] if problem == "twice" and mesh.rank == 1 else ["model/w"]
+    trainer = {"bad": {1, 2}} if problem == "trainer" and mesh.rank == 0 else {}
+    size = 4 if problem == "shape" and mesh.rank == 2 else 3
     state = State([StateItem.replicated(name, torch.zeros(size)) for name in names], trainer)
     try:
         save(root / "step_00000002", state, mesh, asynchronous=True)
@@ -174,8 +174,8 @@ def refuse_on_all(root: Path, fault: str) -> str:
     ("fault", "said"),
     [("twice", "rank 1: model/w: given 2 times"), ("trainer", "plain JSON"), ("shape", "rank 2 shape (4,)")],
 )
-def test_what_can_be_refused_at_once_is(tmp_path: Path, fault: str, said: str) -> None:
-    errors = run_ranks(refuse_on_all, 3, tmp_path, fault)
+def test_what_can_be_refused_at_once_is(tmp_path: Path, error: str, said: str) -> None:
+    errors = run_ranks(refuse_on_all, 3, tmp_path, error)
     assert len(set(errors)) == 1 and said in errors[0]
     assert os.listdir(tmp_path) == []
 

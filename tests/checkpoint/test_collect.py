@@ -51,7 +51,7 @@ def state_of(mesh: Mesh, zero: int, shard_size: int | None) -> tuple[Optimizer, 
     module = Odd(mesh)
     buckets = GradientBuckets([module], mesh, zero=zero, shard_size=shard_size, bucket_bytes=64)
     optimizer = build_optimizer(buckets, OptimizerOptions("adamw"))
-    kinds = optimizer.moments() | {"master": optimizer.masters()}
+    kinds = optimizer.moments() | {"master": optimizer.main_parameters()}
     return optimizer, State(optimizer_items(kinds, stage_placements([module]), mesh))
 
 

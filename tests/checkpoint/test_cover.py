@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastack.checkpoint.cover import cover_fault, overlap, whole, within
+from megastack.checkpoint.cover import cover_error, overlap, whole, within
 from megastack.placement.boxes import Box, range_boxes
 
 
@@ -50,8 +50,8 @@ def test_overlap_is_the_intersection(pair: tuple[Box, Box]) -> None:
 @given(covers())
 def test_a_cut_of_a_tensor_covers_it(cover: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, parts = cover
-    assert cover_fault(shape, parts) is None
-    assert cover_fault(shape, parts[::-1]) is None
+    assert cover_error(shape, parts) is None
+    assert cover_error(shape, parts[::-1]) is None
 
 
 @settings(deadline=None)
@@ -62,22 +62,22 @@ def test_a_lost_or_doubled_or_moved_box_is_noticed(
     shape, parts = cover
     index = data.draw(st.integers(0, len(parts) - 1))
     rest = parts[:index] + parts[index + 1 :]
-    assert "element" in (cover_fault(shape, rest) or "")
-    assert "overlap" in (cover_fault(shape, [*parts, parts[index]]) or "")
+    assert "element" in (cover_error(shape, rest) or "")
+    assert "overlap" in (cover_error(shape, [*parts, parts[index]]) or "")
     if shape:
         moved = Box((parts[index].offset[0] + 1, *parts[index].offset[1:]), parts[index].size)
-        assert cover_fault(shape, [*rest, moved])
+        assert cover_error(shape, [*rest, moved])
 
 
 def test_a_gap_that_an_overlap_makes_up_for_is_noticed() -> None:
-    assert "overlap" in (cover_fault((4, 2), [Box((0, 0), (2, 2)), Box((1, 0), (2, 2))]) or "")
+    assert "overlap" in (cover_error((4, 2), [Box((0, 0), (2, 2)), Box((1, 0), (2, 2))]) or "")
 
 
 def test_a_box_outside_of_the_tensor_is_noticed() -> None:
-    assert "within" in (cover_fault((4,), [Box((2,), (3,))]) or "")
-    assert "within" in (cover_fault((4,), [Box((0, 0), (4, 1))]) or "")
+    assert "within" in (cover_error((4,), [Box((2,), (3,))]) or "")
+    assert "within" in (cover_error((4,), [Box((0, 0), (4, 1))]) or "")
 
 
 def test_a_tensor_without_elements_is_covered_by_nothing() -> None:
-    assert cover_fault((0, 3), []) is None
-    assert cover_fault((3,), [])
+    assert cover_error((0, 3), []) is None
+    assert cover_error((3,), [])

@@ -11,7 +11,7 @@ import torch
 from megastack.checkpoint import usable
 from megastack.checkpoint.folder import (
     Resume,
-    checkpoint_fault,
+    checkpoint_error,
     keep_last,
     list_checkpoints,
     newest_complete,
@@ -54,16 +54,16 @@ def test_checkpoints_are_listed_by_step_with_what_is_wrong(tmp_path: Path) -> No
     (folder / ".step_00000070.writing").mkdir()
     entries = list_checkpoints(folder)
     assert [(entry.step, entry.complete) for entry in entries] == [(3, True), (20, False), (50, False), (100, True)]
-    assert "rank_00000.safetensors" in (entries[1].fault or "") and "truncated" in (entries[1].fault or "")
-    assert "manifest.json: missing" in (entries[2].fault or "")
+    assert "rank_00000.safetensors" in (entries[1].error or "") and "truncated" in (entries[1].error or "")
+    assert "manifest.json: missing" in (entries[2].error or "")
     assert list_checkpoints(tmp_path / "nowhere") == []
 
 
 def test_a_flipped_bit_is_found_when_content_is_checked(tmp_path: Path) -> None:
     folder = write(tmp_path, 2, 4)
     file = damage(folder, 4)
-    assert checkpoint_fault(at(folder, 4), content=False) is None
-    assert f"{file}: crc32" in (checkpoint_fault(at(folder, 4)) or "")
+    assert checkpoint_error(at(folder, 4), content=False) is None
+    assert f"{file}: crc32" in (checkpoint_error(at(folder, 4)) or "")
     assert newest_complete(folder) == at(folder, 2)
     assert newest_complete(tmp_path / "nowhere") is None
 
@@ -101,7 +101,7 @@ def test_a_damaged_newest_is_passed_over_or_refused(tmp_path: Path) -> None:
     for resume in ("auto", "last"):
         found = resolve_resume(resume, run, tmp_path)
         assert (found.checkpoint, found.run_dir) == (at(folder, 2), run)
-        assert [str(file) in fault for fault in found.skipped] == [True]
+        assert [str(file) in error for error in found.skipped] == [True]
         with pytest.raises(CheckpointError, match=r"on_corrupt=refuse: .*rank_00000.safetensors: crc32"):
             resolve_resume(resume, run, tmp_path, on_corrupt="refuse")
 
@@ -174,7 +174,7 @@ def test_nothing_foreign_is_ever_removed(tmp_path: Path) -> None:
     ]
     assert all((folder / name).exists() for name in kept)
     assert (folder / "step_00000003").is_symlink()
-    assert checkpoint_fault(at(outside, 3)) is None
+    assert checkpoint_error(at(outside, 3)) is None
 
 
 def test_damaged_checkpoints_do_not_count_among_the_kept(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_what_a_process_has_verified_is_read_again_only_when_it_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, verified, read = write(tmp_path, 2, 4, 6), Verified(), list[str]()
-    whole = usable.file_fault
+    whole = usable.file_error
     monkeypatch.setattr(usable, "file_fault", lambda f, file, *given: read.append(f.name) or whole(f, file, *given))
     verified.trust(at(folder, 6))
     assert keep_last(folder, 3, verified=verified) == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megastack.checkpoint.folder import checkpoint_fault, resolve_resume
+from megastack.checkpoint.folder import checkpoint_error, resolve_resume
 from megastack.checkpoint.manifest import read_manifest
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.cli import main
@@ -95,7 +95,7 @@ WRONG: dict[str, Callable[[Body], object]] = {
 def refused(run: Path, name: str) -> None:
     """Every way to look at the newest checkpoint names the file, and a resume takes the one before."""
     newest = at(run / "checkpoints", 4)
-    assert name in str(checkpoint_fault(newest)) and name in str(checkpoint_fault(newest, content=False))
+    assert name in str(checkpoint_error(newest)) and name in str(checkpoint_error(newest, content=False))
     found = resolve_resume("auto", run, run)
     assert found.checkpoint == at(run / "checkpoints", 2) and name in found.skipped[0]
     with pytest.raises(CheckpointError, match=name):

@@ -133,11 +133,11 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_the_previous(tmp_path: Pa
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [2]
 
 
-def fail_on_one_rank(root: Path, fault: str) -> str:
+def fail_on_one_rank(root: Path, problem: str) -> str:
     mesh = Mesh.from_environment(MeshShape(tp=3))
-    names = ["model/w", "model/w"] if fault == "twice" and mesh.rank == 1 else ["model/w"]
-    trainer = {"bad": {1, 2}} if fault == "trainer" and mesh.rank == 0 else {}
-    size = 4 if fault == "shape" and mesh.rank == 2 else 3
+    names = ["model/w", "model/w"] if problem == "twice" and mesh.rank == 1 else ["model/w"]
+    trainer = {"bad": {1, 2}} if problem == "trainer" and mesh.rank == 0 else {}
+    size = 4 if problem == "shape" and mesh.rank == 2 else 3
     try:
         save(root / "step_00000002", State([StateItem.replicated(n, torch.zeros(size)) for n in names], trainer), mesh)
     except CheckpointError as error:
@@ -149,8 +149,8 @@ def fail_on_one_rank(root: Path, fault: str) -> str:
     ("fault", "said"),
     [("twice", "rank 1: model/w: given 2 times"), ("trainer", "plain JSON"), ("shape", r"rank 2 shape \(4,\)")],
 )
-def test_a_fault_of_any_rank_is_the_same_error_on_all(tmp_path: Path, fault: str, said: str) -> None:
-    errors = run_ranks(fail_on_one_rank, 3, tmp_path, fault)
+def test_a_fault_of_any_rank_is_the_same_error_on_all(tmp_path: Path, error: str, said: str) -> None:
+    errors = run_ranks(fail_on_one_rank, 3, tmp_path, error)
     assert len(set(errors)) == 1
     assert re.search(said, errors[0])
     assert os.listdir(tmp_path) == []

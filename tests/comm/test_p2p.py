@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from megastack.comm.ledger import Traffic
-from megastack.comm.p2p import Lines
+from megastack.comm.p2p import P2PChannels
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.testing.ranks import run_ranks
 
 
-def lines_of(mesh: Mesh) -> Lines:
-    return Lines(mesh[Axis.PP], mesh.backward_lines, mesh.device)
+def lines_of(mesh: Mesh) -> P2PChannels:
+    return P2PChannels(mesh[Axis.PP], mesh.backward_lines, mesh.device)
 
 
 def in_order() -> list[list[float]]:

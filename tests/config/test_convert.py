@@ -15,7 +15,7 @@ from megastack.config.convert import (
     to_plain,
     value_of,
 )
-from megastack.config.schema import Norm, OptimGroup, ParallelOptions, TrainConfig
+from megastack.config.schema import Norm, OptimGroupOptions, ParallelOptions, TrainConfig
 from tests.config.config_cases import a_config
 
 
@@ -37,14 +37,14 @@ from tests.config.config_cases import a_config
         (list[int], ["1", 2], [1, 2]),
         (list[float], (0.9, 1), [0.9, 1.0]),
         (Any, {"_target_": "a.B"}, {"_target_": "a.B"}),
-        (list[OptimGroup], [{"pattern": "x"}], [OptimGroup(pattern="x")]),
+        (list[OptimGroupOptions], [{"pattern": "x"}], [OptimGroupOptions(pattern="x")]),
     ],
 )
 def test_values_that_are_taken(kind: Any, given: Any, taken: Any) -> None:
     conversion = Conversion()
     found = conversion.value(kind, given, "key")
     assert (found, type(found)) == (taken, type(taken))
-    assert conversion.faults == []
+    assert conversion.errors == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_values_that_are_taken(kind: Any, given: Any, taken: Any) -> None:
         (list[int], 3, "key=3: must be a list; use [3]"),
         (list[int], [1, "x"], "key[1]=x: must be a whole number"),
         (list[int], {"a": 1}, "key={a: 1}: must be a list"),
-        (OptimGroup, 3, "key=3: must be a section of keys; use key.pattern, key.lr_scale or key.weight_decay"),
+        (OptimGroupOptions, 3, "key=3: must be a section of keys; use key.pattern, key.lr_scale or key.weight_decay"),
         (int, "???", "key=???: has to be given and is not; use key=…"),
         (Any, "???", "key=???: has to be given and is not; use key=…"),
     ],
@@ -78,7 +78,7 @@ def test_values_that_are_taken(kind: Any, given: Any, taken: Any) -> None:
 def test_values_that_are_refused(kind: Any, given: Any, message: str) -> None:
     conversion = Conversion()
     assert conversion.value(kind, given, "key") is UNUSABLE
-    assert [str(fault) for fault in conversion.faults] == [message]
+    assert [str(error) for error in conversion.errors] == [message]
 
 
 def test_all_faults_come_together() -> None:
@@ -87,7 +87,7 @@ def test_all_faults_come_together() -> None:
     values["optim"]["groups"] = [{"pattern": "x", "lr_scal": 2}, {}]
     conversion = Conversion()
     conversion.section(TrainConfig, values)
-    found = [str(fault) for fault in conversion.faults]
+    found = [str(error) for error in conversion.errors]
     assert "parallel.tpp=2: no such key; use parallel.tp" in found
     assert "parallel.tp=two: must be a whole number" in found
     assert "optim.groups[0].lr_scal=2: no such key; use optim.groups[0].lr_scale" in found
@@ -96,10 +96,12 @@ def test_all_faults_come_together() -> None:
 
 
 def test_plain_values_make_an_equal_config() -> None:
-    config = replace_values(a_config(), {"optim.groups": [OptimGroup(pattern="mlp")], "model.mlp": {"_target_": "a.B"}})
+    config = replace_values(
+        a_config(), {"optim.groups": [OptimGroupOptions(pattern="mlp")], "model.mlp": {"_target_": "a.B"}}
+    )
     conversion = Conversion()
     assert conversion.section(TrainConfig, to_plain(config)) == config
-    assert conversion.faults == []
+    assert conversion.errors == []
 
 
 def test_values_by_dotted_key() -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from megastack.config.compose import draft
+from megastack.config.compose import compose_partial
 from megastack.config.convert import Conversion, replace_values, to_plain, value_of
 from megastack.config.fields import Key, keys, without_null
 from megastack.config.rules import ITEMS, RANGED, violations
 from megastack.config.schema import TrainConfig
 from megastack.errors import spell
-from megastack.faults import Faults, ask_data, ask_model
 from megastack.plan.describe import short
+from megastack.preflight.checks import ErrorCollector, ask_data, ask_model
 from megastack.testing.training import composed
 from tests.tiny_runs import train
 
@@ -81,11 +81,11 @@ def fitting(key: Key, value: Any) -> Any:
 
 def look(config: TrainConfig, name: str) -> None:
     """All that is asked of a legal configuration before anything starts, as far as a key enters it."""
-    faults = Faults()
+    errors = ErrorCollector()
     if name.startswith(("model.", "optim.", "precision.")):
-        ask_model(config, faults)
+        ask_model(config, errors)
     if name.startswith(("data.", "batch.", "model.vocab")):
-        ask_data(config, faults)
+        ask_data(config, errors)
     short(config, None)
 
 
@@ -124,7 +124,7 @@ def test_extremes_in_items_of_lists_are_refused_by_name_or_accepted(base: TrainC
         section, _, key = of_list.partition(".")
         plain[section][key] = [item]
         config = conversion.section(TrainConfig, plain)
-        found = [*conversion.faults, *violations(config)]
+        found = [*conversion.errors, *violations(config)]
         where = re.sub(r"\.(?=[^.]+$)", r"[0].", name).replace("stages.blend", "stages[0].blend")
         refused = any(violation.key == where for violation in found)
         assert refused or (math.isfinite(value) and abs(value) <= 1e15), f"{name}={value}"
@@ -137,8 +137,8 @@ SPELT = ("1e400", "-1e400", "nan", ".inf", "0x10", "1_000", "9" * 400, "9" * 500
 def test_extremes_of_a_command_line_make_one_report_that_names_each_key(text: str) -> None:
     """All numeric keys at once: what is not in the report was read as a number within its range."""
     values = {name: spell(fitting(key, text)) for name, key in NUMERIC.items()}
-    given = draft([*BASE, *(f"{name}={value}" for name, value in values.items())])
-    named = {fault.key.partition("[")[0] for fault in (*given.faults, *violations(given.config))}
+    given = compose_partial([*BASE, *(f"{name}={value}" for name, value in values.items())])
+    named = {error.key.partition("[")[0] for error in (*given.errors, *violations(given.config))}
     for name in NUMERIC.keys() - named:
         value = value_of(given.config, name)
         number = value[0] if isinstance(value, list) else value

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megastack.config.fields import REQUIRED, describe_bounds, describe_type, keys
-from megastack.config.schema import Norm, OptimGroup, TrainConfig
+from megastack.config.schema import Norm, OptimGroupOptions, TrainConfig
 
 BY_NAME = {key.name: key for key in keys(TrainConfig)}
 
@@ -33,7 +33,7 @@ def test_every_number_without_meaning_below_zero_has_a_lower_bound() -> None:
         (int | None, "int or null"),
         (list[int] | None, "list of int or null"),
         (Norm, "rms, layer"),
-        (list[OptimGroup], "list of {pattern, lr_scale, weight_decay}"),
+        (list[OptimGroupOptions], "list of {pattern, lr_scale, weight_decay}"),
         (Any, "mapping or null"),
     ],
 )

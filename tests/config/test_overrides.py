@@ -20,7 +20,7 @@ def test_keys_are_set_whether_or_not_a_file_names_them() -> None:
     ]
     with session() as hydra:
         result = read_overrides(given, hydra)
-    assert result.faults == []
+    assert result.errors == []
     assert result.legal == [
         "++parallel.tp=2",
         "++parallel.pp=2",
@@ -62,8 +62,8 @@ def test_an_override_that_is_refused(override: str, line: str) -> None:
     with session() as hydra:
         result = read_overrides(["seed=1", override], hydra)
     assert result.legal == ["++seed=1"]
-    [fault] = result.faults
-    assert str(fault).startswith(line)
+    [error] = result.errors
+    assert str(error).startswith(line)
 
 
 def test_a_sweep_is_the_product_as_written() -> None:

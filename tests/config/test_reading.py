@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megastack.config.compose import compose, from_yaml, to_yaml
 from megastack.config.convert import replace_values
-from megastack.config.schema import OptimGroup
+from megastack.config.schema import OptimGroupOptions
 from megastack.errors import ConfigError
 from tests.config.config_cases import a_config
 
@@ -42,7 +42,12 @@ def test_a_stored_configuration_composes_again(tmp_path: Path) -> None:
     number=st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False),
 )
 def test_any_text_and_number_comes_back(text: str, number: float) -> None:
-    values = {"run.name": text, "optim.freeze": [text], "optim.lr": number, "optim.groups": [OptimGroup(pattern=text)]}
+    values = {
+        "run.name": text,
+        "optim.freeze": [text],
+        "optim.lr": number,
+        "optim.groups": [OptimGroupOptions(pattern=text)],
+    }
     config = replace_values(a_config(), values)
     assert from_yaml(to_yaml(config)) == config
 

@@ -14,12 +14,12 @@ from megastack.config.availability import WORKS
 from megastack.config.convert import UNUSABLE, replace_values, to_plain
 from megastack.config.fields import keys, without_null
 from megastack.config.rules import RULES, out_of_range, require_legal, violations
-from megastack.config.schema import BlendSource, DataStage, OptimGroup, RopeOptions, TrainConfig
+from megastack.config.schema import BlendSource, DataPhaseOptions, OptimGroupOptions, RopeOptions, TrainConfig
 from megastack.errors import ConfigError, Violation
-from tests.config.broken_layouts import LAYOUTS
-from tests.config.broken_stages import STAGES
-from tests.config.broken_values import VALUES
 from tests.config.config_cases import BIN_37, LEARNED, LLAMA3, a_config
+from tests.config.invalid_layouts import LAYOUTS
+from tests.config.invalid_phases import STAGES
+from tests.config.invalid_values import VALUES
 
 BROKEN = [*LAYOUTS, *VALUES, *STAGES]
 
@@ -58,12 +58,20 @@ LEGAL: list[tuple[dict[str, Any], int | None]] = [
     ({"model.vocab": 37, "data.tokenizer": "tokenizer.json", "data.source": "text", "data.paths": ["a.txt"]}, None),
     ({"model.vocab": 37, "data.source": "bin", "data.paths": ["a"]}, None),
     ({"model.vocab": 37, "data.blend": [BlendSource(paths=["a"], weight=1.0)]}, None),
-    ({"data.stages": [DataStage(from_step=1, sequence_length=9), DataStage(from_step=2, sequence_length=8)]}, None),
-    (BIN_37 | {"data.stages": [DataStage(from_step=2, paths=["b"])]}, None),
-    (LEARNED | {"model.max_positions": 16, "data.stages": [DataStage(from_step=1, sequence_length=16)]}, None),
+    (
+        {
+            "data.stages": [
+                DataPhaseOptions(from_step=1, sequence_length=9),
+                DataPhaseOptions(from_step=2, sequence_length=8),
+            ]
+        },
+        None,
+    ),
+    (BIN_37 | {"data.stages": [DataPhaseOptions(from_step=2, paths=["b"])]}, None),
+    (LEARNED | {"model.max_positions": 16, "data.stages": [DataPhaseOptions(from_step=1, sequence_length=16)]}, None),
     ({"resume": "auto", "run.dir": "here"}, None),
     ({"resume": "last"}, None),
-    ({"optim.freeze": [r"^blocks\.0\."], "optim.groups": [OptimGroup(pattern="mlp", lr_scale=0.0)]}, None),
+    ({"optim.freeze": [r"^blocks\.0\."], "optim.groups": [OptimGroupOptions(pattern="mlp", lr_scale=0.0)]}, None),
     ({"observe.dump_steps": [1, 3]}, None),
 ]
 

@@ -64,8 +64,8 @@ def test_a_value_of_another_type_is_refused_by_its_key(key: str, value: Any, lin
     ],
 )
 def test_what_means_the_same_becomes_what_the_schema_holds(key: str, value: Any, becomes: Any) -> None:
-    config, faults = typed(replace_values(a_config(), {key: value}))
-    assert faults == [] and config == replace_values(a_config(), {key: becomes})
+    config, errors = typed(replace_values(a_config(), {key: value}))
+    assert errors == [] and config == replace_values(a_config(), {key: becomes})
     head, _, last = key.rpartition(".")
     found = getattr(getattr(config, head) if head else config, last)
     assert type(found) is type(becomes)

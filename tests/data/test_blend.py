@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastack.config.compose import compose
-from megastack.config.data_stages import source_text
+from megastack.config.data_phases import source_text
 from megastack.data.blend import (
     PERIOD,
     BlendOrder,
@@ -21,7 +21,7 @@ from megastack.data.blend import (
     missing_sources,
     shares,
 )
-from megastack.data.dataset import Dataset, Joined, Wanted, build_dataset
+from megastack.data.dataset import ConcatDataset, Dataset, DatasetSpec, build_dataset
 from megastack.data.order import SampleOrder
 from megastack.data.shares import parts
 from megastack.errors import DataError
@@ -118,7 +118,9 @@ def test_shares_are_whole_and_positive_however_many_small_sources_there_are() ->
 
 
 def test_a_run_tells_what_it_draws_of_sources_with_huge_weights(tmp_path: Path) -> None:
-    blend = [Wanted("bin", [write_by_hand(tmp_path / name, [[at] * 100], 8)], 1e308) for at, name in enumerate("ab")]
+    blend = [
+        DatasetSpec("bin", [write_by_hand(tmp_path / name, [[at] * 100], 8)], 1e308) for at, name in enumerate("ab")
+    ]
     said = build_dataset(blend=blend, sequence_length=8, vocab=8, validation_fraction=0).describe()
     assert said.count("(50.00% of the samples)") == 4
     config = compose(
@@ -143,14 +145,14 @@ def blended(tmp_path: Path, weights: tuple[float, float] = (1, 3), **options: An
     for at, name in enumerate(("low", "high")):
         documents = [[50 * at + (n % 50)] * 9 for n in range(200)]
         write_by_hand(tmp_path / name, documents, 8 if at else 4)
-    wanted = [Wanted("bin", [tmp_path / n], w) for n, w in zip(("low", "high"), weights, strict=True)]
+    wanted = [DatasetSpec("bin", [tmp_path / n], w) for n, w in zip(("low", "high"), weights, strict=True)]
     arguments = {"sequence_length": 4, "vocab": 100, "validation_fraction": 0.1, "blend": wanted}
     return build_dataset(**(arguments | options))
 
 
 def test_the_samples_of_a_blend_are_those_of_its_sources(tmp_path: Path) -> None:
     data = blended(tmp_path)
-    assert isinstance(data.train, Joined)
+    assert isinstance(data.train, ConcatDataset)
     samples, parts = data.train.samples, [source.train.samples for source in data.sources]
     assert len(samples) == sum(map(len, parts))
     chosen = np.array([len(parts[0]) + 3, 0, len(parts[0]) - 1, len(parts[0])])
@@ -173,7 +175,7 @@ def test_weights_are_not_part_of_the_fingerprint_and_cutting_is(tmp_path: Path) 
 def test_kinds_of_sources_can_be_mixed(tmp_path: Path) -> None:
     write_by_hand(tmp_path / "c", [[200] * 30] * 40, 8)
     data = build_dataset(
-        blend=[Wanted("builtin", (), 1), Wanted("bin", [tmp_path / "c"], 1)], sequence_length=16, vocab=256
+        blend=[DatasetSpec("builtin", (), 1), DatasetSpec("bin", [tmp_path / "c"], 1)], sequence_length=16, vocab=256
     )
     rows = data.train.samples.rows(data.order(0, data.history()).many(np.arange(100)))
     assert 48 <= (rows.tokens_BS == 200).all(axis=1).sum() <= 52
@@ -181,7 +183,7 @@ def test_kinds_of_sources_can_be_mixed(tmp_path: Path) -> None:
 
 def test_a_source_named_twice_or_without_a_sample_is_refused(tmp_path: Path) -> None:
     blended(tmp_path)
-    twice = [Wanted("bin", [tmp_path / "low"], 1), Wanted("bin", [tmp_path / "low.bin"], 2)]
+    twice = [DatasetSpec("bin", [tmp_path / "low"], 1), DatasetSpec("bin", [tmp_path / "low.bin"], 2)]
     with pytest.raises(DataError, match="name each source once"):
         blended(tmp_path, blend=twice)
     with pytest.raises(DataError, match="too few for one sample"):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megastack.data.continuity import identity, identity_faults
-from megastack.data.dataset import Later, build_dataset
+from megastack.data.continuity import identity, identity_errors
+from megastack.data.dataset import DataPhase, build_dataset
 
 Stages = list[tuple[int, str, int]]
 """First step, text and sequence length of each stage."""
@@ -28,7 +28,7 @@ def record(folder: Path, stages: Stages, step: int = 0) -> dict[str, Any]:
         path = folder / f"{word}.jsonl"
         path.write_text("".join(f'{{"text": "{word} {n} and so on and on"}}\n' for n in range(60)))
         data.append(build_dataset(source="jsonl", paths=[path], sequence_length=length, vocab=256))
-    later = tuple(Later(begin, each) for (begin, _, _), each in zip(stages[1:], data[1:], strict=True))
+    later = tuple(DataPhase(begin, each) for (begin, _, _), each in zip(stages[1:], data[1:], strict=True))
     return {"step": step} | identity(replace(data[0], later=later), seed=1, global_size=4)
 
 
@@ -49,11 +49,11 @@ def record(folder: Path, stages: Stages, step: int = 0) -> dict[str, Any]:
     ids=["add", "drop", "move", "add_another", "too_late", "dropped", "moved", "cut", "other_text", "other_first"],
 )
 def test_only_stages_that_have_not_begun_may_change(
-    before: Stages, step: int, after: Stages, fault: str | None, tmp_path: Path
+    before: Stages, step: int, after: Stages, error: str | None, tmp_path: Path
 ) -> None:
-    faults = identity_faults(record(tmp_path, before, step), record(tmp_path, after))
-    assert len(faults) == (fault is not None), faults
-    assert fault is None or re.search(fault, faults[0])
+    errors = identity_errors(record(tmp_path, before, step), record(tmp_path, after))
+    assert len(errors) == (error is not None), errors
+    assert error is None or re.search(error, errors[0])
 
 
 def test_a_run_without_stages_says_what_it_always_said(tmp_path: Path) -> None:

@@ -126,12 +126,12 @@ def test_a_microbatch_made_by_hand_counts_its_labels() -> None:
 
 def test_an_id_outside_the_vocabulary_is_the_same_error_on_every_rank_before_any_step() -> None:
     samples = PackedSamples(stream_of([np.array([*([1] * 400), 37, 1])], 38), SIZE)
-    faults = set()
+    errors = set()
     for rank in range(4):
         with pytest.raises(DataError) as caught:
             loader(samples, vocab=37, dp_rank=rank, dp_size=4)
-        faults.add(str(caught.value))
-    assert faults == {
+        errors.add(str(caught.value))
+    assert errors == {
         "token id 37 in sample 100: outside model.vocab=37; use ids from 0 to 36, or a larger model.vocab"
     }
 

@@ -116,8 +116,8 @@ def test_text_that_is_not_utf8_is_refused_by_line(tmp_path: Path) -> None:
     ],
     ids=range(7),
 )
-def test_faulty_jsonl_lines_are_refused_by_number(tmp_path: Path, line: bytes, fault: str) -> None:
+def test_faulty_jsonl_lines_are_refused_by_number(tmp_path: Path, line: bytes, error: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
     message = refused("jsonl", [path])
-    assert f"{path}:3" in message and fault in message
+    assert f"{path}:3" in message and error in message

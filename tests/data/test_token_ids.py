@@ -51,7 +51,7 @@ def test_ids_below_0_of_arrays_are_found(tmp_path: Path, kind: str, shape: tuple
     assert str(found).startswith(f"data.paths={tmp_path}/a.npy: token id -3 at token 2 is below 0; use")
 
 
-def test_an_array_with_ids_too_large_and_below_0_has_two_faults(tmp_path: Path) -> None:
+def test_an_array_with_ids_too_large_and_below_0_has_two_errors(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([0, 2**40, -1], "i8"))
     large, negative = id_violations([ArrayFile(tmp_path / "a.npy")], 100)
     assert (large.key, large.legal, negative.key) == ("model.vocab", ("other token files",), "data.paths")

@@ -79,7 +79,7 @@ def stepped(
         gradients.zero_()
         for micro in range(2):
             if micro:
-                gradients.arm(0)
+                gradients.mark_last_backward(0)
             x = torch.linspace(-1, 1, 8).view(2, 4) + mesh.rank + micro / 4 + step / 8
             model(x, (mesh.rank, micro), uses).backward()
         gradients.finish()

@@ -11,7 +11,7 @@ from megastack.gradients.fully_shard import FullyShardedGradients
 from megastack.layers.norm import RMSNorm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
-from megastack.optim.precision import set_dtypes_
+from megastack.optim.main_parameters import set_dtypes_
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Placement
 from megastack.testing.ranks import run_ranks
@@ -88,7 +88,7 @@ def left_out(rank: int) -> str:
     stage = KeptStage(mesh)
     gradients = FullyShardedGradients([stage], mesh, units=list(stage.units), gather="microbatch")
     x = torch.ones(2, 4, dtype=torch.bfloat16)
-    gradients.arm(0)
+    gradients.mark_last_backward(0)
     stage(x, True).backward()
     gradients.finish()
     assert all(float(gradient.abs().max()) for _, gradient in gradients.named_gradients())

@@ -161,7 +161,7 @@ def test_what_is_not_available_or_not_declared_is_refused() -> None:
 def test_a_gradient_out_of_turn_is_an_error() -> None:
     bag = Bag(Mesh.single(), a=vector())
     buckets = GradientBuckets([bag], bag.mesh)
-    buckets.arm(0)
+    buckets.mark_last_backward(0)
     bag.backward(a=1.0)
     with pytest.raises(AssertionError, match="arm"):
         bag.backward(a=1.0)
@@ -181,7 +181,7 @@ def sums_over_data_ranks(shape: MeshShape) -> tuple[dict[str, float], dict]:
     buckets = GradientBuckets([bag], mesh)
     mesh.ledger.reset()
     bag.backward(a=1.0, b=mesh.rank + 1.0)
-    buckets.arm(0)
+    buckets.mark_last_backward(0)
     bag.backward(a=1.0)
     buckets.finish()
     return gradients(buckets), dict(mesh.ledger.records())
@@ -229,7 +229,7 @@ def starts_under_the_backward() -> list[int]:
     chain.get_parameter("w0").register_hook(lambda gradient: seen.append(mesh.ledger.total("dp").calls))
     hidden_BD = torch.ones(2, 4, dtype=torch.float64)
     chain(hidden_BD).backward()
-    buckets.arm(0)
+    buckets.mark_last_backward(0)
     chain(hidden_BD).backward()
     seen.append(mesh.ledger.total("dp").calls)
     buckets.finish()
@@ -255,7 +255,7 @@ def starts_when_only_some_are_awaited() -> list[int]:
     bag.backward(norm=1.0)
     bag.backward(w=1.0)
     count()
-    buckets.arm(0, {bag.get_parameter("w"), bag.get_parameter("v")})
+    buckets.mark_last_backward(0, {bag.get_parameter("w"), bag.get_parameter("v")})
     count()
     bag.backward(v=1.0)
     count()
@@ -279,7 +279,7 @@ def uses_parameters_in_another_order_on_each_rank() -> dict[str, float]:
     loss = torch.zeros((), dtype=torch.float64)
     for place, name in enumerate(order):
         loss = (loss + bag.get_parameter(name).sum() * 10.0**place) * 1.0
-    buckets.arm(0)
+    buckets.mark_last_backward(0)
     loss.backward()
     buckets.finish()
     return gradients(buckets)
@@ -297,7 +297,7 @@ def arms_two_stages() -> list[int]:
     calls = [mesh.ledger.total("dp").calls]
     for stage, bag, more in ((1, last, {"b": 1.0}), (0, first, {"a": 1.0})):
         bag.backward(shared=1.0, **more)
-        buckets.arm(stage)
+        buckets.mark_last_backward(stage)
         bag.backward(shared=1.0, **more)
         calls.append(mesh.ledger.total("dp").calls)
     buckets.finish()

@@ -61,7 +61,7 @@ def trained(shape: MeshShape, shard_size: int | None, sharded: bool) -> dict[str
         gradients.zero_()
         for micro in range(2):
             if micro:
-                gradients.arm(0)
+                gradients.mark_last_backward(0)
             bag().backward()
         gradients.finish()
         found["gradients"].append({name: x.clone() for name, x in gradients.named_gradients()})
@@ -131,7 +131,7 @@ def held_and_sent(
     x = torch.ones(2, 1024)
     chain(x).backward()
     held = [settled_bytes(TOLERANCE * between * count)]
-    gradients.arm(0)
+    gradients.mark_last_backward(0)
     chain(x).backward()
     gradients.finish()
     held.append(settled_bytes(TOLERANCE * 16 / 2 * count))
@@ -211,13 +211,13 @@ def gathered(turning: int, unread: int) -> tuple[list[int], int, int]:
     )
     for unit in chain.units:
         unit.register_forward_pre_hook(chain.note)
-    gradients.arm(0)
+    gradients.mark_last_backward(0)
     loss = chain(torch.arange(mesh.rank, 60 + mesh.rank))
     chain.note()
     loss.backward()
     gradients.finish()
     chain.note()
-    grown = next(shard for shard in gradients.buckets if shard.name == "table.weight").own_gradients
+    grown = next(shard for shard in gradients.buckets if shard.name == "table.weight").local_gradients
     assert torch.count_nonzero(grown) > 0
     return chain.started[:-2], chain.started[-2], chain.started[-1]
 
@@ -238,14 +238,14 @@ def skipped() -> list[bool]:
     optimizer = build_optimizer(gradients, OPTIONS["adamw"])
     stayed = []
     for factor in (float("nan") if mesh.rank else 1.0, 1.0):
-        before = [shard.own_parameters.clone() for shard in gradients.buckets]
+        before = [shard.local_parameters.clone() for shard in gradients.buckets]
         gradients.zero_()
-        gradients.arm(0)
+        gradients.mark_last_backward(0)
         (bag() * factor).backward()
         gradients.finish()
         norm = clip_gradients_(gradients, 1.0, mesh)
         optimizer.step(0.1, found_inf=is_nonfinite(norm))
-        after = [shard.own_parameters for shard in gradients.buckets]
+        after = [shard.local_parameters for shard in gradients.buckets]
         stayed.append(all(torch.equal(x, y) for x, y in zip(before, after, strict=True)))
     return stayed
 

@@ -23,7 +23,7 @@ def test_on_one_rank_all_placements_reduce_alike() -> None:
     mesh = Mesh.single()
     found = {reduction_of(name, placement, mesh, {}) for name, placement in PLACEMENTS.items()}
     (reduction,) = found
-    assert (reduction.tensor, reduction.tied, reduction.whole, reduction.counted) == (None, None, False, True)
+    assert (reduction.tensor, reduction.tied, reduction.whole, reduction.is_owner) == (None, None, False, True)
     assert reduction.data.shard.size == reduction.data.replicas.size == 1
 
 
@@ -31,7 +31,7 @@ def groups_by_placement() -> dict[str, tuple[object, ...]]:
     mesh = Mesh.from_environment(MeshShape(tp=4))
     found = {name: reduction_of(name, placement, mesh, {}) for name, placement in PLACEMENTS.items()}
     all_reduce(torch.zeros(1), mesh.world)  # nobody leaves while another still joins its group
-    return {name: (r.tensor.ranks if r.tensor else (), r.whole, r.counted) for name, r in found.items()}
+    return {name: (r.tensor.ranks if r.tensor else (), r.whole, r.is_owner) for name, r in found.items()}
 
 
 def test_the_ranks_of_each_sum_and_who_counts() -> None:

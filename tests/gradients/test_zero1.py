@@ -116,7 +116,7 @@ def ten_steps(zero: int) -> dict[str, object]:
         bag()  # a forward waits for the gathers
         for micro in range(2):
             if micro == 1:
-                buckets.arm(0)
+                buckets.mark_last_backward(0)
             used = ("a", "b", "c") if mesh.rank % 2 else ("c", "a", "b")
             loss = torch.zeros((), dtype=torch.float64)
             for place, name in enumerate(used):
@@ -126,7 +126,7 @@ def ten_steps(zero: int) -> dict[str, object]:
         norms.append(clip_gradients_(buckets, 1.0, mesh).item())
         optimizer.step(0.05)
     buckets.wait_parameters()
-    own = [bucket.own_parameters.numel() for bucket in buckets.buckets]
+    own = [bucket.local_parameters.numel() for bucket in buckets.buckets]
     return {"weights": [p.tolist() for p in bag.parameters()], "norms": norms, "own": own}
 
 
@@ -184,7 +184,7 @@ def waits_under_a_forward() -> tuple[list[int], dict[tuple[str, str], tuple[int,
     for block in stack.blocks:
         block.register_forward_pre_hook(lambda *_: seen.append(len(gathers._pending)))
     x_BD = torch.ones(1, 4, dtype=torch.float64)
-    buckets.arm(0)
+    buckets.mark_last_backward(0)
     stack(x_BD).backward()
     seen.clear()
     mesh.ledger.reset()

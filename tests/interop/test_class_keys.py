@@ -180,7 +180,7 @@ def test_wrong_types_and_contradictions_are_refused_by_the_name_of_the_key(
     with pytest.raises(ConfigError) as refusal:
         read_hub_config(bare(family) | change, sequence_length=8)
     assert reason in str(refusal.value)
-    keys = [fault.key for fault in refusal.value.violations]
+    keys = [error.key for error in refusal.value.violations]
     assert len(keys) == len(set(keys))
 
 

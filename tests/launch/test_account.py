@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from megastack.comm.trail import Operation
+from megastack.comm.flight_recorder import Operation
 from megastack.launch.account import Seen, account_of
 from megastack.mesh.shape import MeshShape
 from megastack.observe.failure import FailureRecord
-from megastack.observe.watchdog import Report
+from megastack.observe.watchdog import RankState
 
 SHAPE = MeshShape(pp=3)
 WAIT = Operation("pp", "all_reduce", 4, (5,), (0, 1, 2))
@@ -19,9 +19,9 @@ def record(rank: int, *, echo: bool) -> FailureRecord:
     return FailureRecord(rank, f"pp{rank} dp0 tp0", rank, 2, "training step 3", "E: m", "trace", "m", echo)
 
 
-def report(rank: int, seconds: float, waiting: Operation | None = WAIT, number: int = 4) -> Report:
+def report(rank: int, seconds: float, waiting: Operation | None = WAIT, number: int = 4) -> RankState:
     counts = {WAIT.line: number}
-    return Report(rank, f"pp{rank} dp0 tp0", 0, "training step 3", seconds, waiting, counts, [], [], [], WAIT)
+    return RankState(rank, f"pp{rank} dp0 tp0", 0, "training step 3", seconds, waiting, counts, [], [], [], WAIT)
 
 
 def test_a_rank_that_failed_by_itself_comes_first() -> None:

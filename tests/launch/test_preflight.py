@@ -239,15 +239,15 @@ def test_any_broken_value_leaves_the_other_faults_in_the_report(tmp_path):
     config = compose([*overrides(tmp_path), *more])
     with pytest.raises(ConfigError) as whole:
         inspect(config)
-    assert len(whole.value.faults) == 4 - (torch.cuda.device_count() > 0)
+    assert len(whole.value.errors) == 4 - (torch.cuda.device_count() > 0)
     for key in keys(TrainConfig):
         unread = Violation(key.name, "odd", "must be something else")
         faulty = replace_values(config, {key.name: UNUSABLE})
         with pytest.raises(ConfigError) as refused:
             inspect(faulty, [unread, *violations(faulty)])
-        own = [line for line in refused.value.faults if str(line).partition("=")[0].startswith(key.name)]
+        own = [line for line in refused.value.errors if str(line).partition("=")[0].startswith(key.name)]
         assert own[0] is unread and len(own) <= 1 + (key.name == "model"), own
-        lost = {line for line in map(str, whole.value.faults) if line not in map(str, refused.value.faults)}
+        lost = {line for line in map(str, whole.value.errors) if line not in map(str, refused.value.errors)}
         assert all(_may_go(line, key.name) for line in lost), (key.name, lost)
 
 

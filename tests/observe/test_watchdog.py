@@ -7,15 +7,15 @@ import threading
 import time
 from dataclasses import replace
 
-from megastack.comm.trail import KEPT, Operation, Trail, Waited
+from megastack.comm.flight_recorder import KEPT, FlightRecorder, Operation, Waited
 from megastack.mesh.shape import Axis
-from megastack.observe.watchdog import Report, Watchdog, diagnose, read_reports
+from megastack.observe.watchdog import RankState, Watchdog, find_missing_ranks, read_reports
 
 HERE = {Axis.PP: 1, Axis.DP: 0, Axis.CP: 0, Axis.TP: 0}
 
 
-def report(rank: int, waiting: Operation | None, counts: dict[str, int], seconds: float = 5.0) -> Report:
-    return Report(rank, f"pp{rank} dp0 tp0", 0, "training step 3", seconds, waiting, counts, [], [], ["a.py:7 in f"])
+def report(rank: int, waiting: Operation | None, counts: dict[str, int], seconds: float = 5.0) -> RankState:
+    return RankState(rank, f"pp{rank} dp0 tp0", 0, "training step 3", seconds, waiting, counts, [], [], ["a.py:7 in f"])
 
 
 def receive(number: int, source: int, destination: int) -> Operation:
@@ -25,7 +25,7 @@ def receive(number: int, source: int, destination: int) -> Operation:
 def test_the_end_of_a_chain_of_waits_is_named() -> None:
     """Rank 0 waits for rank 1, which waits for rank 2, which is stopped and wrote nothing."""
     waits = [report(0, receive(5, 1, 0), {}), report(1, receive(4, 2, 1), {"pp send 1>0": 4}, 6.0)]
-    missing = diagnose(waits, 3)
+    missing = find_missing_ranks(waits, 3)
     assert missing is not None
     assert (missing.rank, missing.operation, missing.waited_s) == (2, "pp send 4 of [2, 4] to rank 1", 6.0)
     assert missing.lines == (
@@ -39,50 +39,50 @@ def test_a_rank_that_is_stuck_elsewhere_says_where() -> None:
     reduction = Operation("tp", "all_reduce", 7, (8,), (0, 1, 2))
     counts = {reduction.line: 7}
     found = [report(0, reduction, counts), report(1, None, {reduction.line: 6}, 9.0), report(2, reduction, counts)]
-    missing = diagnose(found, 3)
+    missing = find_missing_ranks(found, 3)
     assert missing is not None and (missing.rank, missing.operation) == (1, "tp all_reduce 7 of [8]")
     assert missing.lines[-1] == "[rank 1 | pp1 dp0 tp0] called nothing for 9 s in training step 3, at a.py:7 in f"
 
 
 def test_nobody_is_missing_where_all_came_or_wait_in_a_circle() -> None:
     reduction = Operation("tp", "all_reduce", 7, (8,), (0, 1))
-    assert diagnose([report(rank, reduction, {reduction.line: 7}) for rank in (0, 1)], 2) is None
-    assert diagnose([report(0, receive(1, 1, 0), {}), report(1, receive(1, 0, 1), {})], 2) is None
-    assert diagnose([], 2) is None
+    assert find_missing_ranks([report(rank, reduction, {reduction.line: 7}) for rank in (0, 1)], 2) is None
+    assert find_missing_ranks([report(0, receive(1, 1, 0), {}), report(1, receive(1, 0, 1), {})], 2) is None
+    assert find_missing_ranks([], 2) is None
 
 
 def test_operations_are_numbered_by_group_and_line_and_few_are_kept() -> None:
-    trail = Trail()
+    flight_recorder = FlightRecorder()
     for _ in range(KEPT):
-        trail.start("tp", "all_reduce", (1,), (0, 1))
-    trail.start("tp", "all_gather", (1,), (0, 1))
-    trail.start("tp", "all_gather", (1,), (0, 2))
-    trail.start("pp", "send", (1,), (0, 1))
-    last = trail.start("pp", "receive", (1,), (1, 0))
-    assert len(trail.operations) == KEPT and trail.operations[-1] is last
-    assert trail.counts() == {
+        flight_recorder.start("tp", "all_reduce", (1,), (0, 1))
+    flight_recorder.start("tp", "all_gather", (1,), (0, 1))
+    flight_recorder.start("tp", "all_gather", (1,), (0, 2))
+    flight_recorder.start("pp", "send", (1,), (0, 1))
+    last = flight_recorder.start("pp", "receive", (1,), (1, 0))
+    assert len(flight_recorder.operations) == KEPT and flight_recorder.operations[-1] is last
+    assert flight_recorder.counts() == {
         "tp 0-1/2": KEPT + 1, "tp 0-2/2": 1, "pp send 0>1": 1, "pp receive 1>0": 1
     }  # fmt: skip
     assert last.line == "pp receive 1>0" and last.other.line == "pp send 1>0"
 
 
 def test_the_thread_writes_when_nothing_moves_and_the_report_stays_as_it_was(tmp_path) -> None:
-    trail, path = Trail(), tmp_path / "watch" / "rank_00001.json"
-    operation = trail.start("dp", "all_reduce", (3,), (0, 1))
-    trail.begin_wait(operation)
+    flight_recorder, path = FlightRecorder(), tmp_path / "watch" / "rank_00001.json"
+    operation = flight_recorder.start("dp", "all_reduce", (3,), (0, 1))
+    flight_recorder.begin_wait(operation)
     others_failed = threading.Event()
     watches = {"limit_s": 0.3, "doing": lambda: "training step 3", "failed": others_failed.is_set}
-    with Watchdog(trail, path, 1, HERE, **watches) as watchdog:
+    with Watchdog(flight_recorder, path, 1, HERE, **watches) as watchdog:
         for _ in range(4):
             time.sleep(0.1)
-            trail.act("1F0")  # it moves
+            flight_recorder.act("1F0")  # it moves
         assert not path.exists()
         deadline = time.monotonic() + 20
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         (found,) = read_reports(path.parent)
         others_failed.set()
-        trail.end_wait()
+        flight_recorder.end_wait()
         watchdog.write()
     assert (found.waiting, found.doing, found.who) == (operation, "training step 3", "[rank 1 | pp1 dp0 tp0]")
     assert found.seconds >= 0.25 and found.actions == ["1F0"] * 4 and "test_watchdog.py" in found.stack[-1]
@@ -91,11 +91,11 @@ def test_the_thread_writes_when_nothing_moves_and_the_report_stays_as_it_was(tmp
 
 def test_a_rank_that_ends_well_leaves_no_report_and_one_that_fails_does(tmp_path) -> None:
     path = tmp_path / "rank_00000.json"
-    with Watchdog(Trail(), path, 0, HERE, limit_s=60, doing=lambda: "starting"):
+    with Watchdog(FlightRecorder(), path, 0, HERE, limit_s=60, doing=lambda: "starting"):
         pass
     assert not path.exists()
     try:
-        with Watchdog(Trail(), path, 0, HERE, limit_s=60, doing=lambda: "starting"):
+        with Watchdog(FlightRecorder(), path, 0, HERE, limit_s=60, doing=lambda: "starting"):
             raise ValueError
     except ValueError:
         pass
@@ -103,16 +103,16 @@ def test_a_rank_that_ends_well_leaves_no_report_and_one_that_fails_does(tmp_path
 
 
 def test_a_rank_that_goes_on_takes_its_report_back_and_writes_another_when_others_fail(tmp_path) -> None:
-    trail, path, others_failed = Trail(), tmp_path / "rank_00001.json", threading.Event()
+    flight_recorder, path, others_failed = FlightRecorder(), tmp_path / "rank_00001.json", threading.Event()
     watches = {"limit_s": 1.0, "doing": lambda: "training step 3", "failed": others_failed.is_set}
-    with Watchdog(trail, path, 1, HERE, **watches):
+    with Watchdog(flight_recorder, path, 1, HERE, **watches):
         wait_until(path.exists)
-        operation = trail.start("dp", "all_reduce", (3,), (0, 1))
+        operation = flight_recorder.start("dp", "all_reduce", (3,), (0, 1))
         wait_until(lambda: not path.exists())
         others_failed.set()
         wait_until(path.exists)
         assert read_reports(tmp_path)[0].last == operation
-        trail.begin_wait(trail.start("dp", "all_reduce", (3,), (0, 1)))
+        flight_recorder.begin_wait(flight_recorder.start("dp", "all_reduce", (3,), (0, 1)))
         time.sleep(0.3)
     assert read_reports(tmp_path)[0].last == operation, "what it did after the failure is of no interest"
 
@@ -131,25 +131,25 @@ def test_where_no_rank_waits_on_the_host_the_last_operations_tell_who_is_missing
         replace(report(rank, None, {line.line: number}), last=line._replace(number=number))
         for rank, number in ((0, 7), (1, 6), (2, 7))
     ]
-    missing = diagnose(reports, 3)
+    missing = find_missing_ranks(reports, 3)
     assert missing is not None and (missing.rank, missing.operation) == (1, "dp all_reduce 7 of [8]")
 
 
 def test_the_time_of_a_wait_counts_from_the_start_of_a_collective() -> None:
-    trail, work = Trail(), type("Work", (), {"wait": lambda self: None})()
-    pending = Waited(work, trail, trail.start("dp", "all_reduce", (3,), (0, 1)))
+    flight_recorder, work = FlightRecorder(), type("Work", (), {"wait": lambda self: None})()
+    pending = Waited(work, flight_recorder, flight_recorder.start("dp", "all_reduce", (3,), (0, 1)))
     time.sleep(0.05)
     pending.wait()
-    assert trail.moved - trail.since >= 0.05
+    assert flight_recorder.moved - flight_recorder.since >= 0.05
 
 
 def test_own_work_within_an_operation_is_not_yet_an_arrival() -> None:
     """A checkpoint is one operation of several rounds: the rank that writes long is the one that others wait for."""
-    trail = Trail()
-    operation = trail.start("world", "checkpoint_save", (), (0, 1))
-    with trail.waits(operation):
-        with trail.local_work():
-            assert trail.waiting is None and trail.counts()[operation.line] == 0
-        assert trail.waiting == operation and trail.counts()[operation.line] == 1
-    with trail.local_work():
-        assert trail.waiting is None and trail.counts()[operation.line] == 1
+    flight_recorder = FlightRecorder()
+    operation = flight_recorder.start("world", "checkpoint_save", (), (0, 1))
+    with flight_recorder.waits(operation):
+        with flight_recorder.local_work():
+            assert flight_recorder.waiting is None and flight_recorder.counts()[operation.line] == 0
+        assert flight_recorder.waiting == operation and flight_recorder.counts()[operation.line] == 1
+    with flight_recorder.local_work():
+        assert flight_recorder.waiting is None and flight_recorder.counts()[operation.line] == 1

@@ -11,9 +11,9 @@ from torch import Tensor
 from megastack.errors import ConfigError
 from megastack.gradients.buckets import GradientBuckets
 from megastack.gradients.norm import clip_gradients_, is_nonfinite
+from megastack.gradients.parameter_groups import GroupRule, assign_groups
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.optim.groups import GroupRule, assign_groups
 from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Ones, Placement, Shard

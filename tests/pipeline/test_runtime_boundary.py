@@ -17,7 +17,7 @@ from megastack.mesh.shape import MeshShape
 from megastack.models.block import Block
 from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedules.registry import build_schedule
-from megastack.pipeline.stage import Slot, Stage, leaf
+from megastack.pipeline.stage import Stage, TensorSpec, leaf
 from megastack.testing.ranks import run_ranks
 from megastack.weight_gradients import WeightGradients
 from tests.models.model_cases import LLAMA, build, microbatch, tiny
@@ -120,11 +120,13 @@ def test_a_boundary_that_depends_on_more_than_the_shape_is_refused() -> None:
 
 def test_a_slot_survives_a_journey_as_json() -> None:
     x = torch.zeros(2, 0, dtype=torch.bfloat16, requires_grad=True)
-    slot = Slot.of("x", x)
+    slot = TensorSpec.of("x", x)
     assert (slot.shape, slot.torch_dtype, slot.needs_grad) == ((2, 0), torch.bfloat16, True)
     record = {"name": "x", "shape": [2, 0], "dtype": "bfloat16", "needs_grad": True}
-    assert Slot.from_record(record) == slot
-    assert Slot.from_record({"name": "y", "shape": None, "dtype": "", "needs_grad": False}) == Slot.of("y", None)
+    assert TensorSpec.from_record(record) == slot
+    assert TensorSpec.from_record({"name": "y", "shape": None, "dtype": "", "needs_grad": False}) == TensorSpec.of(
+        "y", None
+    )
 
 
 def test_a_leaf_is_cut_from_the_graph_before_it() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megastack.errors import PlacementError
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.placement.boxes import Box, counts_here, local_box, local_shape, range_boxes
+from megastack.placement.boxes import Box, local_box, local_shape, owns_replica, range_boxes
 from megastack.placement.placement import Placement, Shard
 
 shapes_with_range = st.lists(st.integers(1, 5), max_size=5).flatmap(
@@ -78,7 +78,7 @@ def test_ranks_hold_every_element_and_count_each_once(case: tuple[Placement, Mes
         box = local_box(placement, mesh_shape, at)
         assert all(a <= b for a, b in zip(box.size, local_shape(placement, mesh_shape), strict=True))
         held[box.slices] += 1
-        counted[box.slices] += counts_here(placement, mesh_shape, at)
+        counted[box.slices] += owns_replica(placement, mesh_shape, at)
     assert (held == placement.shards[Axis.TP].copies).all() and (counted == 1).all()
 
 
@@ -95,7 +95,7 @@ def test_copies_sit_on_adjacent_ranks() -> None:
     boxes = [local_box(kv, mesh_shape, {Axis.TP: t}) for t in range(4)]
     assert [box.offset[0] for box in boxes] == [0, 0, 1, 1]
     assert local_shape(kv, mesh_shape) == (1, 2, 8, 16)
-    assert [counts_here(kv, mesh_shape, {Axis.TP: t}) for t in range(4)] == [True, False, True, False]
+    assert [owns_replica(kv, mesh_shape, {Axis.TP: t}) for t in range(4)] == [True, False, True, False]
 
 
 def test_padding_stays_outside_of_the_boxes() -> None:
@@ -112,8 +112,8 @@ def test_padding_stays_outside_of_the_boxes() -> None:
 
 def test_a_whole_parameter_counts_on_the_first_tensor_rank() -> None:
     whole = Placement((4,))
-    assert [counts_here(whole, MeshShape(tp=2, dp=3), {Axis.TP: t, Axis.DP: 2}) for t in range(2)] == [True, False]
-    assert counts_here(whole, MeshShape(), {Axis.TP: 0})
+    assert [owns_replica(whole, MeshShape(tp=2, dp=3), {Axis.TP: t, Axis.DP: 2}) for t in range(2)] == [True, False]
+    assert owns_replica(whole, MeshShape(), {Axis.TP: 0})
     assert local_box(whole, MeshShape(tp=2), {Axis.TP: 1}) == Box((0,), (4,))
 
 

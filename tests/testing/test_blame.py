@@ -44,7 +44,7 @@ def test_the_first_module_whose_input_is_right_is_at_fault_and_not_those_after_i
     assert forward(found | {"a.down": OFF}) == Blame("a.down", "forward", True, "a.down")
 
 
-def test_a_part_that_the_module_around_it_puts_right_is_no_fault() -> None:
+def test_a_part_that_the_module_around_it_puts_right_is_no_error() -> None:
     assert forward({"a.partial": OFF, "a": RIGHT, "b": OFF}) == Blame("b", "forward", True, "b")
     assert forward({"a.partial": OFF, "a": RIGHT, "b": RIGHT}) is None
 

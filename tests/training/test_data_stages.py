@@ -17,7 +17,7 @@ from megastack.assemble.training import Training, build_training
 from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.data.stages import StagedLoader
+from megastack.data.phases import PhasedLoader
 from megastack.errors import CheckpointError, DataError
 from megastack.mesh.mesh import Mesh
 from megastack.models.profile import flops_per_token
@@ -143,7 +143,7 @@ def test_weights_may_change_in_the_stage_that_goes_on_and_not_in_one_that_is_ove
     changed.restore(path)
     assert [[stretch.begin for stretch in history] for history in changed.histories] == [[0], [8, 12]]
     loader = changed.step.loader
-    assert isinstance(loader, StagedLoader)
+    assert isinstance(loader, PhasedLoader)
     numbers = np.concatenate([loader.sample_numbers(step) for step in range(6)])
     assert len(set(numbers.tolist())) == 24
     with pytest.raises(CheckpointError, match=r"data\.blend: its stage is over, other weights would do nothing"):

@@ -22,16 +22,16 @@ def test_a_signal_is_a_wish_inside_and_what_it_was_outside():
 def test_the_time_limit_and_other_threads():
     assert StopRequest(1000).code == 0 and StopRequest(0).code == TIME_IS_OVER
     assert describe_stop(TIME_IS_OVER) == "the time limit is reached"
-    faults = []
+    errors = []
 
     def enter() -> None:
         try:
             with StopRequest(signals=(signal.SIGTERM,)):
                 pass
         except ValueError as error:
-            faults.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert not faults
+    assert not errors

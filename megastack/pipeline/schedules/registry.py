@@ -22,7 +22,7 @@ from megastack.pipeline.action import EXECUTED, Action, Op
 from megastack.pipeline.check import check
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
-from megastack.pipeline.simulate import fault
+from megastack.pipeline.simulate import error
 
 Rows = Sequence[Sequence[Action]]
 Generator = TypeVar("Generator", bound=Callable[..., Rows])
@@ -199,7 +199,7 @@ def _require_executed(schedule: Schedule) -> None:
         for step, action in enumerate(row):
             if action.op not in EXECUTED:
                 legal = ", ".join(op for op in Op if op in EXECUTED)
-                raise fault(schedule, f"{action} is none of what the runtime executes: {legal}", rank, step)
+                raise error(schedule, f"{action} is none of what the runtime executes: {legal}", rank, step)
 
 
 def _require_sizes(schedule: Schedule, sizes: tuple[int, int, int]) -> None:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megastack.comm.collectives import Pending
-from megastack.comm.echo import is_echo
-from megastack.comm.trail import Trail, Waited
+from megastack.comm.flight_recorder import FlightRecorder, Waited
+from megastack.comm.peer_failure import is_peer_failure
 from tests import tiny_runs
 
 C10D = dist.distributed_c10d.__file__
@@ -36,20 +36,20 @@ def raised_in(path: str, name: str, error: BaseException) -> BaseException:
 
 def waited(wait: Callable[[], Any]) -> Waited:
     work = type("Work", (), {"wait": staticmethod(wait)})()
-    trail = Trail()
-    return Waited(work, trail, trail.start("dp", "all_reduce", (1,), (0, 1)))
+    flight_recorder = FlightRecorder()
+    return Waited(work, flight_recorder, flight_recorder.start("dp", "all_reduce", (1,), (0, 1)))
 
 
 def test_what_a_collective_or_a_wait_raises_is_a_peer_failure_whatever_it_says() -> None:
-    assert is_echo(raised_in(C10D, "all_reduce", RuntimeError(TEXT)))
-    assert is_echo(raised(waited(c_error).wait))
-    assert is_echo(raised(Pending(waited(c_error), lambda: torch.empty(0)).wait))
+    assert is_peer_failure(raised_in(C10D, "all_reduce", RuntimeError(TEXT)))
+    assert is_peer_failure(raised(waited(c_error).wait))
+    assert is_peer_failure(raised(Pending(waited(c_error), lambda: torch.empty(0)).wait))
 
 
 def test_the_same_error_from_a_layer_or_from_a_rank_s_own_work_is_not() -> None:
-    assert not is_echo(raised(c_error))
-    assert not is_echo(raised_in(tiny_runs.__file__, "wait", RuntimeError(TEXT)))
-    assert not is_echo(raised_in(torch.nn.functional.__file__, "linear", RuntimeError(TEXT)))
+    assert not is_peer_failure(raised(c_error))
+    assert not is_peer_failure(raised_in(tiny_runs.__file__, "wait", RuntimeError(TEXT)))
+    assert not is_peer_failure(raised_in(torch.nn.functional.__file__, "linear", RuntimeError(TEXT)))
 
 
 def test_what_follows_a_wait_is_own_work() -> None:
@@ -58,20 +58,20 @@ def test_what_follows_a_wait_is_own_work() -> None:
     def finish() -> torch.Tensor:
         raise RuntimeError(TEXT)
 
-    assert not is_echo(raised(Pending(waited(lambda: None), finish).wait))
+    assert not is_peer_failure(raised(Pending(waited(lambda: None), finish).wait))
 
 
 @pytest.mark.parametrize(
     "error", [ValueError, TypeError, torch.OutOfMemoryError, NotImplementedError, KeyboardInterrupt]
 )
 def test_other_classes_are_own_failures_even_inside_a_collective(error: type[BaseException]) -> None:
-    assert not is_echo(raised_in(C10D, "all_reduce", error(TEXT)))
+    assert not is_peer_failure(raised_in(C10D, "all_reduce", error(TEXT)))
 
 
 @pytest.mark.parametrize("error", [dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError, dist.DistError])
 def test_torch_s_own_classes_are_peer_failures_anywhere(error: type[BaseException]) -> None:
     """NCCL raises DistBackendError where the host happens to be."""
-    assert is_echo(error(TEXT))
+    assert is_peer_failure(error(TEXT))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_torch_s_own_classes_are_peer_failures_anywhere(error: type[BaseExceptio
     ],
 )
 def test_known_texts_count_where_a_user_s_code_waits(text: str) -> None:
-    assert is_echo(RuntimeError(text))
+    assert is_peer_failure(RuntimeError(text))
 
 
 def test_an_error_that_follows_a_peer_failure_is_one() -> None:
@@ -99,5 +99,5 @@ def test_an_error_that_follows_a_peer_failure_is_one() -> None:
         except RuntimeError:
             raise ValueError(TEXT)  # noqa: B904 - the implicit context is what is tested
 
-    assert is_echo(raised(partial(handled, explicit=True))) and is_echo(raised(unhandled))
-    assert not is_echo(raised(partial(handled, explicit=False)))
+    assert is_peer_failure(raised(partial(handled, explicit=True))) and is_peer_failure(raised(unhandled))
+    assert not is_peer_failure(raised(partial(handled, explicit=False)))

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megastack.gradients.interface import Part, Slice
+from megastack.gradients.interface import BoxView, Slice
 
 
 def set_dtypes_(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ def set_dtypes_(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[str
         parameter.data = parameter.data.to(torch.promote_types(compute, torch.float32) if kept else compute)
 
 
-class Master:
+class MainParameters:
     """The values of this rank's slice of one bucket, as an optimizer sees them.
 
     Attributes:
@@ -41,7 +41,7 @@ class Master:
 
     def __init__(self, bucket: Slice, *, offload: bool = False) -> None:
         self.bucket = bucket
-        own = bucket.own_parameters
+        own = bucket.local_parameters
         dtype = torch.promote_types(own.dtype, torch.float32)
         self.is_wider = dtype != own.dtype or bucket.is_rounded
         self.values = own.to(device="cpu" if offload else own.device, dtype=dtype)
@@ -50,25 +50,25 @@ class Master:
     @property
     def gradients(self) -> Tensor:
         """The gradients of the slice, where the values are and in their dtype."""
-        return self.bucket.own_gradients.to(self.values)
+        return self.bucket.local_gradients.to(self.values)
 
-    def parts(self, flat: Tensor) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    def parts(self, flat: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
         """What a tensor of the values' layout holds of each parameter, by global name."""
         return self.bucket.parts(flat)
 
     def publish(self) -> None:
         """Round the master into the slice of the model's parameters."""
         if self._is_copy:
-            self.bucket.own_parameters.copy_(self.values)
+            self.bucket.local_parameters.copy_(self.values)
 
     def refresh(self, names: Collection[str] | None = None) -> None:
         """Take over the model's parameters (those of ``names``), after weights were loaded into them."""
         if not self._is_copy:
             return
         if names is None:
-            self.values.copy_(self.bucket.own_parameters)
+            self.values.copy_(self.bucket.local_parameters)
             return
-        used = dict(self.parts(self.bucket.own_parameters))
+        used = dict(self.parts(self.bucket.local_parameters))
         for name, parts in self.parts(self.values):
             if name in names:
                 for (_, own), (_, model) in zip(parts, used[name], strict=True):

@@ -18,25 +18,25 @@ from megastack.batch import Microbatch
 from megastack.data.blend import BlendOrder, History
 from megastack.data.dataset import Dataset
 from megastack.data.loader import Loader
-from megastack.data.order import Order, Taken
+from megastack.data.order import Cursor, Order
 
 Int64s = npt.NDArray[np.int64]
 
-Histories = tuple[History, ...]
+BlendHistories = tuple[History, ...]
 """The weights of each stage, in order; empty for one that is no blend."""
 
 
-def fresh_histories(dataset: Dataset, global_size: int) -> Histories:
+def fresh_histories(dataset: Dataset, global_size: int) -> BlendHistories:
     """The weights of a run that has not changed any."""
     return tuple(stage.data.history(entry=stage.from_step * global_size) for stage in dataset.stages)
 
 
-def stage_orders(dataset: Dataset, seed: int, histories: Histories, global_size: int) -> list[Order]:
+def phase_orders(dataset: Dataset, seed: int, histories: BlendHistories, global_size: int) -> list[Order]:
     """The order of each stage, by the entries of the whole run's stream."""
     begins = [stage.from_step * global_size for stage in dataset.stages]
     if not dataset.later:
         return [dataset.order(seed, histories[0])]
-    taken: dict[tuple[str, int], Taken] = {}
+    taken: dict[tuple[str, int], Cursor] = {}
     orders = []
     for stage, history, begin, end in zip(dataset.stages, histories, begins, [*begins[1:], None], strict=True):
         length = stage.data.train.samples.sequence_length
@@ -51,17 +51,17 @@ def stage_orders(dataset: Dataset, seed: int, histories: Histories, global_size:
 
 
 def _after(
-    order: Order, digests: Sequence[str], before: dict[str, Taken], seed: int, begin: int, end: int
-) -> dict[str, Taken]:
+    order: Order, digests: Sequence[str], before: dict[str, Cursor], seed: int, begin: int, end: int
+) -> dict[str, Cursor]:
     """How far the sources of a stage are drawn at its end."""
     if isinstance(order, BlendOrder):
         return order.taken(end)
     (digest,) = digests
-    start = before.get(digest, Taken(seed))
-    return {digest: Taken(start.seed, start.draws + end - begin)}
+    start = before.get(digest, Cursor(seed))
+    return {digest: Cursor(start.seed, start.draws + end - begin)}
 
 
-class StagedLoader:
+class PhasedLoader:
     """The microbatches of whichever stage a step is in; asked like one :class:`megastack.data.loader.Loader`.
 
     Args:

@@ -100,7 +100,7 @@ def local_work(method: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:
-        with self.trail.local_work():
+        with self.flight_recorder.local_work():
             return method(self, *args, **kwargs)
 
     return call

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from megastack.checkpoint.collectives import all_true, plan_together
 from megastack.checkpoint.items import State
 from megastack.checkpoint.planners import BoxSavePlanner
 from megastack.checkpoint.publish import Guard
 from megastack.checkpoint.recovery import begin
-from megastack.checkpoint.together import all_true, plan_together
 from megastack.checkpoint.write import trainer_text
 from megastack.comm.group import AxisGroup
 from megastack.errors import MegastackError

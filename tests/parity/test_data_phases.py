@@ -12,7 +12,7 @@ from megastack.assemble.data import read_dataset
 from megastack.assemble.training import build_training
 from megastack.checkpoint.load import load
 from megastack.checkpoint.save import save
-from megastack.config.schema import DataStage
+from megastack.config.schema import DataPhaseOptions
 from megastack.mesh.mesh import Mesh
 from megastack.testing.compare import TOLERANCES, differences
 from megastack.testing.training import trace_layout
@@ -43,7 +43,10 @@ def corpus(folder: Path, name: str, word: str, documents: int = 60) -> str:
 def staged(tmp_path: Path) -> Changes:
     """Two stages after the first: a longer sequence of the same text, then a shorter one of another."""
     first, second = corpus(tmp_path, "first", "early"), corpus(tmp_path, "second", "LATE")
-    stages = [DataStage(from_step=1, sequence_length=12), DataStage(from_step=3, paths=[second], sequence_length=4)]
+    stages = [
+        DataPhaseOptions(from_step=1, sequence_length=12),
+        DataPhaseOptions(from_step=3, paths=[second], sequence_length=4),
+    ]
     return {"data.source": "jsonl", "data.paths": [first], "data.stages": stages, "run.steps": STEPS}
 
 

@@ -1,8 +1,8 @@
 """Everything that stands against a training before it starts, found together and said once.
 
-A configuration that breaks a rule may have other faults that only its model or its data can tell. :class:`Faults`
-collects them: each question names the keys that it is about and is left out where one of them is broken already, for
-its answer would only follow from that. Nothing here starts or writes anything.
+A configuration that breaks a rule may have other errors that only its model or its data can tell.
+:class:`ErrorCollector` collects them: each check names the keys that it depends on and is skipped where one of them is
+invalid, for its answer would only follow from that. Nothing here starts or writes anything.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megastack.config.convert import UnusableError, replace_values, value_of
 from megastack.config.fields import keys
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import RecomputeOptions, TrainConfig
-from megastack.data.dataset import Dataset, Wanted
+from megastack.data.dataset import Dataset, DatasetSpec
 from megastack.data.sources import read_documents
 from megastack.data.token_files import TokenFile, open_token_files
 from megastack.data.token_ids import id_violations
 from megastack.data.tokenizers import check_vocab
-from megastack.errors import ConfigError, Fault, MegastackError, Violation
+from megastack.errors import ConfigError, ErrorLine, MegastackError, Violation
+from megastack.gradients.parameter_groups import check_patterns
 from megastack.mesh.mesh import Mesh
 from megastack.models.decoder import Decoder
 from megastack.models.recompute import recompute_blocks_
 from megastack.models.targets import import_target
-from megastack.optim.groups import check_patterns
 from megastack.placement.module import buffer_placements_of, check_buffers, placements_of
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ BUILT_FROM = tuple(key.name for key in keys(TrainConfig) if key.name.startswith(
 """Keys without which there is no model to look at."""
 
 
-class Faults:
+class ErrorCollector:
     """Faults as they are found.
 
     Args:
@@ -60,9 +60,9 @@ class Faults:
         found: all so far.
     """
 
-    def __init__(self, broken: Iterable[Fault] = ()) -> None:
+    def __init__(self, broken: Iterable[ErrorLine] = ()) -> None:
         self.found = list(broken)
-        self._broken = {fault.key.partition("[")[0] for fault in self.found if isinstance(fault, Violation)}
+        self._broken = {error.key.partition("[")[0] for error in self.found if isinstance(error, Violation)}
 
     def broken(self, *names: str) -> bool:
         """Whether one of these keys, a part of it or what it is part of was broken from the start."""
@@ -81,19 +81,19 @@ class Faults:
         except UnusableError:
             return None
         except ConfigError as error:
-            self._add(error.faults)
+            self._add(error.errors)
         except (MegastackError, OSError) as error:
             self._add([str(error)])
         return None
 
-    def _add(self, faults: Iterable[Fault]) -> None:
+    def _add(self, errors: Iterable[ErrorLine]) -> None:
         """Add faults, each once: several questions may meet the same one."""
-        known = {str(fault) for fault in self.found}
-        self.found += [fault for fault in faults if str(fault) not in known]
+        known = {str(error) for error in self.found}
+        self.found += [error for error in errors if str(error) not in known]
 
-    def separately(self) -> Faults:
+    def separately(self) -> ErrorCollector:
         """A collection of its own that knows the same keys to be broken."""
-        other = Faults()
+        other = ErrorCollector()
         other._broken = self._broken
         return other
 
@@ -107,15 +107,15 @@ class Faults:
             raise ConfigError.of(self.found)
 
 
-def ask_data(config: TrainConfig, faults: Faults) -> Dataset | None:
+def ask_data(config: TrainConfig, errors: ErrorCollector) -> Dataset | None:
     """The data of a configuration; where they cannot be used, what each part has against it."""
-    whole, parts = faults.separately(), faults.separately()
+    whole, parts = errors.separately(), errors.separately()
     dataset = whole.ask(lambda: read_dataset(config), "data", "batch.sequence_length", "model.vocab")
     if dataset is not None:
-        faults.ask(lambda: _check_ids(dataset.files, config))
+        errors.ask(lambda: _check_ids(dataset.files, config))
         return dataset
     ask_parts_of_data(config, parts)
-    faults.found += parts.found or whole.found
+    errors.found += parts.found or whole.found
     return None
 
 
@@ -124,31 +124,31 @@ def _check_ids(files: Sequence[TokenFile], config: TrainConfig) -> None:
         raise ConfigError.of(found)
 
 
-def ask_parts_of_data(config: TrainConfig, faults: Faults, skip: Collection[str] = ()) -> None:
+def ask_parts_of_data(config: TrainConfig, errors: ErrorCollector, skip: Collection[str] = ()) -> None:
     """The tokenizer and every path by itself, those of later stages with the stage; what `skip` names is left out."""
-    wanted = faults.ask(lambda: _first_sources(config), "data.source", "data.blend")
+    wanted = errors.ask(lambda: _first_sources(config), "data.source", "data.blend")
     if wanted and any(each.source != "bin" for each in wanted):
-        _ask_tokenizer(config, faults, skip)
+        _ask_tokenizer(config, errors, skip)
     files: dict[str, TokenFile] = {}
-    if not faults.broken("data.paths"):
-        _ask_paths(wanted or (), faults, files, skip)
-    for at, sources in enumerate(faults.ask(lambda: _later_sources(config)) or ()):
-        own = faults.separately()
+    if not errors.broken("data.paths"):
+        _ask_paths(wanted or (), errors, files, skip)
+    for at, sources in enumerate(errors.ask(lambda: _later_sources(config)) or ()):
+        own = errors.separately()
         _ask_paths(sources, own, files, skip)
-        faults.found += [f"data.stages[{at}]: {fault}" for fault in own.found]
-    faults.ask(lambda: _check_ids([*files.values()], config), "model.vocab")
+        errors.found += [f"data.stages[{at}]: {error}" for error in own.found]
+    errors.ask(lambda: _check_ids([*files.values()], config), "model.vocab")
 
 
-def _ask_tokenizer(config: TrainConfig, faults: Faults, skip: Collection[str]) -> None:
+def _ask_tokenizer(config: TrainConfig, errors: ErrorCollector, skip: Collection[str]) -> None:
     if value_of(config, "data.tokenizer") in skip:
         return
-    tokenizer = faults.ask(lambda: configured_tokenizer(config), "data.tokenizer")
+    tokenizer = errors.ask(lambda: configured_tokenizer(config), "data.tokenizer")
     if tokenizer is not None:
-        faults.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
+        errors.ask(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
 
 
 def _ask_paths(
-    sources: Iterable[Wanted], faults: Faults, files: dict[str, TokenFile], skip: Collection[str] = ()
+    sources: Iterable[DatasetSpec], errors: ErrorCollector, files: dict[str, TokenFile], skip: Collection[str] = ()
 ) -> None:
     """Read each path by itself; token files that can be opened are added to `files`, by name."""
     for each in sources:
@@ -156,28 +156,28 @@ def _ask_paths(
             if str(path) in skip:
                 continue
             if each.source == "bin":
-                files |= {file.name: file for file in faults.ask(partial(open_token_files, [path])) or ()}
+                files |= {file.name: file for file in errors.ask(partial(open_token_files, [path])) or ()}
             else:
-                faults.ask(partial(_read_through, each.source, path))
+                errors.ask(partial(_read_through, each.source, path))
 
 
-def all_sources(config: TrainConfig) -> list[Wanted]:
+def all_sources(config: TrainConfig) -> list[DatasetSpec]:
     """The sources of all stages as they are named, whatever else is wrong with a stage."""
     return [*_first_sources(config), *(each for later in _later_sources(config) for each in later)]
 
 
-def _first_sources(config: TrainConfig) -> list[Wanted]:
+def _first_sources(config: TrainConfig) -> list[DatasetSpec]:
     data = config.data
-    return [Wanted(each.source, each.paths) for each in data.blend] or [Wanted(data.source, data.paths)]
+    return [DatasetSpec(each.source, each.paths) for each in data.blend] or [DatasetSpec(data.source, data.paths)]
 
 
-def _later_sources(config: TrainConfig) -> list[list[Wanted]]:
+def _later_sources(config: TrainConfig) -> list[list[DatasetSpec]]:
     """What each later stage names itself, which is there or not whatever else is wrong with the stage."""
     found, kind = [], config.data.source
     for stage in config.data.stages:
         kind = kind if stage.source is None else stage.source
-        blend = [Wanted(each.source, each.paths) for each in stage.blend or ()]
-        found.append(blend or ([Wanted(kind, stage.paths)] if stage.paths else []))
+        blend = [DatasetSpec(each.source, each.paths) for each in stage.blend or ()]
+        found.append(blend or ([DatasetSpec(kind, stage.paths)] if stage.paths else []))
     return found
 
 
@@ -199,30 +199,30 @@ class ModelShapes:
         return {**self.parameters, **self.buffers}
 
 
-def ask_model(config: TrainConfig, faults: Faults) -> ModelShapes | None:
+def ask_model(config: TrainConfig, errors: ErrorCollector) -> ModelShapes | None:
     """Build the whole model once, as one rank and without values, for what only its modules and their names can tell.
 
     Returns:
         Its shapes; None where there is no such model, or a size in it is not known.
     """
-    before = len(faults.found)
+    before = len(errors.found)
     for key in LAYERS:
-        faults.ask(partial(_find_layer, config, key), key)
-    if len(faults.found) > before:
+        errors.ask(partial(_find_layer, config, key), key)
+    if len(errors.found) > before:
         return None
-    model = faults.ask(lambda: _model(config, faults), *BUILT_FROM)
+    model = errors.ask(lambda: _model(config, errors), *BUILT_FROM)
     if model is None:
         return None
-    placements = faults.ask(lambda: placements_of(model))
+    placements = errors.ask(lambda: placements_of(model))
     names = {name for name, _ in model.named_parameters()}
-    faults.ask(lambda: _check_freeze(config.optim.freeze, names), "optim.freeze")
-    faults.ask(lambda: check_patterns("optim.groups", [g.pattern for g in config.optim.groups], names), "optim.groups")
-    faults.ask(lambda: _check_recompute(config.recompute, model), "recompute")
-    faults.ask(lambda: _check_scalars(config, model), "parallel")
+    errors.ask(lambda: _check_freeze(config.optim.freeze, names), "optim.freeze")
+    errors.ask(lambda: check_patterns("optim.groups", [g.pattern for g in config.optim.groups], names), "optim.groups")
+    errors.ask(lambda: _check_recompute(config.recompute, model), "recompute")
+    errors.ask(lambda: _check_scalars(config, model), "parallel")
     if placements is None:
         return None
-    faults.ask(lambda: check_buffers(model))
-    if faults.broken(*STAND_INS):
+    errors.ask(lambda: check_buffers(model))
+    if errors.broken(*STAND_INS):
         return None
     buffers = {name: placement.shape for name, placement in buffer_placements_of(model).items()}
     return ModelShapes({name: placement.shape for name, placement in placements.items()}, buffers)
@@ -233,9 +233,9 @@ def _find_layer(config: TrainConfig, key: str) -> None:
         import_target(key, spec)
 
 
-def _model(config: TrainConfig, faults: Faults) -> Decoder | None:
+def _model(config: TrainConfig, errors: ErrorCollector) -> Decoder | None:
     """None where megastack's own code breaks without refusing anything: that is for the ranks and their traceback."""
-    values = {key: value for key, value in STAND_INS.items() if faults.broken(key)}
+    values = {key: value for key, value in STAND_INS.items() if errors.broken(key)}
     config = replace_values(config, values | {"recompute": RecomputeOptions()})
     try:
         with torch.device("meta"):
@@ -342,6 +342,6 @@ def _stored(prefix: str, path: Path) -> dict[str, tuple[int, ...]]:
     return {n.removeprefix(f"{prefix}/"): x.shape for n, x in tensors.items() if n.startswith(f"{prefix}/")}
 
 
-def _first(faults: Sequence[str]) -> str:
+def _first(errors: Sequence[str]) -> str:
     """The first few of many."""
-    return ", ".join(faults[:NAMED]) + (f", and {len(faults) - NAMED} more" if len(faults) > NAMED else "")
+    return ", ".join(errors[:NAMED]) + (f", and {len(errors) - NAMED} more" if len(errors) > NAMED else "")

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from megastack.errors import ConfigError
-from megastack.optim.groups import GroupRule, OptimGroup, assign_groups, check_patterns, freeze
+from megastack.gradients.parameter_groups import GroupRule, ParameterGroup, assign_groups, check_patterns, freeze
 
 DECAYS = {
     "embedding.weight": True,
@@ -27,11 +27,11 @@ def test_decay_needs_the_placement_and_no_exemption() -> None:
 def test_the_first_rule_that_matches_wins_and_never_makes_a_norm_decay() -> None:
     rules = [GroupRule(r"^blocks\.3\.", lr_scale=0.5, weight_decay=0.3), GroupRule("q.weight", lr_scale=2.0)]
     groups = assign_groups(DECAYS, weight_decay=0.1, no_decay=["bias"], rules=rules)
-    assert groups["blocks.3.attention.q.weight"] == OptimGroup(0.5, 0.3)
-    assert groups["blocks.30.attention.q.weight"] == OptimGroup(2.0, 0.1)
-    assert groups["blocks.3.attention.q.bias"] == OptimGroup(0.5, 0.0)
-    assert groups["blocks.3.attention_norm.weight"] == OptimGroup(0.5, 0.0)
-    assert groups["embedding.weight"] == OptimGroup(1.0, 0.1)
+    assert groups["blocks.3.attention.q.weight"] == ParameterGroup(0.5, 0.3)
+    assert groups["blocks.30.attention.q.weight"] == ParameterGroup(2.0, 0.1)
+    assert groups["blocks.3.attention.q.bias"] == ParameterGroup(0.5, 0.0)
+    assert groups["blocks.3.attention_norm.weight"] == ParameterGroup(0.5, 0.0)
+    assert groups["embedding.weight"] == ParameterGroup(1.0, 0.1)
 
 
 def test_a_rule_that_matches_nothing_is_refused_with_near_names() -> None:
@@ -42,7 +42,7 @@ def test_a_rule_that_matches_nothing_is_refused_with_near_names() -> None:
 def test_a_rule_may_match_on_another_stage_only() -> None:
     here = {"embedding.weight": True}
     groups = assign_groups(here, weight_decay=0.1, rules=[GroupRule("q.weight", 2.0)], names=DECAYS)
-    assert groups == {"embedding.weight": OptimGroup(1.0, 0.1)}
+    assert groups == {"embedding.weight": ParameterGroup(1.0, 0.1)}
 
 
 def test_every_bad_pattern_is_reported_at_once() -> None:

@@ -10,7 +10,7 @@ import torch
 from megastack.checkpoint import asynchronous, write
 from megastack.checkpoint.folder import list_checkpoints, newest_complete
 from megastack.checkpoint.items import State, StateItem
-from megastack.checkpoint.saver import Saver
+from megastack.checkpoint.manager import CheckpointManager
 from megastack.errors import CheckpointError, MegastackError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -23,7 +23,7 @@ def state(step: int) -> State:
 
 
 def test_a_blocking_save_is_reported_at_once(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, Mesh.single())
+    saver = CheckpointManager(tmp_path, Mesh.single())
     (saved,) = saver.save(2, state(2))
     assert (saved.step, saved.path) == (2, tmp_path / "step_00000002")
     assert 0 < saved.write_seconds <= saved.seconds
@@ -34,7 +34,7 @@ def run_beside(root: Path) -> list[list[int]]:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     fast = write.write_tensors
     slow_down(0.2)
-    saver, reported = Saver(root, mesh, asynchronous=True, keep=2, every=4), []
+    saver, reported = CheckpointManager(root, mesh, asynchronous=True, keep=2, every=4), []
     for step in (2, 4, 6, 8, 10):
         reported.append([saved.step for saved in saver.save(step, state(step))])
         assert saver.busy or mesh.rank  # the first rank writes what both hold
@@ -52,7 +52,7 @@ def test_an_asynchronous_save_is_reported_when_it_is_published(tmp_path: Path) -
 def test_the_wait_counts_as_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = write.write_tensors
     monkeypatch.setattr(write, "write_tensors", lambda *given: time.sleep(0.3) or fast(*given))
-    saver = Saver(tmp_path, Mesh.single(), asynchronous=True)
+    saver = CheckpointManager(tmp_path, Mesh.single(), asynchronous=True)
     saver.save(2, state(2))
     (saved,) = saver.settle()
     assert saved.seconds >= 0.25 and saved.write_seconds >= 0.3
@@ -62,7 +62,7 @@ def test_an_error_of_the_writer_comes_with_the_next_save(tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    saver = Saver(tmp_path, Mesh.single(), asynchronous=True)
+    saver = CheckpointManager(tmp_path, Mesh.single(), asynchronous=True)
     saver.save(4, state(4))
     saver.settle()
     with monkeypatch.context() as patch:
@@ -78,9 +78,9 @@ def test_an_error_of_the_writer_comes_with_the_next_save(tmp_path: Path, monkeyp
 def test_a_damaged_newest_does_not_cost_the_one_that_resumes(tmp_path: Path) -> None:
     """Of an earlier process, with the right size; and of this one, damaged after it was written."""
     for step in (2, 4, 6):
-        Saver(tmp_path, Mesh.single()).save(step, state(step))
+        CheckpointManager(tmp_path, Mesh.single()).save(step, state(step))
     _flip(tmp_path, 6)
-    saver = Saver(tmp_path, Mesh.single(), keep=2, loaded=tmp_path / "step_00000004")
+    saver = CheckpointManager(tmp_path, Mesh.single(), keep=2, loaded=tmp_path / "step_00000004")
     saver.save(5, state(5))
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [4, 5, 6]
     _flip(tmp_path, 5)
@@ -98,13 +98,13 @@ def _flip(folder: Path, step: int) -> None:
 def test_a_saver_that_may_no_longer_write_removes_nothing(tmp_path: Path) -> None:
     """Neither a checkpoint, nor what is being written where its own was."""
     for step in (2, 4):
-        Saver(tmp_path, Mesh.single()).save(step, state(step))
+        CheckpointManager(tmp_path, Mesh.single()).save(step, state(step))
 
     def lost() -> None:
         raise MegastackError("taken over")
 
     for beside in (False, True):
-        saver = Saver(tmp_path, Mesh.single(), asynchronous=beside, keep=1, guard=lost)
+        saver = CheckpointManager(tmp_path, Mesh.single(), asynchronous=beside, keep=1, guard=lost)
         (tmp_path / ".step_00000006.writing").mkdir(exist_ok=True)
         with pytest.raises(CheckpointError, match="taken over"):
             saver.save(6, state(6))

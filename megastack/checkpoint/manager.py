@@ -34,7 +34,7 @@ class Saved:
     write_seconds: float
 
 
-class Saver:
+class CheckpointManager:
     """Saves into one ``checkpoints`` folder, blocking or not.
 
     Args:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megastack.config.data_stages import stage_configs
+from megastack.config.data_phases import phase_configs
 from megastack.config.schema import TrainConfig
 from megastack.config.value_rules import BYTE_IDS, source_fits
 from megastack.errors import Violation, counted
 
 
-def stages_follow(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+def phases_are_ordered(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
     """Stages begin one after the other within the run, and each says what changes."""
     before, steps = 0, config.run.steps
     for at, stage in enumerate(config.data.stages):
@@ -29,9 +29,9 @@ def stages_follow(config: TrainConfig, world_size: int | None) -> Iterator[Viola
         before = max(before, begin)
 
 
-def stages_have_data(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+def phases_have_data(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
     """The sources of a stage have the paths they read and suit the tokenizer, as those of the first stage do."""
-    for at, (stage, found) in enumerate(zip(config.data.stages, stage_configs(config)[1:], strict=True)):
+    for at, (stage, found) in enumerate(zip(config.data.stages, phase_configs(config)[1:], strict=True)):
         prefix, data = f"data.stages[{at}].", found.config.data
         if stage.blend is not None and (stage.source is not None or stage.paths is not None):
             rule = "the stage names one source as well"
@@ -53,7 +53,7 @@ def stages_have_data(config: TrainConfig, world_size: int | None) -> Iterator[Vi
             yield Violation(f"{prefix}source", "bin", rule, ("text", "jsonl", "data.pack=true"))
 
 
-def stages_fit_the_model(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
+def phases_fit_the_model(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
     """Sequences of a stage have learned positions, and a whole part of them for each tensor-parallel rank."""
     model, tp = config.model, config.parallel.tp
     positions = (model.max_positions or config.batch.sequence_length) if model.positions == "learned" else None
@@ -71,4 +71,4 @@ def stages_fit_the_model(config: TrainConfig, world_size: int | None) -> Iterato
             yield Violation(key, length, rule, (*advice, "parallel.sequence_parallel=false"))
 
 
-STAGE_RULES = (stages_follow, stages_have_data, stages_fit_the_model)
+PHASE_RULES = (phases_are_ordered, phases_have_data, phases_fit_the_model)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megastack.data.dataset import Dataset, Later, Wanted, build_dataset
-from megastack.data.stages import fresh_histories, stage_orders
+from megastack.data.dataset import DataPhase, Dataset, DatasetSpec, build_dataset
+from megastack.data.phases import fresh_histories, phase_orders
 from tests.data.token_cases import write_by_hand
 
 
@@ -24,14 +24,14 @@ def folder(tmp_path: Path) -> Path:
 def cut(folder: Path, weights: str, length: int = 4) -> Dataset:
     """Token files by name, one alone or several with a digit as weight: `a`, `a1b3`."""
     pairs = list(zip(weights[::2], weights[1::2], strict=True)) if len(weights) > 1 else []
-    blend = [Wanted("bin", [folder / name], float(weight)) for name, weight in pairs]
+    blend = [DatasetSpec("bin", [folder / name], float(weight)) for name, weight in pairs]
     paths = [] if blend else [folder / weights]
     return build_dataset(source="bin", paths=paths, blend=blend, sequence_length=length, vocab=256)
 
 
 def consumed(data: Dataset, size: int, steps: int) -> list[tuple[int, np.ndarray]]:
     """Stage and first tokens of the samples of each step."""
-    orders = stage_orders(data, 3, fresh_histories(data, size), size)
+    orders = phase_orders(data, 3, fresh_histories(data, size), size)
     found = []
     for step in range(steps):
         at = sum(stage.from_step <= step for stage in data.stages) - 1
@@ -58,7 +58,7 @@ def test_a_source_goes_on_where_an_earlier_stage_left_it(
     stages: list[str], together: list[tuple[int, ...]], folder: Path
 ) -> None:
     first, *later = (cut(folder, weights) for weights in stages)
-    data = replace(first, later=tuple(Later(3 * at, each) for at, each in enumerate(later, 1)))
+    data = replace(first, later=tuple(DataPhase(3 * at, each) for at, each in enumerate(later, 1)))
     found = consumed(data, 8, 3 * len(stages))
     for group in together:
         rows = [tokens for at, tokens in found if at in group]
@@ -68,10 +68,10 @@ def test_a_source_goes_on_where_an_earlier_stage_left_it(
 def test_each_stage_is_gone_through_without_repeats_or_gaps(folder: Path) -> None:
     """A stage of another length begins at its own first entry, whatever step that is; an epoch has every sample."""
     first, second = cut(folder, "a"), cut(folder, "a", 7)
-    data = replace(first, later=(Later(5, second),))
+    data = replace(first, later=(DataPhase(5, second),))
     samples = second.train.samples
     epoch = len(samples)
-    (order,) = stage_orders(data, 3, fresh_histories(data, 8), 8)[1:]
+    (order,) = phase_orders(data, 3, fresh_histories(data, 8), 8)[1:]
     assert sorted(order.many(40 + np.arange(epoch))) == list(range(epoch))
-    alone = stage_orders(second, 3, fresh_histories(second, 8), 8)[0]
+    alone = phase_orders(second, 3, fresh_histories(second, 8), 8)[0]
     assert np.array_equal(order.many(40 + np.arange(3 * epoch)), alone.many(np.arange(3 * epoch)))

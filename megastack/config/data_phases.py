@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megastack.config.schema import DataOptions, DataSource, DataStage, TrainConfig
+from megastack.config.schema import DataOptions, DataPhaseOptions, DataSource, TrainConfig
 from megastack.data.shares import parts
 from megastack.errors import counted
 
 
 @dataclass(frozen=True)
-class StageConfig:
+class PhaseConfig:
     """One stage: the completed steps at which it begins, and a configuration without other stages."""
 
     from_step: int
@@ -29,19 +29,19 @@ class StageConfig:
         return f"{source_text(self.config)}; sequences of {counted(self.sequence_length, 'token')}"
 
 
-def stage_configs(config: TrainConfig) -> list[StageConfig]:
+def phase_configs(config: TrainConfig) -> list[PhaseConfig]:
     """The stages of a run in order, the first of them from step 0 on."""
     first = replace(config, data=replace(config.data, stages=[]))
-    found = [StageConfig(0, first)]
+    found = [PhaseConfig(0, first)]
     for stage in config.data.stages:
         before = found[-1].config
         length = before.batch.sequence_length if stage.sequence_length is None else stage.sequence_length
         batch = replace(before.batch, sequence_length=length)
-        found.append(StageConfig(stage.from_step, replace(before, batch=batch, data=_data(before.data, stage))))
+        found.append(PhaseConfig(stage.from_step, replace(before, batch=batch, data=_data(before.data, stage))))
     return found
 
 
-def _data(before: DataOptions, stage: DataStage) -> DataOptions:
+def _data(before: DataOptions, stage: DataPhaseOptions) -> DataOptions:
     """What a stage names takes the place of what was there: a blend that of one source, and the reverse."""
     if stage.blend is not None:
         return replace(before, blend=stage.blend, source=DataSource.builtin, paths=[])
@@ -51,14 +51,14 @@ def _data(before: DataOptions, stage: DataStage) -> DataOptions:
     return replace(before, blend=[], source=before.source if stage.source is None else stage.source, paths=paths)
 
 
-def stage_at(stages: list[StageConfig], step: int) -> StageConfig:
+def phase_at(stages: list[PhaseConfig], step: int) -> PhaseConfig:
     """The stage of the 0-based ``step``."""
     return next(stage for stage in reversed(stages) if stage.from_step <= step)
 
 
 def longest(config: TrainConfig) -> TrainConfig:
     """The configuration of the stage with the longest sequence, the first of these."""
-    return max(stage_configs(config), key=lambda stage: stage.sequence_length).config
+    return max(phase_configs(config), key=lambda stage: stage.sequence_length).config
 
 
 def source_text(config: TrainConfig) -> str:

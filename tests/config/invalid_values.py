@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megastack.config.choices import Period
-from megastack.config.schema import BlendSource, OptimGroup
+from megastack.config.schema import BlendSource, OptimGroupOptions
 from tests.config.config_cases import LEARNED, LLAMA3, Broken
 
 FINITE = "must be a finite number or null"
@@ -63,7 +63,7 @@ VALUES: list[Broken] = [
     ({"optim.betas": [0.9, 1.0]}, None, "optim.betas=[0.9, 1.0]: each must be at least 0 and below 1"),
     ({"observe.dump_steps": [0]}, None, "observe.dump_steps=[0]: each must be at least 1; use 1 or more"),
     (
-        {"optim.groups": [OptimGroup(pattern="mlp", lr_scale=-1.0)]},
+        {"optim.groups": [OptimGroupOptions(pattern="mlp", lr_scale=-1.0)]},
         None,
         "optim.groups[0].lr_scale=-1.0: must be at least 0; use 0 or more",
     ),
@@ -144,7 +144,7 @@ VALUES: list[Broken] = [
     ),
     ({"optim.no_decay": [""]}, None, "optim.no_decay[0]='': an empty pattern matches every parameter; use .*"),
     (
-        {"optim.groups": [OptimGroup(pattern="*")]},
+        {"optim.groups": [OptimGroupOptions(pattern="*")]},
         None,
         r"optim.groups[0].pattern=*: is no regular expression (nothing to repeat at position 0); use \*",
     ),

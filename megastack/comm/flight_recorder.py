@@ -60,7 +60,7 @@ def _key(axis: str, op: str, ranks: tuple[int, ...]) -> tuple[Hashable, ...]:
     return axis, op in MESSAGES and op, ranks[0], ranks[-1], len(ranks)
 
 
-class Trail:
+class FlightRecorder:
     """What one rank did last.
 
     Attributes:
@@ -143,8 +143,8 @@ class Waited:
 
     __slots__ = ("_operation", "_started", "_trail", "_work")
 
-    def __init__(self, work: Any, trail: Trail, operation: Operation) -> None:
-        self._work, self._trail, self._operation = work, trail, operation
+    def __init__(self, work: Any, flight_recorder: FlightRecorder, operation: Operation) -> None:
+        self._work, self._trail, self._operation = work, flight_recorder, operation
         self._started = None if operation.op in MESSAGES else time.monotonic()
 
     def wait(self) -> None:

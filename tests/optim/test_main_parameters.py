@@ -29,7 +29,7 @@ def build(dtype: torch.dtype, name: str = "sgd") -> tuple[One, GradientBuckets, 
 
 
 def master(optimizer: Optimizer) -> Tensor:
-    ((_, part),) = optimizer.masters()["weight"]
+    ((_, part),) = optimizer.main_parameters()["weight"]
     return part
 
 
@@ -51,12 +51,12 @@ def test_small_updates_add_up_in_the_master_and_show_in_the_weight() -> None:
 def test_masters_are_loaded_by_name_bitwise_and_refreshed_from_weights() -> None:
     model, buckets, optimizer = build(torch.bfloat16)
     master(optimizer).fill_(0.1234567)
-    optimizer.publish_masters()
+    optimizer.copy_main_to_model()
     assert (model.weight == torch.tensor(0.1234567, dtype=torch.bfloat16)).all()
     assert (master(optimizer) == torch.tensor(0.1234567)).all()
     with torch.no_grad():
         model.weight.fill_(3.0)
-    optimizer.refresh_masters()
+    optimizer.copy_model_to_main()
     train(buckets, optimizer, 1)
     assert (master(optimizer) == torch.tensor(3.0) - 1e-3).all()
 
@@ -64,7 +64,7 @@ def test_masters_are_loaded_by_name_bitwise_and_refreshed_from_weights() -> None
 def test_full_precision_parameters_are_their_own_masters() -> None:
     for dtype in (torch.float32, torch.float64):
         model, buckets, optimizer = build(dtype, "adamw")
-        assert optimizer.masters() == {}
+        assert optimizer.main_parameters() == {}
         train(buckets, optimizer, 1)
         assert model.weight.dtype == optimizer.moments()["exp_avg"]["weight"][0][1].dtype == dtype
         assert (model.weight < 1).all()

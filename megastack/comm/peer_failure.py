@@ -20,12 +20,12 @@ _TEXTS = ("gloo/", "caused pair closure", "NCCL")
 """For waits in code that is neither torch's nor megastack's, where the call itself leaves no frame."""
 
 
-def is_echo(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Whether an error, or one that led to it, says no more than that other ranks cannot be reached (any longer)."""
-    return any(_is_peer_failure(cause) for cause in _causes(error))
+    return any(_signals_peer_failure(cause) for cause in _causes(error))
 
 
-def _is_peer_failure(error: BaseException) -> bool:
+def _signals_peer_failure(error: BaseException) -> bool:
     """An error of torch's own class for it, or a plain ``RuntimeError`` of the transport.
 
     Subclasses have meanings of their own: out of memory, not implemented, a failed kernel.

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from megastack.errors import PlacementError
+from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.gradients.reduction import Reduction
-from megastack.optim.groups import OptimGroup
 from megastack.placement.placement import Placement
 
 ALIGNMENT_BYTES = 16
@@ -25,7 +25,7 @@ ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Kind:
+class BucketKey:
     """What the parameters of one bucket have in common.
 
     Attributes:
@@ -37,12 +37,12 @@ class Kind:
 
     dtype: torch.dtype
     reduction: Reduction
-    group: OptimGroup | None
+    group: ParameterGroup | None
     decay: bool
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterSlot:
     """One parameter of a bucket.
 
     Attributes:
@@ -70,24 +70,24 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketSpec:
     """The content of one bucket: what its parameters share, where each lies, and the elements in all."""
 
-    kind: Kind
-    entries: tuple[Entry, ...]
+    kind: BucketKey
+    entries: tuple[ParameterSlot, ...]
     numel: int
 
 
-Named = tuple[str, nn.Parameter, Placement]
+NamedParameter = tuple[str, nn.Parameter, Placement]
 
 
-def plan_buckets(
-    parameters: Iterable[Named],
-    kind_of: Callable[[str, nn.Parameter, Placement], Kind],
+def make_bucket_specs(
+    parameters: Iterable[NamedParameter],
+    kind_of: Callable[[str, nn.Parameter, Placement], BucketKey],
     *,
     gradient_dtype: Callable[[torch.dtype], torch.dtype],
     bucket_bytes: int,
-) -> list[Plan]:
+) -> list[BucketSpec]:
     """The buckets of one rank, in the order in which their reductions start.
 
     Args:
@@ -96,10 +96,10 @@ def plan_buckets(
         gradient_dtype: the dtype of the gradients of a parameter's dtype.
         bucket_bytes: the size of gradients at which a bucket is closed; a larger parameter has one of its own.
     """
-    kinds: dict[Kind, list[tuple[int, list[Named]]]] = {}
+    kinds: dict[BucketKey, list[tuple[int, list[NamedParameter]]]] = {}
     for place, same in enumerate(_by_name(parameters)):
         kinds.setdefault(kind_of(*same[0]), []).append((place, same))
-    found: list[tuple[int, Plan]] = []
+    found: list[tuple[int, BucketSpec]] = []
     for kind, members in kinds.items():
         if kind.reduction.tied is not None:
             members.sort(key=lambda member: member[1][0][0])
@@ -109,9 +109,9 @@ def plan_buckets(
     return [plan for _, plan in sorted(found, key=lambda pair: pair[0])]
 
 
-def _by_name(parameters: Iterable[Named]) -> list[list[Named]]:
+def _by_name(parameters: Iterable[NamedParameter]) -> list[list[NamedParameter]]:
     """Parameters of one name together, at the place of the last: they are complete only when all are."""
-    names: dict[str, list[Named]] = {}
+    names: dict[str, list[NamedParameter]] = {}
     for named in parameters:
         names[named[0]] = [*names.pop(named[0], []), named]
     for name, same in names.items():
@@ -121,10 +121,12 @@ def _by_name(parameters: Iterable[Named]) -> list[list[Named]]:
     return list(names.values())
 
 
-def _cut(kind: Kind, members: Sequence[tuple[int, list[Named]]], limit: int, align: int) -> list[tuple[int, Plan]]:
+def _cut(
+    kind: BucketKey, members: Sequence[tuple[int, list[NamedParameter]]], limit: int, align: int
+) -> list[tuple[int, BucketSpec]]:
     """The buckets of one kind, each with the place of its last member."""
-    plans: list[tuple[int, Plan]] = []
-    entries: list[Entry] = []
+    plans: list[tuple[int, BucketSpec]] = []
+    entries: list[ParameterSlot] = []
     last, numel = 0, 0
     for place, same in members:
         if entries and numel + same[0][1].numel() > limit:
@@ -135,12 +137,12 @@ def _cut(kind: Kind, members: Sequence[tuple[int, list[Named]]], limit: int, ali
     return [*plans, (last, _plan(kind, entries, numel, align))]
 
 
-def _plan(kind: Kind, entries: Sequence[Entry], numel: int, align: int) -> Plan:
+def _plan(kind: BucketKey, entries: Sequence[ParameterSlot], numel: int, align: int) -> BucketSpec:
     """A bucket whose size can be cut into equal, aligned slices for the ranks that share it."""
     unit = kind.reduction.data.shard.size * align if kind.reduction.data.shard.size > 1 else 1
-    return Plan(kind, tuple(entries), -(-numel // unit) * unit)
+    return BucketSpec(kind, tuple(entries), -(-numel // unit) * unit)
 
 
-def _entry(same: Sequence[Named], offset: int) -> Entry:
+def _entry(same: Sequence[NamedParameter], offset: int) -> ParameterSlot:
     name, first, placement = same[0]
-    return Entry(name, tuple(first.shape), offset, placement, tuple(parameter for _, parameter, _ in same))
+    return ParameterSlot(name, tuple(first.shape), offset, placement, tuple(parameter for _, parameter, _ in same))

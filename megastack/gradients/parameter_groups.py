@@ -21,7 +21,7 @@ _NEAR_NAMES = 5
 
 
 @dataclass(frozen=True, order=True)
-class OptimGroup:
+class ParameterGroup:
     """The settings that the parameters of one bucket share.
 
     Attributes:
@@ -49,7 +49,7 @@ def assign_groups(
     no_decay: Sequence[str] = (),
     rules: Sequence[GroupRule] = (),
     names: Collection[str] | None = None,
-) -> dict[str, OptimGroup]:
+) -> dict[str, ParameterGroup]:
     """The group of every parameter in ``decays``.
 
     A parameter decays where its placement says so and its name matches no ``no_decay`` pattern; a rule changes how
@@ -73,7 +73,7 @@ def assign_groups(
         rule = next((rule for rule in rules if re.search(rule.pattern, name)), GroupRule(""))
         strength = weight_decay if rule.weight_decay is None else rule.weight_decay
         decaying = decay and not any(pattern.search(name) for pattern in exempt)
-        groups[name] = OptimGroup(rule.lr_scale, strength if decaying else 0.0)
+        groups[name] = ParameterGroup(rule.lr_scale, strength if decaying else 0.0)
     return groups
 
 
@@ -107,13 +107,13 @@ def check_patterns(key: str, patterns: Sequence[str], names: Collection[str]) ->
     Raises:
         ConfigError: one line for each such pattern, with the names nearest to it.
     """
-    faults = [
+    errors = [
         Violation(key, pattern, "matches no parameter", tuple(_near(pattern, names)))
         for pattern in patterns
         if not any(map(_compile(key, pattern).search, names))
     ]
-    if faults:
-        raise ConfigError.of(faults)
+    if errors:
+        raise ConfigError.of(errors)
 
 
 def _compile(key: str, pattern: str) -> re.Pattern[str]:

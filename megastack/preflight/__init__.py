@@ -1,0 +1,1 @@
+"""Checks of a run before any rank starts."""
