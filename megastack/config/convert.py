@@ -18,9 +18,9 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
-from megastack.config.fields import REQUIRED, RENAMED, hints, keys, without_null
-from megastack.config.suggestions import suggest
+from megastack.config.fields import RENAMED, REQUIRED, hints, keys, without_null
 from megastack.config.schema import TrainConfig
+from megastack.config.suggestions import suggest
 from megastack.errors import ConfigError, Violation
 
 Section = TypeVar("Section")

@@ -90,9 +90,13 @@ class Key:
         return dataclasses.is_dataclass(self.type)
 
 
-@cache
 def hints(cls: Any) -> Mapping[str, Any]:
     """The resolved type hints of a dataclass."""
+    return _hints(cls)
+
+
+@cache
+def _hints(cls: Any) -> Mapping[str, Any]:
     return typing.get_type_hints(cls)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from megastack.config.convert import given_twice
 from megastack.config.fields import RENAMED, current_name, keys
 from megastack.config.hydra_session import HydraException, Override, Session, ValueType, session
-from megastack.config.suggestions import known_keys, suggest
 from megastack.config.schema import TrainConfig
+from megastack.config.suggestions import known_keys, suggest
 from megastack.errors import ConfigError, Violation
 
 
