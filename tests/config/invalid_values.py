@@ -209,8 +209,8 @@ VALUES: list[Broken] = [
             "schedule.name": "zb_h1",
         },
         None,
-        "schedule.name=zb_h1: parallel.zero.stage=2 reduces gradients after I and would miss the weight gradients of W; use 1f1b or "
-        "parallel.zero.stage=1",
+        "schedule.name=zb_h1: parallel.zero.stage=2 reduces gradients after I and misses the weight gradients of W; "
+        "use 1f1b or parallel.zero.stage=1",
     ),
     (
         {"parallel.zero.stage": 2, "run.sample_prompt": "Once"},
