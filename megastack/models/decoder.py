@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megastack.batch import Microbatch, StageLoss
-from megastack.config.rules import with_legal_values
+from megastack.config.rules import validate_sections
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
 from megastack.layers.cache import KeyValueCache
@@ -81,7 +81,7 @@ class Decoder(ParallelModule):
         head: bool | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.config = config = with_legal_values(config, *READS)
+        self.config = config = validate_sections(config, *READS)
         self.layers = range(config.model.layers) if layers is None else layers
         self.has_embedding = self.layers.start == 0 if embedding is None else embedding
         self.has_head = self.layers.stop == config.model.layers if head is None else head
