@@ -1,4 +1,4 @@
-"""The shape of the package in numbers: no package cycles, few modules that only one other module imports, short files."""
+"""The structure of the package in numbers: no package cycles, few modules with a single importer, short files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_package(module: str) -> bool:
 
 @cache
 def importers() -> dict[str, set[str]]:
-    """For each module, the modules of the package that import it; the lazy public names of ``__init__`` do not count."""
+    """The modules that import each module; the lazy public names of ``__init__`` do not count."""
     found: dict[str, set[str]] = defaultdict(set)
     for module in modules():
         for used in own(module) - {module}:

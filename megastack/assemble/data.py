@@ -8,10 +8,10 @@ from typing import Any
 
 from megastack.config.phases import PhaseConfig, phase_configs
 from megastack.config.schema import TrainConfig
-from megastack.data.continuity import identity as data_identity
 from megastack.data.dataset import DataPhase, Dataset, DatasetSpec, Streams, build_dataset
 from megastack.data.loader import Loader
 from megastack.data.phases import BlendHistories, PhasedLoader, phase_orders
+from megastack.data.resume import data_state
 from megastack.data.tokenizers import Tokenizer, load_tokenizer
 from megastack.errors import DataError
 
@@ -34,7 +34,7 @@ def read_dataset(config: TrainConfig) -> Dataset:
     streams: Streams = {}
     first, *later = phase_configs(config)
     data = _read_stage(first.config, streams, scored=True)
-    return replace(data, later=tuple(_read_later(stage, at, streams) for at, stage in enumerate(later)))
+    return replace(data, later_phases=tuple(_read_later(stage, at, streams) for at, stage in enumerate(later)))
 
 
 def _read_later(stage: PhaseConfig, at: int, streams: Streams) -> DataPhase:
@@ -57,8 +57,8 @@ def _read_stage(config: TrainConfig, streams: Streams, *, scored: bool) -> Datas
         document_mask=data.document_mask,
         sequence_length=config.batch.sequence_length,
         vocab=config.model.vocab,
-        read=streams,
-        scored=scored,
+        streams=streams,
+        require_validation=scored,
     )
 
 
@@ -77,11 +77,11 @@ def build_loader(
     orders = phase_orders(dataset, config.seed, histories, global_size)
     parts = [
         Loader(stage.data.train.samples, global_size=global_size, order=order, **batch)
-        for stage, order in zip(dataset.stages, orders, strict=True)
+        for stage, order in zip(dataset.phases, orders, strict=True)
     ]
-    return PhasedLoader([stage.from_step for stage in dataset.stages], parts) if dataset.later else parts[0]
+    return PhasedLoader([stage.from_step for stage in dataset.phases], parts) if dataset.later_phases else parts[0]
 
 
 def identity(config: TrainConfig, dataset: Dataset, histories: BlendHistories = ()) -> dict[str, Any]:
     """What has to stay as it is from a run to its resume, since sample order and dropout follow from it."""
-    return data_identity(dataset, seed=config.seed, global_size=config.batch.global_size, histories=histories)
+    return data_state(dataset, seed=config.seed, global_size=config.batch.global_size, histories=histories)

@@ -2,7 +2,7 @@
 
 Only keys that affect the computed values are compared: model, loss, optimizer, learning rate, precision, data. The
 folder, the parallel layout, checkpoints and records may change freely. Differences found here are reported;
-:mod:`megastack.data.continuity` rejects changes of seed, batch and data. Imports no torch.
+:mod:`megastack.data.resume` rejects changes of seed, batch and data. Imports no torch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from megastack.config.choices import DataSource
 from megastack.config.schema import DataOptions, DataPhaseOptions, TrainConfig
 from megastack.config.value_rules import BYTE_IDS, source_fits
-from megastack.data.shares import parts
+from megastack.data.blend_weights import normalized
 from megastack.errors import Violation, counted
 
 
@@ -73,7 +73,7 @@ def source_text(config: TrainConfig) -> str:
     data = config.data
     if not data.blend:
         return " ".join([data.source.value, *data.paths])
-    drawn = zip(data.blend, parts([each.weight for each in data.blend]), strict=True)
+    drawn = zip(data.blend, normalized([each.weight for each in data.blend]), strict=True)
     return " + ".join(f"{each.source.value} {' '.join(each.paths)} {part:.1%}" for each, part in drawn)
 
 

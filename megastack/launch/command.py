@@ -15,8 +15,7 @@ from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, ErrorLine
 from megastack.launch.environment import is_worker, world_size
 from megastack.plan.describe import short
-from megastack.training.hooks import Hooks
-from megastack.training.state import RunResult
+from megastack.training.state import Hooks, RunResult
 
 
 def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:

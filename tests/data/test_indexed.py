@@ -1,4 +1,4 @@
-"""The `.bin/.idx` format against a reader and a writer made from its description alone."""
+"""The `.bin/.idx` format against an independent reader and writer."""
 
 import pickle
 import re
@@ -33,19 +33,19 @@ def test_every_width_is_read_and_sentences_make_documents(tmp_path: Path, code: 
     file = IndexedFile(write_by_hand(tmp_path / "c", DOCUMENTS, code, sentences=sentences))
     assert (file.tokens, file.documents) == (11, 4)
     assert documents_of(file) == DOCUMENTS
-    assert [file.cut(place) for place in range(13)] == [0, 3, 3, 3, 4, 9, 9, 9, 9, 9, 11, 11, 11]
+    assert [file.next_boundary(at) for at in range(13)] == [0, 3, 3, 3, 4, 9, 9, 9, 9, 9, 11, 11, 11]
     assert file.starts(1, 9).tolist() == [3, 4] and file.count(3, 10) == 3
 
 
 @pytest.mark.parametrize(("largest", "code"), [(255, 8), (40_000, 8), (65_535, 8), (65_536, 4), (70_000, 4)])
-def test_ids_beyond_sixteen_bits_come_back_as_they_were(tmp_path: Path, largest: int, code: int) -> None:
+def test_ids_beyond_sixteen_bits_round_trip(tmp_path: Path, largest: int, code: int) -> None:
     documents = [[0, largest], [40_000 % (largest + 1), 7]]
     prefix = written(tmp_path / "c", documents, id_dtype(largest))
     assert read_by_hand(prefix) == (code, documents)
     assert documents_of(IndexedFile(prefix)) == documents
 
 
-def test_an_id_that_the_type_cannot_hold_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_an_id_that_the_type_cannot_hold_is_rejected_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot hold"):
         written(tmp_path / "c", [[70_000]], np.uint16)
     with pytest.raises(DataError, match="cannot hold"):
@@ -59,13 +59,13 @@ def test_empty_files_and_empty_documents(tmp_path: Path) -> None:
     assert (file.documents, file.starts(0, 3).tolist()) == (5, [0, 2])
 
 
-def test_another_process_maps_the_file_again(tmp_path: Path) -> None:
+def test_another_process_maps_the_file_itself(tmp_path: Path) -> None:
     file = IndexedFile(written(tmp_path / "c", [[1] * 10_000], np.int32))
     packed = pickle.dumps(file)
     assert len(packed) < 500 and pickle.loads(packed).read(0, 3).tolist() == [1, 1, 1]
 
 
-def test_megatron_reads_what_is_written_here_and_the_reverse(tmp_path: Path) -> None:
+def test_megatron_reads_our_files_and_the_reverse(tmp_path: Path) -> None:
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     theirs = indexed.IndexedDataset(str(written(tmp_path / "ours", DOCUMENTS, np.uint16)))
     assert [theirs[at].tolist() for at in range(len(theirs))] == DOCUMENTS
@@ -87,15 +87,15 @@ def damaged(prefix: Path, suffix: str, change: object) -> str:
 @pytest.mark.parametrize(
     ("suffix", "change", "message"),
     [
-        (".bin", lambda raw: raw[:-4], "18 bytes where .* tells of 22"),
-        (".bin", lambda raw: raw[:-1], "no whole number of uint16 ids"),
-        (".bin", lambda raw: raw + b"xx", "24 bytes where .* tells of 22"),
-        (".idx", lambda raw: b"PK" + raw[2:], "no index of the MMIDIDX format"),
-        (".idx", lambda raw: raw[:20], "no index of the MMIDIDX format"),
-        (".idx", lambda raw: raw[:-8], "where its header tells of"),
+        (".bin", lambda raw: raw[:-4], "18 bytes, but .* describes 22"),
+        (".bin", lambda raw: raw[:-1], "not a multiple of the size of uint16 ids"),
+        (".bin", lambda raw: raw + b"xx", "24 bytes, but .* describes 22"),
+        (".idx", lambda raw: b"PK" + raw[2:], "not an MMIDIDX index"),
+        (".idx", lambda raw: raw[:20], "not an MMIDIDX index"),
+        (".idx", lambda raw: raw[:-8], "but its header describes"),
         (".idx", lambda raw: raw[:9] + b"\x02" + raw[10:], "version 2"),
         (".idx", lambda raw: raw[:17] + b"\x06" + raw[18:], "type 6"),
-        (".idx", lambda raw: raw[:34] + b"\x09" + raw[35:], "sequence 0 does not lie where"),
+        (".idx", lambda raw: raw[:34] + b"\x09" + raw[35:], "sequence 0 is not adjacent"),
         (".idx", lambda raw: raw[:-8] + bytes(8), "documents do not cover its 4 sequences"),
     ],
 )

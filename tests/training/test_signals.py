@@ -1,4 +1,4 @@
-"""Wishes to stop: flags set by signals and a clock."""
+"""Stop requests: flags set by signals and a clock."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 
-from megastack.training.signals import TIME_IS_OVER, StopRequest, describe_stop
+from megastack.training.signals import TIME_LIMIT, StopRequest, describe_stop
 
 
-def test_a_signal_is_a_wish_inside_and_what_it_was_outside():
+def test_a_signal_is_a_stop_request_inside_and_unchanged_outside():
     before = signal.getsignal(signal.SIGUSR1)
     with StopRequest(signals=(signal.SIGTERM, signal.SIGUSR1)) as stop:
         assert stop.code == 0
@@ -20,8 +20,8 @@ def test_a_signal_is_a_wish_inside_and_what_it_was_outside():
 
 
 def test_the_time_limit_and_other_threads():
-    assert StopRequest(1000).code == 0 and StopRequest(0).code == TIME_IS_OVER
-    assert describe_stop(TIME_IS_OVER) == "the time limit is reached"
+    assert StopRequest(1000).code == 0 and StopRequest(0).code == TIME_LIMIT
+    assert describe_stop(TIME_LIMIT) == "the time limit is reached"
     errors = []
 
     def enter() -> None:
