@@ -9,9 +9,8 @@ from pathlib import Path
 from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.inference import longest_text
 from megastack.assemble.training import Training
-from megastack.checkpoint.dump import write_dump
-from megastack.checkpoint.items import StateItem
 from megastack.checkpoint.manager import CheckpointManager
+from megastack.checkpoint.state import StateItem, write_dump
 from megastack.config.data_phases import phase_at, phase_configs
 from megastack.data.baseline import bigram_loss
 from megastack.errors import ConfigError

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megastack.checkpoint.items import State
-from megastack.checkpoint.manager import CheckpointManager, Saved
+from megastack.checkpoint.manager import CheckpointManager, PublishedCheckpoint
+from megastack.checkpoint.state import State
 from megastack.comm.collectives import all_reduce
 from megastack.data.validation import ValidationBatches
 from megastack.mesh.mesh import Mesh
@@ -132,7 +132,7 @@ class Loop:
         if are_different(most, least):
             require_alike(signature, self.mesh)
         if not busy:
-            self._published(self.saver.settle())
+            self._published(self.saver.wait())
         return code, int(memory)
 
     def _signature(self, step: int) -> Signature | None:
@@ -220,7 +220,7 @@ class Loop:
         self.doing, self._saved = f"saving step {self.progress.step}", self.progress.step
         self._published(self.saver.save(self.progress.step, self.state()))
 
-    def _published(self, checkpoints: list[Saved]) -> None:
+    def _published(self, checkpoints: list[PublishedCheckpoint]) -> None:
         """Report checkpoints that are whole; every rank does so after the same step."""
         for saved in checkpoints:
             self.recorder.checkpoint(saved.step, saved.path, saved.seconds, saved.write_seconds)
@@ -233,7 +233,7 @@ class Loop:
 
     def _end(self, status: str, reason: str | None, origin: Origin | None = None) -> RunResult:
         self.doing = "ending"
-        self._published(self.saver.settle())
+        self._published(self.saver.wait())
         rank, coordinates = (None, None) if origin is None else (origin.rank, origin.coordinates)
         result = RunResult(
             status, self.progress.step, self._loss, self.folder, reason, rank=rank, coordinates=coordinates

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megastack.checkpoint.cover import overlap
-from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.state import State, StateItem
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.placement.boxes import Box, local_box, local_shape, range_boxes
+from megastack.placement.boxes import Box, intersect, local_box, local_shape, range_boxes
 from megastack.placement.placement import Placement, Shard
 
 ZERO_KINDS = ("exp_avg", "exp_avg_sq", "master")
@@ -138,7 +137,7 @@ def optimizer_boxes(
         first, last = (min(max(edge - start, 0), count) for edge in (dp * part, (dp + 1) * part))
         moved = (shifted(box, locals_[name].offset) for box in range_boxes(size, first, last))
         found[name] = [
-            common for box in moved if (common := overlap(box, locals_[name]))
+            common for box in moved if (common := intersect(box, locals_[name]))
         ]  # padding is in no checkpoint
         start += count
     return found

@@ -5,9 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from megastack.checkpoint.cover import whole
-from megastack.checkpoint.items import State, StateItem
-from megastack.placement.boxes import Box, range_boxes
+from megastack.checkpoint.state import State, StateItem
+from megastack.placement.boxes import Box, range_boxes, whole_box
 
 TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "model/embedding.weight": ((37, 7), torch.float32),
@@ -36,9 +35,9 @@ def boxes_of(name: str, cut: str, rank: int, world: int) -> list[Box]:
     """The boxes of a tensor that a rank holds under a way of cutting."""
     shape = TENSORS[name][0]
     if cut == "stages":
-        return [whole(shape)] if list(TENSORS).index(name) % world == rank else []
+        return [whole_box(shape)] if list(TENSORS).index(name) % world == rank else []
     if cut == "whole" or not shape:
-        return [whole(shape)]
+        return [whole_box(shape)]
     if cut == "flat":
         count = math.prod(shape)
         part = -(-count // world)

@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megastack.checkpoint import asynchronous, write
+from megastack.checkpoint import asynchronous, writer
+from megastack.checkpoint.asynchronous import StagingBuffer
 from megastack.checkpoint.folder import list_checkpoints, newest_complete, read_latest
-from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.checkpoint.save import save
-from megastack.checkpoint.staging import Staging
+from megastack.checkpoint.state import State, StateItem
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -28,13 +28,13 @@ from tests.checkpoint.state_cuts import CUTS, TENSORS, same_bits, state_of, tens
 
 def slow_down(seconds: float) -> None:
     """Let every file that is written from now on take longer, on this rank."""
-    fast = write.write_tensors
+    fast = writer.write_tensors
 
     def slow(*arguments: object) -> object:
         time.sleep(seconds)
         return fast(*arguments)  # type: ignore[arg-type]
 
-    vars(write)["write_tensors"] = slow
+    vars(writer)["write_tensors"] = slow
 
 
 def rows(rank: int, world: int, step: int) -> State:
@@ -47,7 +47,7 @@ def rows(rank: int, world: int, step: int) -> State:
 def train_on(root: Path, slow_rank: int) -> bool:
     """Whether the checkpoint was there when the call came back, which a slow writer cannot have managed."""
     mesh = Mesh.from_environment(MeshShape(dp=3))
-    fast = write.write_tensors
+    fast = writer.write_tensors
     if mesh.rank == slow_rank:
         slow_down(0.5)
     state = rows(mesh.rank, 3, 3)
@@ -57,9 +57,9 @@ def train_on(root: Path, slow_rank: int) -> bool:
         for _, tensor in item.boxes:
             tensor.add_(1.0).add_(1.0)
     state.trainer["step"] = 5
-    vars(write)["write_tensors"] = fast
+    vars(writer)["write_tensors"] = fast
     second = save(root / "step_00000005", state, mesh, asynchronous=True)
-    assert (root / "step_00000003").is_dir() and handle.done and handle.told
+    assert (root / "step_00000003").is_dir() and handle.done and handle.settled
     for item in state.items:
         for _, tensor in item.boxes:
             tensor.zero_()
@@ -86,7 +86,7 @@ def fail_in_the_copy(root: Path) -> list[str]:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     state = rows(mesh.rank, 2, 3)
     if mesh.rank:
-        with mock.patch.object(Staging, "copy", side_effect=MemoryError("no room")), pytest.raises(MemoryError):
+        with mock.patch.object(StagingBuffer, "copy", side_effect=MemoryError("no room")), pytest.raises(MemoryError):
             save(root / "step_00000003", state, mesh, asynchronous=True)
     else:
         handle, end = save(root / "step_00000003", state, mesh, asynchronous=True), time.monotonic() + 20
@@ -157,7 +157,7 @@ def test_a_writers_error_is_told_on_all_ranks(tmp_path: Path, weak_rank: int, su
     assert newest_complete(tmp_path) == tmp_path / "step_00000008"
 
 
-def refuse_on_all(root: Path, problem: str) -> str:
+def fail_in_the_plan(root: Path, problem: str) -> str:
     mesh = Mesh.from_environment(MeshShape(tp=3))
     names = ["model/w", "model/w"] if problem == "twice" and mesh.rank == 1 else ["model/w"]
     trainer = {"bad": {1, 2}} if problem == "trainer" and mesh.rank == 0 else {}
@@ -171,12 +171,12 @@ def refuse_on_all(root: Path, problem: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
-    [("twice", "rank 1: model/w: given 2 times"), ("trainer", "plain JSON"), ("shape", "rank 2 shape (4,)")],
+    ("problem", "message"),
+    [("twice", "rank 1: model/w: occurs 2 times"), ("trainer", "plain JSON"), ("shape", "rank 2 shape (4,)")],
 )
-def test_what_can_be_refused_at_once_is(tmp_path: Path, error: str, said: str) -> None:
-    errors = run_ranks(refuse_on_all, 3, tmp_path, error)
-    assert len(set(errors)) == 1 and said in errors[0]
+def test_what_can_be_refused_at_once_is(tmp_path: Path, problem: str, message: str) -> None:
+    errors = run_ranks(fail_in_the_plan, 3, tmp_path, problem)
+    assert len(set(errors)) == 1 and message in errors[0]
     assert os.listdir(tmp_path) == []
 
 
@@ -198,7 +198,7 @@ def wait_for_a_rank_that_dies(root: Path, killed: int, when: str) -> str:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     state = rows(mesh.rank, 2, 2)
     save(root / "step_00000002", state, mesh)
-    place = {"writing": (write, "write_tensors"), "reporting": (asynchronous.AsynchronousSave, "_leave")}
+    place = {"writing": (writer, "write_tensors"), "reporting": (asynchronous.AsynchronousSave, "_send_report")}
     place["publishing"] = (asynchronous, "complete")
     if mesh.rank == killed:
         owner, name = place[when]
@@ -207,7 +207,7 @@ def wait_for_a_rank_that_dies(root: Path, killed: int, when: str) -> str:
     try:
         handle.wait()
     except CheckpointError as error:
-        assert "a rank is gone" in str(error)
+        assert "a rank has exited" in str(error)
         raise
     return "no error"
 

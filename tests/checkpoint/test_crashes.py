@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megastack.checkpoint import publish, tensorfile, write
+from megastack.checkpoint import publish, tensor_files, writer
 from megastack.checkpoint.folder import list_checkpoints, newest_complete, read_latest, resolve_resume
-from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.checkpoint.save import save
+from megastack.checkpoint.state import State, StateItem
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.testing.ranks import RankFailure, run_ranks
@@ -31,19 +31,19 @@ def kill_myself(*_: object) -> None:
 def die(point: str) -> None:
     """Arrange that this rank is killed at a point of its next save."""
     if point == "before its shard":
-        vars(write)["write_tensors"] = kill_myself
+        vars(writer)["write_tensors"] = kill_myself
     elif point == "during its shard":
-        whole = tensorfile._write
-        vars(tensorfile)["_write"] = lambda fd, data, crc: whole(fd, data[: len(data) // 2], crc) and kill_myself()
+        whole = tensor_files._write
+        vars(tensor_files)["_write"] = lambda fd, data, crc: whole(fd, data[: len(data) // 2], crc) and kill_myself()
     elif point == "after its shard":
-        whole_file = write.write_tensors
-        vars(write)["write_tensors"] = lambda *given: kill_myself(whole_file(*given))
+        whole_file = writer.write_tensors
+        vars(writer)["write_tensors"] = lambda *given: kill_myself(whole_file(*given))
     elif point == "before the manifest":
-        vars(write)["write_texts"] = kill_myself
+        vars(writer)["write_texts"] = kill_myself
     elif point == "before the rename":
-        vars(write)["publish"] = kill_myself
+        vars(writer)["publish"] = kill_myself
     else:
-        vars(write)["note_latest"] = kill_myself
+        vars(writer)["update_latest"] = kill_myself
 
 
 def save_and_die(root: Path, killed: int, point: str) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoint counts: listing, falling back, resuming, removing."""
+"""The checkpoints of a run: listing, finding, resuming, removing."""
 
 import os
 import zlib
@@ -8,20 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from megastack.checkpoint import usable
+from megastack.checkpoint import integrity
 from megastack.checkpoint.folder import (
+    NoCheckpointError,
     Resume,
     checkpoint_error,
+    find_checkpoint,
     keep_last,
     list_checkpoints,
     newest_complete,
     read_latest,
     resolve_resume,
 )
-from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.integrity import VerifiedFiles
 from megastack.checkpoint.manifest import FileRecord, dump_manifest, read_manifest
 from megastack.checkpoint.save import save
-from megastack.checkpoint.usable import Verified
+from megastack.checkpoint.state import State, StateItem
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 
@@ -214,10 +216,12 @@ def test_trainer_state_that_cannot_be_used_is_damage_too(tmp_path: Path) -> None
 def test_what_a_process_has_verified_is_read_again_only_when_it_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, verified, read = write(tmp_path, 2, 4, 6), Verified(), list[str]()
-    whole = usable.file_error
-    monkeypatch.setattr(usable, "file_fault", lambda f, file, *given: read.append(f.name) or whole(f, file, *given))
-    verified.trust(at(folder, 6))
+    folder, verified, read = write(tmp_path, 2, 4, 6), VerifiedFiles(), list[str]()
+    file_error = integrity.file_error
+    monkeypatch.setattr(
+        integrity, "file_error", lambda f, file, *given: read.append(f.name) or file_error(f, file, *given)
+    )
+    verified.add(at(folder, 6))
     assert keep_last(folder, 3, verified=verified) == []
     assert set(read) == {"step_00000002", "step_00000004"}
     read.clear()
@@ -228,9 +232,9 @@ def test_what_a_process_has_verified_is_read_again_only_when_it_has_changed(
 
 
 def test_what_could_not_be_read_in_time_does_not_count_yet(tmp_path: Path) -> None:
-    folder, verified = write(tmp_path, 2, 4, 6, 8), Verified()
+    folder, verified = write(tmp_path, 2, 4, 6, 8), VerifiedFiles()
     assert keep_last(folder, 1, verified=verified, limit_s=-1.0) == []
-    verified.trust(at(folder, 6))
+    verified.add(at(folder, 6))
     assert keep_last(folder, 1, verified=verified, limit_s=-1.0) == [at(folder, 2), at(folder, 4)]
     assert keep_last(folder, 1, verified=verified) == [at(folder, 6)]
 
@@ -251,3 +255,58 @@ def test_latest_has_to_be_a_name_of_a_checkpoint_beside_it(tmp_path: Path) -> No
     (folder / "latest").unlink()
     (folder / "latest").mkdir()
     assert read_latest(folder) is None
+
+
+def test_a_run_and_its_checkpoints_mean_the_newest(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", 2, 10, 4)
+    for path in (tmp_path / "run", folder, at(folder, 10)):
+        assert find_checkpoint(path) == at(folder, 10)
+        assert resolve_resume(str(path), None, tmp_path) == Resume(at(folder, 10))
+    assert find_checkpoint(at(folder, 4)) == at(folder, 4)
+
+
+def test_an_import_means_its_weights_and_is_not_resumed(tmp_path: Path) -> None:
+    save(tmp_path / "weights", State([], {"step": 0, "imported": {}}), Mesh.single())
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "weights") == tmp_path / "weights"
+    with pytest.raises(CheckpointError, match=rf"resume={tmp_path}: is an import, .*; use checkpoint.load_weights="):
+        resolve_resume(str(tmp_path), None, tmp_path)
+
+
+def test_a_checkpoint_by_any_name(tmp_path: Path) -> None:
+    save(tmp_path / "mine", State([], {"step": 3}), Mesh.single())
+    assert find_checkpoint(tmp_path / "mine", content=True) == tmp_path / "mine"
+
+
+def test_a_damaged_newest_is_an_error_that_names_the_one_before(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2, 4)
+    damage(folder, 4, "truncate")
+    for path in (tmp_path, folder):
+        with pytest.raises(NoCheckpointError, match=rf"rank_00000.safetensors: .*truncated\)\); use {at(folder, 2)}$"):
+            find_checkpoint(path)
+
+
+def test_a_replacement_that_was_cut_short_is_found_where_it_is(tmp_path: Path) -> None:
+    folder = write(tmp_path, 4)
+    at(folder, 4).rename(folder / ".step_00000004.replaced")
+    for path in (tmp_path, folder):
+        assert find_checkpoint(path) == folder / ".step_00000004.replaced"
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda path: None, "no such folder"),
+        (lambda path: path.write_text("x"), "is a file"),
+        (lambda path: path.mkdir(), "an empty folder"),
+        (lambda path: (path / "checkpoints").mkdir(parents=True), "it holds checkpoints"),
+        (lambda path: [(path / name).mkdir(parents=True) for name in "abcdef"], "it holds a, b, c, d and 2 more"),
+        (lambda path: (path / "step_00000002").mkdir(parents=True), "step_00000002/manifest.json: missing"),
+    ],
+)
+def test_anything_else_is_named(tmp_path: Path, make: object, found: str) -> None:
+    path = tmp_path / "given"
+    make(path)  # type: ignore[operator]
+    with pytest.raises(NoCheckpointError, match=rf"^{path}: no usable checkpoint \(.*{found}.*\); use "):
+        find_checkpoint(path)
+    with pytest.raises(CheckpointError, match=rf"^resume={path}: is not a usable checkpoint \(.*{found}.*\); use "):
+        resolve_resume(str(path), None, tmp_path)

@@ -86,7 +86,7 @@ def test_a_missing_manifest_is_named(tmp_path: Path) -> None:
         (manifest(whole_box(begin=160)), "outside"),
         (manifest(whole_box(file="rank_00001.safetensors")), "outside"),
         (manifest(whole_box(), dtype="F31"), "dtype"),
-        (Manifest({**FILES, "../x": FileRecord("../x", 1, 1)}, {}), "no file of a checkpoint"),
+        (Manifest({**FILES, "../x": FileRecord("../x", 1, 1)}, {}), "not a file of a checkpoint"),
         (Manifest({}, {}), r"trainer\.json"),
     ],
 )

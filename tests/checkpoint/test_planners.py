@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.planners import BoxSavePlanner
+from megastack.checkpoint.state import State, StateItem
 from megastack.errors import CheckpointError
 from megastack.placement.boxes import Box
 

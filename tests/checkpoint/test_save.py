@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 
 from megastack.checkpoint.folder import list_checkpoints, newest_complete, read_latest
-from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.checkpoint.manifest import read_manifest
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.checkpoint.save import save
+from megastack.checkpoint.state import State, StateItem
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -146,13 +146,13 @@ def fail_on_one_rank(root: Path, problem: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
-    [("twice", "rank 1: model/w: given 2 times"), ("trainer", "plain JSON"), ("shape", r"rank 2 shape \(4,\)")],
+    ("problem", "message"),
+    [("twice", "rank 1: model/w: occurs 2 times"), ("trainer", "plain JSON"), ("shape", r"rank 2 shape \(4,\)")],
 )
-def test_a_fault_of_any_rank_is_the_same_error_on_all(tmp_path: Path, error: str, said: str) -> None:
-    errors = run_ranks(fail_on_one_rank, 3, tmp_path, error)
+def test_a_fault_of_any_rank_is_the_same_error_on_all(tmp_path: Path, problem: str, message: str) -> None:
+    errors = run_ranks(fail_on_one_rank, 3, tmp_path, problem)
     assert len(set(errors)) == 1
-    assert re.search(said, errors[0])
+    assert re.search(message, errors[0])
     assert os.listdir(tmp_path) == []
 
 

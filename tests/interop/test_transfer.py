@@ -11,10 +11,9 @@ import torch
 from omegaconf import OmegaConf
 
 from megastack.assemble.stages import build_stages
-from megastack.checkpoint.collect import model_items
-from megastack.checkpoint.items import State
 from megastack.checkpoint.load import load
 from megastack.checkpoint.save import save
+from megastack.checkpoint.state import State, model_items
 from megastack.config.compose import from_yaml
 from megastack.config.schema import TrainConfig
 from megastack.interop.folder import HubFolder

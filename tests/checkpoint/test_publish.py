@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from megastack.checkpoint import recovery
+from megastack.checkpoint import publish
 from megastack.checkpoint.folder import Resume, keep_last, list_checkpoints, resolve_resume
-from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.publish import recover
 from megastack.checkpoint.reader import CheckpointReader
-from megastack.checkpoint.recovery import recover
 from megastack.checkpoint.save import save
+from megastack.checkpoint.state import State, StateItem
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 
@@ -92,7 +92,7 @@ def every_kill(folder: Path, prepare: Callable[[], object], work: Callable[[], o
     for after in (False, True):
         for number in range(1, 100):
             for path in folder.glob("*"):
-                recovery.remove(path) if path.is_dir() else path.unlink()
+                publish.remove_folder(path) if path.is_dir() else path.unlink()
             prepare()
             killed = killed_at(number, work, after=after)
             found.append(names(folder))
@@ -106,9 +106,9 @@ def come_back(folder: Path) -> None:
     """Resume as a start would: look, then own the folder and recover it; the value is whole and does not change."""
     found = resolve_resume("auto", folder.parent, folder.parent)
     value = value_of(found.checkpoint)
-    adopted = recover(folder)
+    recovered = recover(folder)
     assert found.checkpoint is not None
-    place = adopted.get(found.checkpoint, found.checkpoint)
+    place = recovered.get(found.checkpoint, found.checkpoint)
     assert value_of(place) == value and not place.name.startswith(".")
     assert resolve_resume("auto", folder.parent, folder.parent) == Resume(place, folder.parent, found.skipped)
     assert not [name for name in names(folder) if name.startswith(".step")]
@@ -160,8 +160,8 @@ def test_recovery_itself_may_be_killed(tmp_path: Path, published: bool, damaged:
     """Between the renames or after them, with one of the two damaged."""
     folder = tmp_path / "checkpoints"
     path = folder / "step_00000004"
-    new = path if published else recovery.writing_folder(path)
-    former = recovery.replaced_folder(path)
+    new = path if published else publish.writing_folder(path)
+    former = publish.replaced_folder(path)
 
     def prepare() -> None:
         put(folder, 4, 5.0)
