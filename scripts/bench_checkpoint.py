@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megastack import Box, Mesh, MeshShape, SaveHandle, State, StateItem, load, run_ranks, save
-from megastack.checkpoint import staging
+from megastack.checkpoint import asynchronous
 
 Times = dict[str, list[float]]
 CHUNK = 1 << 20
@@ -133,7 +133,7 @@ def measure_calls(folder: Path, mesh: Mesh, megabytes: int, pairs: int) -> Times
             handle = save(folder / "step_00000002", state, mesh, asynchronous=True)
         assert isinstance(handle, SaveHandle)
         handle.wait()
-        times["held up"].append(handle.held_up_s)
+        times["held up"].append(handle.blocked_s)
         times["agreeing"].append(sum(spent))
         times["published"].append(handle.seconds)
 
@@ -146,7 +146,7 @@ def measure_calls(folder: Path, mesh: Mesh, megabytes: int, pairs: int) -> Times
 @contextmanager
 def agreeing() -> Iterator[list[float]]:
     """The seconds that go by while all ranks say whether the last plan will do."""
-    ask, spent = staging.all_true, list[float]()
+    ask, spent = asynchronous.all_true, list[float]()
 
     def timed_ask(*arguments: Any) -> bool:
         began = time.perf_counter()
@@ -154,7 +154,7 @@ def agreeing() -> Iterator[list[float]]:
         spent.append(time.perf_counter() - began)
         return answer
 
-    with mock.patch.object(staging, "all_true", timed_ask):
+    with mock.patch.object(asynchronous, "all_true", timed_ask):
         yield spent
 
 
