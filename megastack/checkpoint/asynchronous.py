@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -283,10 +282,10 @@ class AsynchronousSave:
         """Wait for the other ranks' reports and publish the checkpoint, or remove it if a rank failed."""
         try:
             others = self._receive_reports()
-            errors = {rank: str(other["fault"]) for rank, other in others.items() if other["fault"]}
+            errors = {rank: error for rank, (error, _) in others.items() if error}
             if self._local_error or errors:
                 raise CheckpointError(self._local_error or describe_failures(errors))
-            reports = [own, *(WriteReport.from_json(other["report"]) for _, other in sorted(others.items()))]
+            reports = [own, *(report for _, (_, report) in sorted(others.items()))]
             for rank in others:
                 (writing_folder(self.path) / report_file(rank)).unlink()
             assert self._plan.metadata is not None
@@ -296,15 +295,16 @@ class AsynchronousSave:
                 discard(self.path, self._guard)
             raise
 
-    def _receive_reports(self) -> dict[int, dict[str, Any]]:
-        """Poll for the reports of the other ranks until all have arrived."""
-        found: dict[int, dict[str, Any]] = {}
+    def _receive_reports(self) -> dict[int, tuple[str, WriteReport]]:
+        """Poll until the reports of all other ranks have arrived; returns each rank's error and report."""
+        found: dict[int, tuple[str, WriteReport]] = {}
         folder, pause, began = writing_folder(self.path), _POLL_S[0], time.monotonic()
         main_ended: float | None = None
         while len(found) < self._world.size - 1:
             for rank in set(range(1, self._world.size)) - set(found):
                 with suppress(FileNotFoundError):
-                    found[rank] = read_record(folder / report_file(rank))
+                    record = read_record(folder / report_file(rank))
+                    found[rank] = str(record["fault"]), WriteReport.from_json(record["report"])
                     pause = _POLL_S[0]
             now = time.monotonic()
             if main_ended is None and not threading.main_thread().is_alive():

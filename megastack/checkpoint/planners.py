@@ -176,15 +176,10 @@ class BoxLoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """The view of this rank's tensor that a read fills."""
         tensor = self._tensors[read_item.dest_index].detach()
-        return narrow(tensor, tuple(read_item.dest_offsets), tuple(read_item.lengths))
+        return tensor[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Do nothing: data is read straight into the tensor."""
-
-
-def narrow(tensor: Tensor, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """The view of a box of a tensor."""
-    return tensor[Box(offset, size).slices]
 
 
 def _reads(name: str, box: Box, chunks: list[Box]) -> list[ReadItem]:

@@ -119,14 +119,14 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_of_kind(value: Any, kind: Kind) -> bool:
     """Whether a value other than null is of a kind; true is not a number."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
+    integer = isinstance(value, int) and not isinstance(value, bool)
     match kind:
         case "size":
-            return whole and value >= 1
+            return integer and value >= 1
         case "count":
-            return whole and value >= 0
+            return integer and value >= 0
         case "number":
-            return whole or isinstance(value, float)
+            return integer or isinstance(value, float)
         case "flag":
             return isinstance(value, bool)
         case "text":
@@ -136,7 +136,7 @@ def is_of_kind(value: Any, kind: Kind) -> bool:
         case "mapping":
             return isinstance(value, dict)
         case "id":
-            return whole and value >= -1
+            return integer and value >= -1
         case "ids":
             return is_of_kind(value, "id") or (
                 isinstance(value, list) and bool(value) and all(is_of_kind(each, "id") for each in value)
@@ -144,8 +144,8 @@ def is_of_kind(value: Any, kind: Kind) -> bool:
 
 
 WORDS: Mapping[Kind, str] = {
-    "size": "a positive whole number",
-    "count": "a whole number of at least 0",
+    "size": "a positive integer",
+    "count": "an integer of at least 0",
     "number": "a number",
     "flag": "true or false",
     "text": "a string",

@@ -233,8 +233,8 @@ def _read_rope(fields: Fields) -> RopeOptions:
     if not read:
         return RopeOptions(theta=theta)
     _compare_ropes(fields, theta, read)
-    given, options = read[0]
-    return options or RopeOptions(theta=given["rope_theta"])
+    rope, options = read[0]
+    return options or RopeOptions(theta=rope["rope_theta"])
 
 
 _Rope = tuple[dict[str, Any], RopeOptions | None]
@@ -246,25 +246,25 @@ def _read_rope_object(fields: Fields, name: str, theta: float) -> _Rope | None:
     if not values:
         return None
     before = len(fields.errors)
-    given: dict[str, Any] = {"rope_theta": theta, "rope_type": _rope_type(fields, name, values)}
+    rope: dict[str, Any] = {"rope_theta": theta, "rope_type": _rope_type(fields, name, values)}
     if "rope_theta" in values:
-        given["rope_theta"] = fields.checked(f"{name}.rope_theta", values["rope_theta"], key("number", theta))
-    used = ROPE_KEYS.get(given["rope_type"])
+        rope["rope_theta"] = fields.checked(f"{name}.rope_theta", values["rope_theta"], key("number", theta))
+    used = ROPE_KEYS.get(rope["rope_type"])
     if used is None:
-        fields.error(f"{name}.rope_type", given["rope_type"], "this rotary scaling is not supported", ROPE_TYPES)
-        return given, None
+        fields.error(f"{name}.rope_type", rope["rope_type"], "this rotary scaling is not supported", ROPE_TYPES)
+        return rope, None
     options: dict[str, Any] = {}
     for theirs, (ours, wanted) in used.items():
         value = values.get(theirs, _original(fields, theirs))
         if value is None:
-            fields.error(f"{name}.{theirs}", None, f"rope_type={given['rope_type']} requires it")
+            fields.error(f"{name}.{theirs}", None, f"rope_type={rope['rope_type']} requires it")
         else:
-            given[theirs] = options[ours] = fields.checked(f"{name}.{theirs}", value, wanted)
-    _reject_unread(fields, name, values, given)
+            rope[theirs] = options[ours] = fields.checked(f"{name}.{theirs}", value, wanted)
+    _reject_unread(fields, name, values, rope)
     if len(fields.errors) > before:
-        return given, None
-    scaling = RopeScaling.none if given["rope_type"] == "default" else RopeScaling(given["rope_type"])
-    return given, RopeOptions(theta=given["rope_theta"], scaling=scaling, **options)
+        return rope, None
+    scaling = RopeScaling.none if rope["rope_type"] == "default" else RopeScaling(rope["rope_type"])
+    return rope, RopeOptions(theta=rope["rope_theta"], scaling=scaling, **options)
 
 
 def _rope_type(fields: Fields, name: str, values: Mapping[str, Any]) -> str:
@@ -282,7 +282,7 @@ def _original(fields: Fields, name: str) -> Any:
     return fields.values.get(ORIGINAL, fields.get("max_position_embeddings"))
 
 
-def _reject_unread(fields: Fields, name: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _reject_unread(fields: Fields, name: str, values: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     for other, value in values.items():
         where = f"{name}.{other}"
         if other in LAYER_TYPES:
@@ -290,8 +290,8 @@ def _reject_unread(fields: Fields, name: str, values: Mapping[str, Any], given: 
         elif other == "partial_rotary_factor":
             if value is not None and (isinstance(value, bool) or value != 1):
                 fields.error(where, value, "the whole head is rotated", (1.0, None))
-        elif other not in given and other != "type" and value is not None:
-            fields.error(where, value, f"not used for rope_type={given['rope_type']}; remove it")
+        elif other not in rope and other != "type" and value is not None:
+            fields.error(where, value, f"not used for rope_type={rope['rope_type']}; remove it")
 
 
 def _compare_ropes(fields: Fields, theta: float, read: list[_Rope]) -> None:

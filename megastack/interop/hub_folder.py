@@ -107,7 +107,7 @@ class HubFolder:
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
         ids += [each.get("id") if isinstance(each, dict) else None for each in added]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
-            raise ConfigError(f"{path}: every token in model.vocab and added_tokens must have a whole number as its id")
+            raise ConfigError(f"{path}: every token in model.vocab and added_tokens must have an integer id")
         return max(ids, default=-1) + 1
 
     def tokenizer_files(self) -> list[Path]:

@@ -1,4 +1,4 @@
-"""A run's checkpoints: reported once they are whole, alike on all ranks, and thinned out by policy."""
+"""The checkpoint manager: reports published checkpoints, the same on all ranks, and removes old ones."""
 
 import os
 import time
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megastack.checkpoint import asynchronous, writer
+from megastack.checkpoint import asynchronous as asynchronous_module
+from megastack.checkpoint import writer
 from megastack.checkpoint.folder import list_checkpoints, newest_complete
 from megastack.checkpoint.manager import CheckpointManager
 from megastack.checkpoint.state import State, StateItem
@@ -30,7 +31,7 @@ def test_a_blocking_save_is_reported_at_once(tmp_path: Path) -> None:
     assert not manager.busy and manager.wait() == []
 
 
-def run_beside(root: Path) -> list[list[int]]:
+def save_asynchronously(root: Path) -> list[list[int]]:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     fast = writer.write_tensors
     slow_down(0.2)
@@ -45,11 +46,11 @@ def run_beside(root: Path) -> list[list[int]]:
 
 def test_an_asynchronous_save_is_reported_when_it_is_published(tmp_path: Path) -> None:
     expected = [[], [2], [4], [6], [8], [10]]
-    assert run_ranks(run_beside, 2, tmp_path) == [expected, expected]
+    assert run_ranks(save_asynchronously, 2, tmp_path) == [expected, expected]
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [4, 8, 10]  # the two newest and what 4 divides
 
 
-def test_the_wait_counts_as_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_counts_as_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = writer.write_tensors
     monkeypatch.setattr(writer, "write_tensors", lambda *given: time.sleep(0.3) or fast(*given))
     manager = CheckpointManager(tmp_path, Mesh.single(), asynchronous=True)
@@ -58,7 +59,7 @@ def test_the_wait_counts_as_time_of_the_run(tmp_path: Path, monkeypatch: pytest.
     assert saved.seconds >= 0.25 and saved.write_seconds >= 0.3
 
 
-def test_an_error_of_the_writer_comes_with_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_writer_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -66,7 +67,7 @@ def test_an_error_of_the_writer_comes_with_the_next_save(tmp_path: Path, monkeyp
     manager.save(4, state(4))
     manager.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(asynchronous, "complete", full)
+        patch.setattr(asynchronous_module, "complete", full)
         manager.save(6, state(6))
         with pytest.raises(CheckpointError, match=r"step_00000006: was not saved\nrank 0: .*No space left"):
             manager.save(8, state(8))
@@ -75,8 +76,8 @@ def test_an_error_of_the_writer_comes_with_the_next_save(tmp_path: Path, monkeyp
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000004", "step_00000008"]
 
 
-def test_a_damaged_newest_does_not_cost_the_one_that_resumes(tmp_path: Path) -> None:
-    """Of an earlier process, with the right size; and of this one, damaged after it was written."""
+def test_a_damaged_newest_keeps_the_one_that_can_be_resumed(tmp_path: Path) -> None:
+    """One of an earlier process with the right size, and one of this process that is damaged after it was written."""
     for step in (2, 4, 6):
         CheckpointManager(tmp_path, Mesh.single()).save(step, state(step))
     _flip(tmp_path, 6)
@@ -96,15 +97,15 @@ def _flip(folder: Path, step: int) -> None:
 
 
 def test_a_manager_that_may_no_longer_write_removes_nothing(tmp_path: Path) -> None:
-    """Neither a checkpoint, nor what is being written where its own was."""
+    """Neither checkpoints nor a folder that the new owner writes under the same name."""
     for step in (2, 4):
         CheckpointManager(tmp_path, Mesh.single()).save(step, state(step))
 
     def lost() -> None:
         raise MegastackError("taken over")
 
-    for beside in (False, True):
-        manager = CheckpointManager(tmp_path, Mesh.single(), asynchronous=beside, keep=1, guard=lost)
+    for asynchronous in (False, True):
+        manager = CheckpointManager(tmp_path, Mesh.single(), asynchronous=asynchronous, keep=1, guard=lost)
         (tmp_path / ".step_00000006.writing").mkdir(exist_ok=True)
         with pytest.raises(CheckpointError, match="taken over"):
             manager.save(6, state(6))

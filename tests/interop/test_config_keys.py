@@ -115,9 +115,9 @@ def test_null_means_none_where_the_class_has_it_and_is_an_error_elsewhere() -> N
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"hidden_size": "4096"}, "hidden_size=4096: must be a positive whole number"),
-    ("llama", {"hidden_size": True}, "hidden_size=true: must be a positive whole number"),
-    ("llama", {"hidden_size": 4096.0}, "hidden_size=4096.0: must be a positive whole number"),
+    ("llama", {"hidden_size": "4096"}, "hidden_size=4096: must be a positive integer"),
+    ("llama", {"hidden_size": True}, "hidden_size=true: must be a positive integer"),
+    ("llama", {"hidden_size": 4096.0}, "hidden_size=4096.0: must be a positive integer"),
     ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps=1e-5: must be a number"),
     ("llama", {"rms_norm_eps": True}, "rms_norm_eps=true: must be a number"),
     ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings=1: must be true or false"),
@@ -141,7 +141,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": True}}, "rope_scaling.factor=true: must be a number"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=null: rope_type=linear requires it"),
     ("llama", {"rope_scaling": {"type": ["linear"], "factor": 2.0}}, "rope_scaling.rope_type="),
-    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type=longrope: this rotary scaling"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_parameters.rope_type=longrope: this rotary scaling",
+    ),
     (
         "llama",
         {"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 2.0}},
