@@ -104,25 +104,18 @@ def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-def checkpoint_of(path: str | Path) -> Path:
-    """The checkpoint that a path refers to; its content is checked when it is loaded.
+def find_saved_model(path: str | Path, *, config_dir: str | None = None, config_name: str = "train") -> SavedModel:
+    """The checkpoint that ``path`` refers to, with the passed configuration or else the one next to it.
+
+    The content of the checkpoint is checked when it is loaded.
 
     Raises:
         ConfigError: there is no usable checkpoint.
     """
     try:
-        return find_checkpoint(Path(path))
+        checkpoint = find_checkpoint(Path(path))
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-
-
-def find_saved_model(path: str | Path, *, config_dir: str | None = None, config_name: str = "train") -> SavedModel:
-    """The checkpoint that ``path`` refers to, with the passed configuration or else the one next to it.
-
-    Raises:
-        ConfigError: there is no usable checkpoint.
-    """
-    checkpoint = checkpoint_of(path)
     if config_dir is not None or config_name != "train":
         return SavedModel(checkpoint, None if config_dir is None else Path(config_dir), config_name)
     folder = checkpoint.absolute().parent
