@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,7 @@ class HubFolder:
         """A box of one piece: reads whole rows of its first dim and slices the rest of the box from them."""
         piece, shape = weight.pieces[number], weight.piece_shape
         outer = shape[:-1] if weight.matrix else shape
-        inner = 1
-        for extent in outer[1:]:
-            inner *= extent
+        inner = prod(outer[1:])
         first, count = box.offset[0], box.size[0]
         rows = slice(piece.start + first * inner, piece.start + (first + count) * inner)
         stored = self._slice(piece.source)

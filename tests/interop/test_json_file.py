@@ -42,10 +42,10 @@ def test_an_invalid_value_is_an_error_that_names_its_key(text: str, reason: str,
     file.write_text(text)
     with pytest.raises(ConfigError) as raised:
         read_json(file)
-    said = str(raised.value)
-    assert said.startswith(f"{file}: ") and reason in said
-    said.encode()
-    assert len(said) < 300 + len(str(file))
+    message = str(raised.value)
+    assert message.startswith(f"{file}: ") and reason in message
+    message.encode()
+    assert len(message) < 300 + len(str(file))
 
 
 def test_every_error_is_reported_and_bytes_that_are_not_text_are_one(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_an_import_ends_with_a_message_and_78(
     others = {name: value for name, value in LLAMA.items() if name != key}
     (folder / "config.json").write_text(json.dumps(others)[:-1] + f', "{key}": {text}}}')
     assert main(["import", str(folder), "--out", str(tmp_path / "out")]) == 78
-    said = capsys.readouterr().err
-    assert reason in said and "Traceback" not in said
+    message = capsys.readouterr().err
+    assert reason in message and "Traceback" not in message
     assert not (tmp_path / "out").exists()
 
 
@@ -107,8 +107,8 @@ def test_an_export_checks_the_copied_files_as_strictly(
     (folder / name).write_text('{"eos_token_id": 1e400, "model": {"a": NaN}}')
     export = ["export", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--like", str(folder)]
     assert main(export) == 78
-    said = capsys.readouterr().err
-    assert f"{folder / name}: eos_token_id=1e400" in said and "model.a=NaN" in said
+    message = capsys.readouterr().err
+    assert f"{folder / name}: eos_token_id=1e400" in message and "model.a=NaN" in message
     assert not (tmp_path / "out").exists()
 
 
