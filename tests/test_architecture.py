@@ -71,9 +71,9 @@ ALLOWED: dict[str, set[str]] = {
         "placement.module",
     },
     "launch": {
-        *("preflight.checks", "inference", "interop.saved", "models.stages"),
+        *("preflight.checks", "inference", "interop.saved_model", "models.stages"),
         *("assemble", "training", "config", "observe", "mesh", "data", "plan.describe", "records"),
-        *("checkpoint.find", "checkpoint.folder", "checkpoint.manifest", "checkpoint.recovery"),
+        *("checkpoint.folder", "checkpoint.manifest", "checkpoint.publish"),
         *("comm.peer_failure", "comm.objects", "comm.ledger"),
     },
     "testing": {
@@ -122,7 +122,7 @@ TORCH_FREE = [
         "plan.describe",
         "plan.command",
         "inference.arguments",
-        "interop.names",
+        "interop.weight_map",
         "interop.hub_config",
         "interop.hub_export",
     ),

@@ -9,9 +9,8 @@ from pathlib import Path
 from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.inference import longest_text
 from megastack.assemble.training import Training
-from megastack.checkpoint.dump import write_dump
-from megastack.checkpoint.items import StateItem
 from megastack.checkpoint.manager import CheckpointManager
+from megastack.checkpoint.state import StateItem, write_dump
 from megastack.config.phases import phase_at, phase_configs
 from megastack.data.validation import bigram_loss
 from megastack.errors import ConfigError
@@ -72,7 +71,7 @@ def build_loop(
         recorder=_recorder(training, folder, resumed, pid=pid, start=start, guard=guard),
         stop=stop,
         folder=folder.path,
-        manager=_saver(training, folder, resumed, guard),
+        manager=_checkpoint_manager(training, folder, resumed, guard),
         state=training.state,
         dump=_dumper(training, folder),
         validation=training.validation,
@@ -116,7 +115,7 @@ def _recorder(
     )
 
 
-def _saver(
+def _checkpoint_manager(
     training: Training, folder: RunFolder, resumed: Path | None, guard: OwnershipGuard | None
 ) -> CheckpointManager:
     options = training.config.checkpoint

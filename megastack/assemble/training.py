@@ -13,9 +13,16 @@ from megastack.assemble.data import build_loader, identity, read_dataset
 from megastack.assemble.inference import build_generator
 from megastack.assemble.optimizer import optimizer_options
 from megastack.assemble.stages import DTYPES, build_stages
-from megastack.checkpoint.collect import buffer_items, items_of, optimizer_items, part_items, stage_placements
-from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
+from megastack.checkpoint.state import (
+    State,
+    StateItem,
+    box_items,
+    buffer_items,
+    items_of,
+    optimizer_items,
+    stage_placements,
+)
 from megastack.comm.objects import all_gather_objects
 from megastack.config.convert import to_plain
 from megastack.config.schema import TrainConfig
@@ -86,7 +93,7 @@ class Training:
         """The weights and persistent buffers as checkpoint items; gathers that are under way are waited for."""
         self.step.buckets.wait_parameters()
         placements = stage_placements(self.stages)
-        weights = part_items("model", self.step.buckets.weights(), placements, self.mesh)
+        weights = box_items("model", self.step.buckets.weights(), placements, self.mesh)
         return [*weights, *buffer_items(self.stages, self.mesh)]
 
     def gradient_items(self) -> list[StateItem]:

@@ -17,7 +17,7 @@ from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.config.value_rules import BYTE_IDS
 from megastack.errors import ConfigError, MegastackError, RankEnvironmentError, Violation
-from megastack.interop.saved import find_saved
+from megastack.interop.saved_model import find_saved_model
 from megastack.launch.environment import is_first_rank, is_worker, world_size
 from megastack.launch.refusal import refuse_early
 from megastack.launch.worker import is_refusal
@@ -88,7 +88,7 @@ def use_of(
     Raises:
         ConfigError: there is no checkpoint, or no configuration that could be read.
     """
-    saved = find_saved(options.source, config_dir=options.config_dir, config_name=options.config_name)
+    saved = find_saved_model(options.source, config_dir=options.config_dir, config_name=options.config_name)
     partial_config, lacking = saved.compose_partial(options.overrides), ErrorCollector()
     vocab = value_of(partial_config.config, "model.vocab")
     lacks_data = split and saved.lacks_data(options.overrides)

@@ -10,7 +10,8 @@ size and the box is the logical part of it, which may be smaller or empty on the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -107,6 +108,68 @@ def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...
             f"range [{start}, {stop}): must lie within the {counted(prod(shape), 'element')} of shape {shape}"
         )
     return tuple(Box(offset, size) for offset, size in _range_parts(tuple(shape), start, stop))
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that spans the whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def intersect(first: Box, second: Box) -> Box | None:
+    """The intersection of two boxes of one tensor, in global indices; ``None`` where it is empty."""
+    start = tuple(max(a, b) for a, b in zip(first.offset, second.offset, strict=True))
+    stops = zip(first.offset, first.size, second.offset, second.size, strict=True)
+    size = tuple(min(a + m, b + n) - s for (a, m, b, n), s in zip(stops, start, strict=True))
+    return Box(start, size) if all(extent > 0 for extent in size) else None
+
+
+def relative_to(inner: Box, outer: Box) -> Box:
+    """``inner`` with its offset counted from the first element of ``outer``."""
+    return Box(tuple(a - b for a, b in zip(inner.offset, outer.offset, strict=True)), inner.size)
+
+
+def describe_box(box: Box) -> str:
+    """The box as Python slices, ``[0:2, 64:128]``."""
+    spans = (f"{start}:{start + size}" for start, size in zip(box.offset, box.size, strict=True))
+    return f"[{', '.join(spans)}]"
+
+
+def coverage_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Check that the boxes cover the tensor exactly once; returns the error, ``None`` where there is none."""
+    for box in boxes:
+        if not _is_inside(shape, box):
+            return f"box {describe_box(box)} does not lie within shape {tuple(shape)}"
+    if pair := _first_overlap(boxes):
+        return f"boxes {describe_box(pair[0])} and {describe_box(pair[1])} overlap"
+    covered, expected = sum(prod(box.size) for box in boxes), prod(shape)
+    if covered == expected:
+        return None
+    return f"boxes hold {covered} of the {counted(expected, 'element')} of shape {tuple(shape)}"
+
+
+def _is_inside(shape: Sequence[int], box: Box) -> bool:
+    if not len(box.offset) == len(box.size) == len(shape):
+        return False
+    spans = zip(box.offset, box.size, shape, strict=True)
+    return all(start >= 0 and size >= 0 and start + size <= extent for start, size, extent in spans)
+
+
+def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, found by a sweep along the dim with the most distinct offsets."""
+    filled = [box for box in boxes if prod(box.size)]
+    if len(filled) < 2:
+        return None
+    if not filled[0].size:
+        return filled[0], filled[1]
+    dim = max(range(len(filled[0].size)), key=lambda d: len({box.offset[d] for box in filled}))
+    active: list[tuple[int, int]] = []  # (end, index) of the boxes that the sweep line crosses
+    for index, box in sorted(enumerate(filled), key=lambda pair: pair[1].offset[dim]):
+        del active[: bisect_right(active, (box.offset[dim], len(filled)))]
+        for _, other in active:
+            if intersect(box, filled[other]):
+                return filled[other], box
+        insort(active, (box.offset[dim] + box.size[dim], index))
+    return None
 
 
 def _range_parts(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

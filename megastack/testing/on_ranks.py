@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from megastack.assemble.training import Training, build_training
-from megastack.checkpoint.collect import stage_placements
-from megastack.checkpoint.items import StateItem
+from megastack.checkpoint.state import StateItem, stage_placements
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset

@@ -8,6 +8,7 @@ import pytest
 
 from megastack.config.compose import compose
 from megastack.config.phases import source_text
+from megastack.data.blend import BlendOrder, shares
 from megastack.data.blend_weights import PERIOD, WeightChange, check_weights, normalized
 from megastack.data.dataset import ConcatDataset, Dataset, DatasetSpec, build_dataset
 from megastack.data.order import SampleOrder

@@ -141,7 +141,7 @@ def test_all_errors_are_in_one_report(run: Path, tmp_path: Path, verb: str, caps
 
 def test_a_folder_without_a_checkpoint_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 78
-    assert f"{tmp_path}: no checkpoint" in capsys.readouterr().err
+    assert f"{tmp_path}: no usable checkpoint" in capsys.readouterr().err
 
 
 def test_an_import_brings_its_model_and_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What lies in slices of flat buckets becomes boxes of global tensors, and moves to any other cut."""
+"""Items check themselves, and slices of flat buckets become boxes of global tensors that load on any other layout."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megastack.checkpoint.collect import optimizer_items, part_items, stage_placements
-from megastack.checkpoint.items import State
 from megastack.checkpoint.load import load
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.checkpoint.save import save
+from megastack.checkpoint.state import State, StateItem, box_items, optimizer_items, stage_placements
+from megastack.errors import CheckpointError
 from megastack.gradients.buckets import GradientBuckets
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
@@ -22,11 +22,39 @@ from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Placement, Shard
 from megastack.testing.ranks import run_ranks
 
+
+def test_a_replicated_item_is_one_whole_box() -> None:
+    item = StateItem.replicated("model/w", torch.zeros(3, 5))
+    assert item.shape == (3, 5)
+    assert [box for box, _ in item.boxes] == [Box((0, 0), (3, 5))]
+    assert item.dtype is torch.float32
+    assert StateItem("model/w", (3, 5), ()).dtype is None
+
+
+def test_empty_boxes_of_a_filled_tensor_are_left_out() -> None:
+    empty = (Box((3, 0), (0, 5)), torch.zeros(0, 5))
+    assert list(StateItem("w", (3, 5), (empty,)).filled_boxes()) == []
+    assert len(list(StateItem.replicated("w", torch.zeros(0, 5)).filled_boxes())) == 1
+
+
+def test_every_error_is_in_one_report() -> None:
+    items = [
+        StateItem.replicated("twice", torch.zeros(2)),
+        StateItem.replicated("twice", torch.zeros(2)),
+        StateItem("shape", (4,), ((Box((0,), (3,)), torch.zeros(2)),)),
+        StateItem("dtypes", (4,), ((Box((0,), (2,)), torch.zeros(2)), (Box((2,), (2,)), torch.zeros(2).double()))),
+        StateItem.replicated("complex", torch.zeros(2, dtype=torch.complex64)),
+    ]
+    with pytest.raises(CheckpointError) as raised:
+        State(items).by_name()
+    assert all(name in str(raised.value) for name in ("twice: occurs 2 times", "shape: box [0:3]", "dtypes", "complex"))
+
+
 SHAPES = {"three": (3,), "five": (5,), "seven": (7,), "matrix": (6, 5), "rows": (37, 3), "scalar": ()}
 
 
 class Odd(ParallelModule):
-    """Parameters whose sizes no degree divides, one padded and cut over tp, one cut over tp with copies."""
+    """Parameters whose sizes are not divisible by any degree, one sharded over tp, one padded and sharded over tp."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -42,7 +70,7 @@ class Odd(ParallelModule):
 
 
 def sentinel(kind: str, name: str) -> torch.Tensor:
-    """A value for each element that names its kind, parameter and place."""
+    """Values that identify kind, parameter and position of each element."""
     first = 1000 * list(SHAPES).index(name) + 100_000 * ["exp_avg", "exp_avg_sq", "master"].index(kind)
     return torch.arange(first, first + prod(SHAPES[name]), dtype=torch.float32).view(SHAPES[name])
 
@@ -51,8 +79,8 @@ def state_of(mesh: Mesh, zero: int, shard_size: int | None) -> tuple[Optimizer, 
     module = Odd(mesh)
     buckets = GradientBuckets([module], mesh, zero=zero, shard_size=shard_size, bucket_bytes=64)
     optimizer = build_optimizer(buckets, OptimizerOptions("adamw"))
-    kinds = optimizer.moments() | {"master": optimizer.main_parameters()}
-    return optimizer, State(optimizer_items(kinds, stage_placements([module]), mesh))
+    states = optimizer.moments() | {"master": optimizer.main_parameters()}
+    return optimizer, State(optimizer_items(states, stage_placements([module]), mesh))
 
 
 def write_sentinels(shape: MeshShape, zero: int, shard_size: int | None, path: str) -> int:
@@ -89,7 +117,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("source", [(MeshShape(dp=4), 1, None), (MeshShape(dp=2, tp=2), 1, None), LAYOUTS[0]], ids=str)
-def test_moments_and_masters_move_by_name_bitwise(source: tuple[MeshShape, int, int | None], tmp_path: Path) -> None:
+def test_moments_and_main_parameters_are_restored_bitwise_by_name(
+    source: tuple[MeshShape, int, int | None], tmp_path: Path
+) -> None:
     path = str(tmp_path / "step_00000001")
     run_ranks(write_sentinels, source[0].world_size, *source, path)
     reader = CheckpointReader(path)
@@ -105,7 +135,7 @@ def test_a_slice_is_a_few_boxes_of_each_parameter_without_padding() -> None:
     placement = Placement((3, 4), padded_shape=(4, 4))
     flat = torch.arange(16.0)
     parts = [(Box((1, 2), (1, 2)), flat[6:8].view(1, 2)), (Box((2, 0), (2, 4)), flat[8:].view(2, 4))]
-    (item,) = part_items("x", [("w", parts)], {"w": placement}, Mesh.single())
+    (item,) = box_items("x", [("w", parts)], {"w": placement}, Mesh.single())
     assert [(box.offset, box.size, part.flatten().tolist()) for box, part in item.boxes] == [
         ((1, 2), (1, 2), [6.0, 7.0]),
         ((2, 0), (1, 4), [8.0, 9.0, 10.0, 11.0]),

@@ -1,4 +1,4 @@
-"""A process is killed before or after any operation on the disk: what could be resumed from before still can."""
+"""A process is killed before or after any operation on the disk: a usable checkpoint stays usable."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from megastack.checkpoint import recovery
+from megastack.checkpoint import publish
 from megastack.checkpoint.folder import Resume, keep_last, list_checkpoints, resolve_resume
-from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.publish import recover
 from megastack.checkpoint.reader import CheckpointReader
-from megastack.checkpoint.recovery import recover
 from megastack.checkpoint.save import save
+from megastack.checkpoint.state import State, StateItem
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 
@@ -27,7 +27,7 @@ CHANGES = ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync", "
 
 @pytest.fixture(autouse=True)
 def no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed process loses nothing that it wrote, flushed or not."""
+    """Skip flushes: a killed process loses nothing that it wrote."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -51,14 +51,14 @@ def names(folder: Path) -> list[str]:
 
 
 class Killed(BaseException):
-    """What a dead process does from then on."""
+    """Raised by every operation of a killed process."""
 
 
 def killed_at(number: int, work: Callable[[], object], *, after: bool) -> bool:
-    """Whether ``work`` came to its n-th change on the disk and died before or after it; a dead one changes nothing."""
+    """Whether ``work`` reached its n-th change on the disk and was killed there; it changes nothing afterwards."""
     left = number
 
-    def dying(change: Callable[..., Any]) -> Callable[..., Any]:
+    def killing(change: Callable[..., Any]) -> Callable[..., Any]:
         def changed(*given: Any, **more: Any) -> Any:
             nonlocal left
             left -= 1
@@ -74,11 +74,11 @@ def killed_at(number: int, work: Callable[[], object], *, after: bool) -> bool:
     opened = io.open
 
     def opening(file: Any, mode: str = "r", *given: Any, **more: Any) -> Any:
-        return (dying(opened) if set(mode) & set("wxa") else opened)(file, mode, *given, **more)
+        return (killing(opened) if set(mode) & set("wxa") else opened)(file, mode, *given, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in CHANGES:
-            patch.setattr(os, name, dying(getattr(os, name)))
+            patch.setattr(os, name, killing(getattr(os, name)))
         patch.setattr(io, "open", opening)
         patch.setattr(builtins, "open", opening)
         with contextlib.suppress(Killed, CheckpointError):  # a collective may turn one into the other
@@ -87,28 +87,28 @@ def killed_at(number: int, work: Callable[[], object], *, after: bool) -> bool:
 
 
 def every_kill(folder: Path, prepare: Callable[[], object], work: Callable[[], object]) -> list[list[str]]:
-    """Kill ``work`` at each of its changes, and resume; the names that each kill left."""
+    """Kill ``work`` at each of its changes, and resume; returns the names that each kill left."""
     found = []
     for after in (False, True):
         for number in range(1, 100):
             for path in folder.glob("*"):
-                recovery.remove(path) if path.is_dir() else path.unlink()
+                publish.remove_folder(path) if path.is_dir() else path.unlink()
             prepare()
             killed = killed_at(number, work, after=after)
             found.append(names(folder))
-            come_back(folder)
+            resume(folder)
             if not killed:
                 break
     return found
 
 
-def come_back(folder: Path) -> None:
-    """Resume as a start would: look, then own the folder and recover it; the value is whole and does not change."""
+def resume(folder: Path) -> None:
+    """Resume as a start does: find the checkpoint, then own the folder and recover it; the value does not change."""
     found = resolve_resume("auto", folder.parent, folder.parent)
     value = value_of(found.checkpoint)
-    adopted = recover(folder)
+    recovered = recover(folder)
     assert found.checkpoint is not None
-    place = adopted.get(found.checkpoint, found.checkpoint)
+    place = recovered.get(found.checkpoint, found.checkpoint)
     assert value_of(place) == value and not place.name.startswith(".")
     assert resolve_resume("auto", folder.parent, folder.parent) == Resume(place, folder.parent, found.skipped)
     assert not [name for name in names(folder) if name.startswith(".step")]
@@ -116,8 +116,8 @@ def come_back(folder: Path) -> None:
     assert value_of(place) == value
 
 
-@pytest.mark.parametrize("others", [(), (2,)], ids=["alone", "beside an older one"])
-def test_replacing_a_checkpoint_leaves_the_new_one_or_the_former(tmp_path: Path, others: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("others", [(), (2,)], ids=["alone", "with an older one"])
+def test_replacing_a_checkpoint_leaves_the_new_or_the_old_one(tmp_path: Path, others: tuple[int, ...]) -> None:
     folder = tmp_path / "checkpoints"
 
     def prepare() -> None:
@@ -131,7 +131,7 @@ def test_replacing_a_checkpoint_leaves_the_new_one_or_the_former(tmp_path: Path,
     assert all("step_00000004" in left or ".step_00000004.replaced" in left for left in seen)
 
 
-def test_replacing_a_damaged_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
+def test_replacing_a_damaged_checkpoint_leaves_the_previous_one(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 
     def prepare() -> None:
@@ -156,20 +156,20 @@ def test_publishing_and_removing_leave_a_usable_one(tmp_path: Path) -> None:
     ("published", "damaged"),
     [(False, None), (False, "writing"), (False, "replaced"), (True, None), (True, "replaced"), (True, "step")],
 )
-def test_recovery_itself_may_be_killed(tmp_path: Path, published: bool, damaged: str | None) -> None:
+def test_recovery_can_be_killed_too(tmp_path: Path, published: bool, damaged: str | None) -> None:
     """Between the renames or after them, with one of the two damaged."""
     folder = tmp_path / "checkpoints"
     path = folder / "step_00000004"
-    new = path if published else recovery.writing_folder(path)
-    former = recovery.replaced_folder(path)
+    new = path if published else publish.writing_folder(path)
+    replaced = publish.replaced_folder(path)
 
     def prepare() -> None:
         put(folder, 4, 5.0)
         path.rename(folder / "aside")
         put(folder, 4, 4.0)
-        path.rename(former)
+        path.rename(replaced)
         (folder / "aside").rename(new)
-        for place, kind in ((new, "step" if published else "writing"), (former, "replaced")):
+        for place, kind in ((new, "step" if published else "writing"), (replaced, "replaced")):
             if damaged == kind:
                 file = place / "rank_00000.safetensors"
                 file.write_bytes(file.read_bytes()[:-1] + b"?")
@@ -184,8 +184,8 @@ def test_recovery_itself_may_be_killed(tmp_path: Path, published: bool, damaged:
     every_kill(folder, prepare, lambda: keep_last(folder, 1))
 
 
-def test_what_was_never_whole_is_left_as_it_was(tmp_path: Path) -> None:
-    """A damaged checkpoint gets its name back where nothing better is there; foreign files are never removed."""
+def test_damaged_checkpoints_and_foreign_files_are_left_alone(tmp_path: Path) -> None:
+    """A damaged checkpoint is renamed back if there is no better one; foreign files are never removed."""
     folder = tmp_path / "checkpoints"
     put(folder, 2, 2.0)
     put(folder, 4, 4.0)

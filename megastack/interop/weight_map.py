@@ -1,9 +1,10 @@
-"""Which part of which Hugging Face tensor each weight of the decoder is, and the reverse; no tensor is touched here.
+"""Which part of which Hugging Face tensor each weight of the decoder is, and the reverse; touches no tensor.
 
-A weight of the decoder is made of one or more **pieces**, each a range of output rows of a stored matrix. Query and
-output weights are one piece; keys and values ``(G, 2, K, D)`` are two pieces stacked at dim 1; gate and up
-``(2, F, D)`` two stacked at dim 0. GPT-2 keeps matrices as ``(in, out)`` and queries, keys and values in one; its
-pieces are ranges of columns of the stored matrix. Rotary pairs are half-split on both sides, so rows keep their order.
+A weight of the decoder consists of one or more **pieces**, each a range of output rows of a stored matrix. Query and
+output weights are one piece. Keys and values ``(G, 2, K, D)`` are two pieces stacked along dim 1, gate and up
+``(2, F, D)`` are two stacked along dim 0. GPT-2 stores matrices as ``(in, out)`` and queries, keys and values in one
+matrix; its pieces are ranges of columns of the stored matrix. Both sides rotate half-split pairs, so the order of rows
+is the same.
 
 Shapes: D hidden, F ffn, G kv groups, K head dim.
 """
@@ -19,10 +20,10 @@ from megastack.config.schema import TrainConfig
 from megastack.interop.hub_config import Architecture
 from megastack.models.profile import stage_placements
 
-Parts = tuple[tuple[str, int], ...]
-"""Stored tensors that make a weight, each with the number of the part that is meant where several share one."""
+_Slices = tuple[tuple[str, int], ...]
+"""The stored tensors that make up a weight; the number tells which slice it is if weights share the tensor."""
 
-LLAMA: Mapping[str, Parts] = {
+LLAMA: Mapping[str, _Slices] = {
     "embedding": (("model.embed_tokens", 0),),
     "norm": (("model.norm", 0),),
     "head": (("lm_head", 0),),
@@ -36,7 +37,7 @@ LLAMA: Mapping[str, Parts] = {
     "mlp.up": (("mlp.gate_proj", 0), ("mlp.up_proj", 0)),
     "mlp.down": (("mlp.down_proj", 0),),
 }
-GPT2: Mapping[str, Parts] = {
+GPT2: Mapping[str, _Slices] = {
     "embedding": (("transformer.wte", 0),),
     "positions": (("transformer.wpe", 0),),
     "norm": (("transformer.ln_f", 0),),
@@ -50,12 +51,12 @@ GPT2: Mapping[str, Parts] = {
     "mlp.down": (("mlp.c_proj", 0),),
 }
 STACKED = {"attention.kv": 1, "mlp.up": 0}
-"""The dim along which the pieces of a weight are stacked, where there are two."""
+"""The dim along which the pieces of a weight are stacked, if there are two."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``start`` to ``stop`` of a stored tensor, counted by output feature; columns where it is ``transposed``."""
+    """Rows ``start`` to ``stop`` (output features) of a stored tensor; columns if it is ``transposed``."""
 
     source: str
     start: int
@@ -65,14 +66,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the decoder and the pieces that it is made of.
+    """A weight of the decoder and its pieces.
 
     Attributes:
         name: its global name.
         shape: its logical global shape.
         pieces: the pieces, in order along ``stacked``.
-        stacked: the dim of ``shape`` that counts the pieces; None where the weight is one piece.
-        matrix: whether the last dim is the input features (else every dim is output features).
+        stacked: the dim of ``shape`` that counts the pieces; None if there is a single piece.
+        matrix: whether the last dim is the input features (else all dims are output features).
     """
 
     name: str
@@ -93,60 +94,66 @@ class Weight:
 
 
 def weights_of(config: TrainConfig, architecture: Architecture) -> dict[str, Weight]:
-    """Every weight of the model by global name; a tied head has none of its own."""
+    """Every weight of the model by global name; a tied head has none."""
     layers = range(config.model.layers)
     placements = stage_placements(config, layers, embedding=True, head=True)
     table = GPT2 if architecture.name == "gpt2" else LLAMA
     return {name: _weight(name, tuple(p.shape), table) for name, p in placements.items()}
 
 
-def _weight(name: str, shape: tuple[int, ...], table: Mapping[str, Parts]) -> Weight:
+def _weight(name: str, shape: tuple[int, ...], table: Mapping[str, _Slices]) -> Weight:
     module, _, kind = name.rpartition(".")
     prefix = ""
     if module.startswith("blocks."):
         _, layer, module = module.split(".", 2)
         prefix = f"transformer.h.{layer}." if table is GPT2 else f"model.layers.{layer}."
-    parts = table[module]
-    stacked = STACKED[module] if len(parts) > 1 else None
+    slices = table[module]
+    stacked = STACKED[module] if len(slices) > 1 else None
     piece = shape if stacked is None else shape[:stacked] + shape[stacked + 1 :]
     matrix = kind == "weight" and "norm" not in module
     transposed = matrix and table is GPT2 and bool(prefix)
     rows = prod(piece[:-1]) if matrix else prod(piece)
-    pieces = tuple(Piece(f"{prefix}{s}.{kind}", n * rows, (n + 1) * rows, transposed) for s, n in parts)
+    pieces = tuple(Piece(f"{prefix}{s}.{kind}", n * rows, (n + 1) * rows, transposed) for s, n in slices)
     return Weight(name, shape, pieces, stacked, matrix)
 
 
 @dataclass(frozen=True)
-class Source:
-    """A stored tensor: its shape, and which piece of which weight each range of its rows is, in order."""
+class HubTensor:
+    """A stored tensor of a Hugging Face folder.
+
+    Attributes:
+        name: its name in the folder.
+        shape: its shape as stored.
+        pieces: the weight and the number of the piece for each range of its rows, in order.
+    """
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[Weight, int], ...]
+    pieces: tuple[tuple[Weight, int], ...]
 
     @property
     def transposed(self) -> bool:
         """Whether it is stored as (in, out)."""
-        weight, number = self.parts[0]
+        weight, number = self.pieces[0]
         return weight.pieces[number].transposed
 
 
-def sources_of(weights: Mapping[str, Weight]) -> dict[str, Source]:
-    """The stored tensors that the weights are made of, by name, each once."""
-    parts: dict[str, list[tuple[Weight, int]]] = defaultdict(list)
+def hub_tensors_of(weights: Mapping[str, Weight]) -> dict[str, HubTensor]:
+    """The stored tensors that the weights consist of, by name."""
+    pieces: dict[str, list[tuple[Weight, int]]] = defaultdict(list)
     for weight in weights.values():
         for number, piece in enumerate(weight.pieces):
-            parts[piece.source].append((weight, number))
-    return {name: _source(name, sorted(found, key=_start)) for name, found in parts.items()}
+            pieces[piece.source].append((weight, number))
+    return {name: _hub_tensor(name, sorted(found, key=_start)) for name, found in pieces.items()}
 
 
-def _start(part: tuple[Weight, int]) -> int:
-    weight, number = part
+def _start(piece: tuple[Weight, int]) -> int:
+    weight, number = piece
     return weight.pieces[number].start
 
 
-def _source(name: str, parts: list[tuple[Weight, int]]) -> Source:
-    weight, number = parts[-1]
+def _hub_tensor(name: str, pieces: list[tuple[Weight, int]]) -> HubTensor:
+    weight, number = pieces[-1]
     rows, columns = weight.pieces[number].stop, weight.columns
     shape = (rows,) if columns is None else (columns, rows) if weight.pieces[number].transposed else (rows, columns)
-    return Source(name, shape, tuple(parts))
+    return HubTensor(name, shape, tuple(pieces))

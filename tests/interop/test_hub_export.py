@@ -1,4 +1,4 @@
-"""Token ids of what is exported: of the original, of the tokenizer's files; and the same bytes after a round trip."""
+"""Token ids of an export, from the original or the tokenizer's files; and the same bytes after a round trip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from megastack.config.choices import DataSource
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
-from megastack.interop.token_ids import byte_ids, generation_config, token_ids
+from megastack.interop.hub_export import byte_ids, generation_config, token_ids
 from megastack.interop.transfer import export_model, import_model
 from tests.interop.hub_folders import CONFIGS, LLAMA, write
 from tests.interop.test_transfer import imported_config
@@ -39,10 +39,10 @@ def folder(path: Path, **files: Any) -> dict[str, Path]:
         ({"tokenizer": {"model": {"vocab": [["<unk>", 0.0], ["</s>", 0.0]]}}}, (None, 1)),
         ({"tokenizer": {"model": {"vocab": {"<|endoftext|>": 3}}}}, (None, 3)),
         ({"vocab": {"a": 0, "<end>": 7}, "tokenizer_config": {"eos_token": "<end>"}}, (None, 7)),
-        ({"tokenizer_config": {"eos_token": "<end>"}}, (None, None)),  # no list of ids to look it up in
+        ({"tokenizer_config": {"eos_token": "<end>"}}, (None, None)),  # no vocabulary to look it up in
     ],
 )
-def test_the_tokenizers_files_tell_beginning_and_end(
+def test_the_tokenizers_files_have_beginning_and_end(
     files: dict[str, Any], expected: tuple[Any, Any], tmp_path: Path
 ) -> None:
     found = token_ids(folder(tmp_path, **files))
@@ -50,7 +50,7 @@ def test_the_tokenizers_files_tell_beginning_and_end(
     assert found.keys() == {"bos_token_id", "eos_token_id"}
 
 
-def test_the_original_comes_before_the_tokenizer_and_its_class_after_it(tmp_path: Path) -> None:
+def test_the_original_takes_precedence_over_the_tokenizer_and_that_over_the_class(tmp_path: Path) -> None:
     files = folder(tmp_path, tokenizer=WORDS, tokenizer_config={"eos_token": "<end>"})
     original = {"model_type": "llama", "eos_token_id": [2, 36], "pad_token_id": 0}
     assert token_ids(files, original) == {"eos_token_id": [2, 36], "pad_token_id": 0, "bos_token_id": None}
@@ -60,15 +60,17 @@ def test_the_original_comes_before_the_tokenizer_and_its_class_after_it(tmp_path
     assert token_ids({}, {"model_type": "gpt2"}, vocab=37) == {"bos_token_id": None, "eos_token_id": None}
 
 
-def test_ids_that_are_none_are_refused_by_their_key(tmp_path: Path) -> None:
+def test_invalid_ids_are_errors_that_name_the_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"eos_token_id=two: must be a token id or a list of them or null"):
         token_ids({}, {"eos_token_id": "two"})
     files = folder(tmp_path, tokenizer=WORDS, tokenizer_config={"eos_token": "<gone>"})
-    with pytest.raises(ConfigError, match=r"token=<gone>: .*eos_token, and its vocabulary does not hold it"):
+    with pytest.raises(
+        ConfigError, match=r"token=<gone>: eos_token in the tokenizer's settings, but not in its vocabulary"
+    ):
         token_ids(files)
 
 
-def test_generation_begins_and_ends_alike() -> None:
+def test_generation_config_has_the_same_ids() -> None:
     assert generation_config({"bos_token_id": 1, "eos_token_id": [2, 3], "unk_token_id": 0}) == {
         "_from_model_config": True,
         "bos_token_id": 1,
@@ -84,7 +86,7 @@ def read(path: Path) -> dict[str, Any]:
     return values
 
 
-def test_an_export_says_what_the_tokenizer_beside_the_import_says_and_comes_back_in_the_same_bytes(
+def test_an_export_has_the_ids_of_the_imported_tokenizer_and_a_round_trip_the_same_bytes(
     tmp_path: Path,
 ) -> None:
     source = write(tmp_path / "source", BARE)
@@ -109,7 +111,7 @@ def test_an_export_says_what_the_tokenizer_beside_the_import_says_and_comes_back
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "out again" / name).read_bytes(), name
 
 
-def test_a_generation_config_of_the_source_is_kept_as_it_is(tmp_path: Path) -> None:
+def test_the_generation_config_of_the_source_is_copied(tmp_path: Path) -> None:
     source = write(tmp_path / "source", CONFIGS["llama2"])
     (source / "generation_config.json").write_text('{"temperature": 0.6,\n "eos_token_id": [2, 3]}')
     import_model(source, tmp_path / "in", proof="none")
@@ -120,7 +122,7 @@ def test_a_generation_config_of_the_source_is_kept_as_it_is(tmp_path: Path) -> N
 
 
 def exported(tmp_path: Path, config: TrainConfig, number: int) -> tuple[dict[str, Any], Path, tuple[str, ...]]:
-    """An export of a checkpoint that no import made, so that the run's own tokenizer counts."""
+    """An export of a checkpoint that was not imported, so that the run's own tokenizer is used."""
     run, out = tmp_path / "run" / "weights", tmp_path / f"out {number}"
     if not run.exists():
         run.parent.mkdir()
@@ -129,7 +131,7 @@ def exported(tmp_path: Path, config: TrainConfig, number: int) -> tuple[dict[str
     return read(out / "config.json"), out, done.notes
 
 
-def test_a_runs_own_tokenizer_tells_its_end_and_goes_along_under_its_usual_name(tmp_path: Path) -> None:
+def test_a_runs_own_tokenizer_has_its_end_and_is_copied_with_its_usual_name(tmp_path: Path) -> None:
     import_model(write(tmp_path / "source", BARE), tmp_path / "in", proof="none")
     config = imported_config(tmp_path / "in")
     folder(tmp_path / "words", mine=WORDS, tokenizer_config={"eos_token": "<end>"})
@@ -138,22 +140,20 @@ def test_a_runs_own_tokenizer_tells_its_end_and_goes_along_under_its_usual_name(
     assert (written["bos_token_id"], written["eos_token_id"], notes) == (None, 36, ())
     assert read(out / "tokenizer.json") == WORDS
     written, out, notes = exported(tmp_path, config, 2)
-    assert (written["eos_token_id"], notes) == (None, ())  # bytes, of which 37 ids do not hold the end
+    assert (written["eos_token_id"], notes) == (None, ())  # bytes, whose end is not among 37 ids
     written, out, notes = exported(tmp_path, replace(config, data=replace(config.data, source=DataSource.bin)), 3)
     assert written["eos_token_id"] is None and "--like" in notes[0]
     assert not (out / "generation_config.json").exists()
     lost = replace(config, data=replace(config.data, tokenizer=str(tmp_path / "lost.json")))
     written, out, notes = exported(tmp_path, lost, 4)
-    assert written["eos_token_id"] is None and "lost.json is not there" in notes[0]
+    assert written["eos_token_id"] is None and "lost.json does not exist" in notes[0]
 
 
 WINDOWED = CONFIGS["mistral"] | {"sliding_window": 16}
 
 
 @pytest.mark.parametrize(("length", "window"), [(16, 16), (17, None)])
-def test_a_window_goes_along_where_the_runs_sequences_fit_in_it(
-    length: int, window: int | None, tmp_path: Path
-) -> None:
+def test_a_window_is_kept_if_the_runs_sequences_fit_in_it(length: int, window: int | None, tmp_path: Path) -> None:
     done = import_model(write(tmp_path / "source", WINDOWED), tmp_path / "in", sequence_length=16, proof="none")
     assert "attends to 16 tokens" in done.notes[0]
     assert "attends to 16 tokens" in next((tmp_path / "in" / "model").glob("*.yaml")).read_text()
@@ -165,7 +165,7 @@ def test_a_window_goes_along_where_the_runs_sequences_fit_in_it(
     assert written["max_position_embeddings"] == (64 if window else length)
 
 
-def test_an_original_of_another_model_gives_its_token_ids_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_token_ids_of_another_model_are_used(tmp_path: Path) -> None:
     import_model(write(tmp_path / "source", BARE), tmp_path / "in", proof="none")
     other = write(tmp_path / "other", CONFIGS["llama3"] | {"eos_token_id": 7, "max_position_embeddings": 4096})
     config, weights = imported_config(tmp_path / "in"), tmp_path / "in" / "weights"
