@@ -111,7 +111,7 @@ class Training:
             part.order = order
 
     def _restore_optimizer(self, missing: Sequence[str], starts: Mapping[str, int]) -> None:
-        """Counts and masters after a load that found some names missing; the same on all ranks."""
+        """Update counts and main parameters after a load that found some names missing; identical on all ranks."""
         optimizer = self.step.optimizer
         steps = int(optimizer.steps)
         fresh = {name for kind in optimizer.kinds for name in _after(f"optim/{kind}/", missing)}
