@@ -1,11 +1,11 @@
 """Index boxes: which part of a parameter a rank holds, as plain integers.
 
 A :class:`Box` is a rectangular part of a tensor, given by its first index and its size in each dim. A tensor-parallel
-shard is a box, and a flat range of a row-major tensor (a slice of a flat optimizer state) is a few boxes, so the
-checkpoint needs no other notion of a part. Nothing here touches a tensor or a process group.
+shard is a box, and a flat range of a row-major tensor (a shard of a flat optimizer state) is a few boxes, so the
+checkpoint needs no other representation of a part. Nothing here touches a tensor or a process group.
 
-The elements of a dim are cut into equal contiguous parts. Where a parameter is padded, the cut is made on the padded
-size and the box is the logical part of it, which may be smaller or empty on the last ranks.
+A dim is sharded into equal contiguous parts. A padded parameter is sharded by its padded size and the box is the
+logical part of the shard, which may be smaller or empty on the last ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def local_shape(placement: Placement, mesh_shape: MeshShape) -> tuple[int, ...]:
     """The shape that every rank allocates for the parameter, padding included.
 
     Raises:
-        PlacementError: when a cut dim is not divisible; the message names the degrees that would work.
+        PlacementError: a sharded dim is not divisible; the message lists the degrees that would work.
     """
     if errors := divisibility_errors(placement, mesh_shape):
         raise PlacementError("; ".join(errors))
@@ -57,7 +57,7 @@ def local_shape(placement: Placement, mesh_shape: MeshShape) -> tuple[int, ...]:
 def local_box(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[Axis, int]) -> Box:
     """The logical elements that the rank at ``coordinates`` holds, as a box of the global shape.
 
-    The box is the leading corner of the local tensor; what exceeds it there is padding.
+    The box is the leading corner of the local tensor; the rest of it is padding.
     """
     sizes = local_shape(placement, mesh_shape)
     offset = [0] * len(sizes)
@@ -68,20 +68,8 @@ def local_box(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
 
-def owns_replica(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[Axis, int]) -> bool:
-    """Whether this rank's copy is the one that counts in norms and checkpoints, among the ranks of its tensor axis.
-
-    A replicated parameter counts on coordinate 0, a cut one with copies on copy 0. The other axes are the caller's.
-    """
-    if mesh_shape.tp == 1:
-        return True
-    shard = placement.shards.get(Axis.TP)
-    copies = mesh_shape.tp if shard is None else shard.copies
-    return coordinates[Axis.TP] % copies == 0
-
-
 def divisibility_errors(placement: Placement, mesh_shape: MeshShape) -> list[str]:
-    """One message for each axis whose degree does not divide the dim that it cuts."""
+    """One message for each axis whose degree does not divide the dim that it shards."""
     errors = []
     for axis, shard in placement.shards.items():
         degree, size = mesh_shape.size(axis), placement.allocated_shape[shard.dim]
@@ -97,11 +85,11 @@ def divisibility_errors(placement: Placement, mesh_shape: MeshShape) -> list[str
 def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
     """The flat range ``[start, stop)`` of a row-major tensor as boxes, in flat order, each contiguous in memory.
 
-    At most ``2n - 1`` boxes for ``n`` dims: a tail of the first row, the full rows between, a head of the last row,
-    the two partial rows cut likewise in the dims below.
+    At most ``2n - 1`` boxes for ``n`` dims: the tail of the first row, the full rows between, the head of the last row;
+    the two partial rows are split in the same way over the dims below.
 
     Raises:
-        PlacementError: when the range is not within the tensor.
+        PlacementError: the range is not within the tensor.
     """
     if not 0 <= start <= stop <= prod(shape):
         raise PlacementError(
