@@ -49,7 +49,7 @@ NEVER_ONE = {
     ("pipeline/split.py", "stages"),  # more than blocks
     ("placement/boxes.py", "shard.copies"),  # only where there are several
     ("plan/describe.py", "human(layout.parameters)"),
-    ("testing/variants.py", "schedule.chunks"),  # only where there are several
+    ("testing/layouts.py", "schedule.chunks"),  # only where there are several
     ("testing/verify_command.py", "len(verdicts)"),  # one has a text of its own
 }
 
@@ -57,7 +57,7 @@ NOT_A_COUNT = {
     ("config/layout_rules.py", "zero.stage"),
     ("config/value_rules.py", "source"),
     ("interop/hub_config.py", "absent"),
-    ("testing/parity_cause.py", "classes.label(blame.module)"),
+    ("testing/parity.py", "classes.label(faulty.module)"),
     ("data/indexed.py", "self.dtype"),
     ("data/sources.py", "source"),
     ("pipeline/schedule.py", "rank"),

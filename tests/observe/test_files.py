@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from megastack.mesh.shape import Axis
+from megastack.observe.console import set_up_logging
 from megastack.observe.failure import read_failures
 from megastack.observe.files import LineFile, read_records, replace_text
 from megastack.observe.folder import RunFolder
-from megastack.observe.logging import set_up_logging
 from megastack.observe.metrics import MetricsWriter, read_metrics, row
 from megastack.observe.status import read_status
 from megastack.observe.watchdog import read_reports

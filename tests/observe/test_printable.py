@@ -16,8 +16,7 @@ from megastack.cli import main
 from megastack.data.tokenizers import ByteTokenizer
 from megastack.launch.generate import _Stream
 from megastack.mesh.shape import Axis
-from megastack.observe.console import Console
-from megastack.observe.logging import set_up_logging
+from megastack.observe.console import Console, set_up_logging
 from megastack.observe.metrics import MetricsWriter
 from megastack.observe.printable import printable
 from megastack.training.report import Recorder

@@ -8,9 +8,8 @@ import logging
 import pytest
 
 from megastack.mesh.shape import Axis
-from megastack.observe.console import Console
+from megastack.observe.console import Console, set_up_logging
 from megastack.observe.failure import FailureRecord, read_failures, silent_ranks
-from megastack.observe.logging import set_up_logging
 from megastack.observe.status import FIELDS, read_status, update_status, write_status
 from megastack.observe.watchdog import read_reports
 from tests.test_records import BROKEN

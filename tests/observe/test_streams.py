@@ -14,8 +14,7 @@ from typing import TextIO
 import pytest
 
 import megastack
-from megastack.observe.console import Console
-from megastack.observe.logging import set_up_logging
+from megastack.observe.console import Console, set_up_logging
 from megastack.observe.streams import BestEffortStream, best_effort_output, release_output, say_at_once
 from tests.tiny_runs import overrides, rows, status, train
 

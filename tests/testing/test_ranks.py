@@ -183,6 +183,8 @@ def test_the_rank_that_others_wait_for_is_named(how: str, place: str) -> None:
 
 
 def test_it_is_named_where_the_wait_of_the_others_ends_first() -> None:
-    with pytest.raises(RankFailure, match=r"ranks \[1\]: did not return; ranks \[0, 2\] missed it") as caught:
+    with pytest.raises(
+        RankFailure, match=r"ranks \[1\]: did not return; ranks \[0, 2\] failed waiting for them"
+    ) as caught:
         run_ranks(hangs_on, 3, 1, "sleep", 2, timeout=60)
     assert caught.value.rank == 1

@@ -11,8 +11,7 @@ from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.pipeline.schedules.registry import schedule_names
-from megastack.testing.training import composed
-from megastack.testing.variants import (
+from megastack.testing.layouts import (
     in_double,
     layout_overrides,
     layout_text,
@@ -20,6 +19,7 @@ from megastack.testing.variants import (
     reference_of,
     with_sgd,
 )
+from megastack.testing.training import composed
 
 
 def identity(config: TrainConfig) -> tuple[object, ...]:
