@@ -133,6 +133,7 @@ DISTRIBUTED = {
     "mesh.mesh",
     "mesh.store",
     "comm",
+    "gradients.fsdp_units",
     "gradients.fully_shard",
     "checkpoint",
     "observe.watchdog",

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from megastack.assemble.data import build_loader, identity, read_dataset
 from megastack.assemble.inference import build_generator
-from megastack.assemble.optimizer import optimizer_options
-from megastack.assemble.stages import DTYPES, build_stages
+from megastack.assemble.optimizer import build_gradients, learning_rate, loss_scale, optimizer_options
+from megastack.assemble.stages import build_stages
 from megastack.checkpoint.collect import buffer_items, items_of, optimizer_items, part_items, stage_placements
 from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
-from megastack.comm.objects import all_gather_objects
 from megastack.config.convert import to_plain
 from megastack.config.schema import TrainConfig
 from megastack.data.blend import History
@@ -26,16 +22,11 @@ from megastack.data.loader import Loader
 from megastack.data.phases import BlendHistories, PhasedLoader, fresh_histories, phase_orders
 from megastack.data.validation import ValidationBatches
 from megastack.errors import CheckpointError
-from megastack.gradients.make import build_gradients
-from megastack.gradients.parameter_groups import GroupRule, assign_groups, freeze
-from megastack.gradients.sharding import ShardingOptions
 from megastack.inference.generate import Generator
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.decoder import Decoder
 from megastack.models.stages import configured_schedule
-from megastack.optim.loss_scale import INITIAL, LossScale
-from megastack.optim.lr import LearningRate
 from megastack.optim.optimizer import build_optimizer
 from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
@@ -146,20 +137,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     """
     schedule = configured_schedule(config, mesh.shape)
     stages = build_stages(config, mesh, schedule)
-    names = {name for found in all_gather_objects(_names(stages), mesh[Axis.PP]) for name in found}
-    freeze(stages, config.optim.freeze, names=names)
-    zero = config.parallel.zero
-    buckets = build_gradients(
-        stages,
-        mesh,
-        ShardingOptions(zero.stage, zero.shard_size, zero.gather, zero.reduce),
-        units=[unit for stage in stages for unit in stage.units()],
-        separable=[unit for stage in stages for unit in stage.passing_units()],
-        turning=[unit for stage in stages for unit in stage.turning_units()],
-        unread=[unit for stage in stages for unit in stage.lookups()],
-        groups=_groups(config, stages, names),
-        reduce_dtype=DTYPES[config.precision.reduce] if config.precision.reduce else None,
-    )
+    buckets = build_gradients(config, stages, mesh)
     dataset = dataset or read_dataset(config)
     histories = fresh_histories(dataset, config.batch.global_size)
     loader, validation = _batches(config, mesh, dataset, histories)
@@ -169,9 +147,9 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
         pipeline=Pipeline(stages, schedule, mesh, on_last_backward=buckets.mark_last_backward),
         buckets=buckets,
         optimizer=build_optimizer(buckets, optimizer_options(config)),
-        learning_rate=_learning_rate(config),
+        learning_rate=learning_rate(config),
         clip_norm=config.optim.clip_norm,
-        loss_scale=_loss_scale(config, mesh),
+        loss_scale=loss_scale(config, mesh),
     )
     return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation, histories)
 
@@ -197,33 +175,3 @@ def _batches(
 def _after(prefix: str, names: Sequence[str]) -> list[str]:
     """The names that have a prefix, without it."""
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-
-
-def _names(stages: Sequence[nn.Module]) -> list[str]:
-    return [name for stage in stages for name, _ in stage.named_parameters()]
-
-
-def _groups(config: TrainConfig, stages: Sequence[nn.Module], names: set[str]) -> dict[str, Any]:
-    decays = {name: placement.decay for name, placement in stage_placements(stages).items()}
-    rules = [GroupRule(group.pattern, group.lr_scale, group.weight_decay) for group in config.optim.groups]
-    optim = config.optim
-    return assign_groups(decays, weight_decay=optim.weight_decay, no_decay=optim.no_decay, rules=rules, names=names)
-
-
-def _loss_scale(config: TrainConfig, mesh: Mesh) -> LossScale:
-    fixed, dynamic = config.precision.loss_scale, config.precision.compute == "fp16"
-    if fixed is not None:
-        return LossScale(fixed, device=mesh.device)
-    return LossScale(INITIAL if dynamic else None, dynamic=dynamic, device=mesh.device)
-
-
-def _learning_rate(config: TrainConfig) -> LearningRate:
-    lr = config.lr
-    return LearningRate(
-        schedule=lr.schedule,
-        lr=config.optim.lr,
-        warmup_steps=lr.warmup_steps,
-        total_steps=lr.total_steps or config.run.steps,
-        decay_steps=lr.decay_steps,
-        floor=lr.floor,
-    )

@@ -1,17 +1,21 @@
-"""One flat bucket: the buffers of parameters that are reduced and updated alike, and the slice that is this rank's.
+"""One flat bucket, the local shard of it that this rank updates, and the all-gathers of ZeRO-1.
 
-A rank updates its *own* slice of a bucket and keeps masters and moments for it alone. Without ZeRO the slice is the
-whole bucket. A slice knows nothing of where parameters begin: it may hold the end of one and the start of the next, so
-what lies in it is described by **parts**, boxes of a parameter each contiguous in the slice.
+A bucket holds parameters that are reduced and updated together. Without ZeRO a rank updates the whole bucket. Under
+ZeRO-1 (Rajbhandari et al. 2020) the ranks of a shard group update one shard each and hold main parameters and moments
+for it only: a reduce-scatter leaves each rank the sum of its shard, and after the update an all-gather restores the
+parameters. Shards ignore where parameters begin: one may hold the end of a parameter and the start of the next, so its
+content is described by boxes of the parameters, each contiguous in the shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megastack.comm.collectives import (
     Pending,
@@ -29,106 +33,143 @@ from megastack.placement.boxes import Box, range_boxes
 
 
 class Bucket:
-    """The flat buffers of parameters that are reduced and updated alike.
+    """The flat buffers of parameters that are reduced and updated together.
 
     Attributes:
         parameters: the parameters, flat; the modules' own are views of it.
-        gradients: their gradients, flat, with the same offsets.
-        own_parameters, own_gradients: the slices that this rank updates, views.
-        entries: name, shape and offset of each parameter.
+        gradients: their gradients, flat, at the same offsets.
+        local_parameters, local_gradients: the shards that this rank updates, views.
+        slots: name, shape and offset of each parameter.
         reduction: the groups over which the gradients are summed.
-        group: the optimizer group, ``None`` if none was given.
-        decay: whether the placements let weight decay apply (``group`` decides where it is given).
-        travel_dtype: the dtype in which gradients are summed over data ranks.
+        group: the optimizer group; ``None`` if none was given.
+        decay: whether the placements allow weight decay (``group`` decides where it is given).
+        reduce_dtype: the dtype in which gradients are summed over the data group.
     """
 
-    def __init__(self, plan: BucketSpec, gradient_dtype: torch.dtype, travel_dtype: torch.dtype | None = None) -> None:
-        self.entries: tuple[ParameterSlot, ...] = plan.entries
-        self.reduction: Reduction = plan.kind.reduction
-        self.group: ParameterGroup | None = plan.kind.group
-        self.decay: bool = plan.kind.decay
-        self.travel_dtype = travel_dtype or gradient_dtype
-        device = plan.entries[0].parameters[0].device
-        self.parameters = torch.zeros(plan.numel, dtype=plan.kind.dtype, device=device)
-        self.gradients = torch.zeros(plan.numel, dtype=gradient_dtype, device=device)
+    def __init__(self, spec: BucketSpec, gradient_dtype: torch.dtype, reduce_dtype: torch.dtype | None = None) -> None:
+        self.slots: tuple[ParameterSlot, ...] = spec.slots
+        self.reduction: Reduction = spec.key.reduction
+        self.group: ParameterGroup | None = spec.key.group
+        self.decay: bool = spec.key.decay
+        self.reduce_dtype = reduce_dtype or gradient_dtype
+        device = spec.slots[0].parameters[0].device
+        self.parameters = torch.zeros(spec.numel, dtype=spec.key.dtype, device=device)
+        self.gradients = torch.zeros(spec.numel, dtype=gradient_dtype, device=device)
         self.local_parameters = own_piece(self.parameters, self.reduction.data.shard)
         self.local_gradients = own_piece(self.gradients, self.reduction.data.shard)
-        for entry in self.entries:
-            _adopt(entry, self.parameters)
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this rank's slice counts in the norm."""
-        return self.reduction.is_owner and self.reduction.data.is_owner
+        for slot in self.slots:
+            _move_into(slot, self.parameters)
 
     @property
     def is_rounded(self) -> bool:
-        """Modules compute with these very values."""
+        """Always false: modules compute with these very values."""
         return False
 
     @property
-    def is_shared(self) -> bool:
-        """Whether this rank's slice is less than the bucket."""
-        return self.reduction.data.shard.size > 1
-
-    @property
-    def gradient_bytes(self) -> int:
-        """The size of what is reduced."""
-        return self.gradients.numel() * self.travel_dtype.itemsize
+    def is_sharded(self) -> bool:
+        """Whether the local shard is less than the bucket."""
+        return self.reduction.data.is_sharded
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's part of a flat buffer of this bucket's layout, by global name."""
-        return ((entry.name, entry.view(flat)) for entry in self.entries)
+        return ((slot.name, slot.view(flat)) for slot in self.slots)
 
-    def parts(self, own: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
-        """What a tensor of the own slice's layout holds of each parameter, by global name; nothing of some."""
-        start = self.reduction.data.shard.rank * own.numel()
-        return ((entry.name, tuple(_parts(entry, own, start))) for entry in self.entries)
+    def parts(self, local: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
+        """The boxes of each parameter, by global name, in a flat tensor of the local shard's layout; some have none."""
+        start = self.reduction.data.shard.rank * local.numel()
+        return ((slot.name, tuple(_boxes(slot, local, start))) for slot in self.slots)
 
     def start_reduction(self) -> Pending:
-        """Begin the sum over data ranks; its result lies in :attr:`local_gradients` once it was waited for."""
+        """Start the sum over the data group (or a shard group); once waited for, it is in :attr:`local_gradients`."""
         data = self.reduction.data
-        if data.shard.size == 1:
-            return self._sum_over(data.replicas)
-        if self.travel_dtype == self.gradients.dtype:
+        if not data.is_sharded:
+            return self._start_sum(data.replicas)
+        if self.reduce_dtype == self.gradients.dtype:
             return start_reduce_scatter_(self.gradients, data.shard)
-        summing = start_reduce_scatter_(self.gradients.to(self.travel_dtype), data.shard)
+        summing = start_reduce_scatter_(self.gradients.to(self.reduce_dtype), data.shard)
         return summing.then(self.local_gradients.copy_)
 
     def start_replica_sum(self) -> Pending:
-        """Begin what a reduce-scatter leaves to do: the sum of the slices over shard groups."""
-        return self._sum_over(self.reduction.data.replicas)
+        """Start the sum of the shards over their replicas, which a reduce-scatter leaves open."""
+        return self._start_sum(self.reduction.data.replicas)
 
     def start_gather(self) -> Pending:
-        """Begin to fill the parameters with the slices of all ranks that share them."""
+        """Start to fill the parameters from the shards of all ranks of the shard group."""
         return start_all_gather_(self.parameters, self.reduction.data.shard)
 
-    def _sum_over(self, group: AxisGroup) -> Pending:
-        if self.travel_dtype == self.gradients.dtype or group.size == 1:
+    def _start_sum(self, group: AxisGroup) -> Pending:
+        if self.reduce_dtype == self.gradients.dtype or group.size == 1:
             return start_all_reduce_(self.local_gradients, group)
-        return start_all_reduce_(self.local_gradients.to(self.travel_dtype), group).then(self.local_gradients.copy_)
+        return start_all_reduce_(self.local_gradients.to(self.reduce_dtype), group).then(self.local_gradients.copy_)
 
 
-def _parts(entry: ParameterSlot, own: Tensor, start: int) -> Iterator[BoxView]:
-    """The parts of one parameter in the slice ``own`` that begins at ``start`` of its bucket."""
-    if not entry.numel:
-        yield Box((0,) * len(entry.shape), entry.shape), own[:0].view(entry.shape)
+def _boxes(slot: ParameterSlot, local: Tensor, start: int) -> Iterator[BoxView]:
+    """The boxes of one parameter in the shard ``local`` that begins at ``start`` of its bucket."""
+    if not slot.numel:
+        yield Box((0,) * len(slot.shape), slot.shape), local[:0].view(slot.shape)
         return
-    first = max(entry.offset, start)
-    last = min(entry.offset + entry.numel, start + own.numel())
+    first = max(slot.offset, start)
+    last = min(slot.offset + slot.numel, start + local.numel())
     if first >= last:
         return
     at = first - start
-    for box in range_boxes(entry.shape, first - entry.offset, last - entry.offset):
+    for box in range_boxes(slot.shape, first - slot.offset, last - slot.offset):
         size = prod(box.size)
-        yield box, own[at : at + size].view(box.size)
+        yield box, local[at : at + size].view(box.size)
         at += size
 
 
 @torch.no_grad()
-def _adopt(entry: ParameterSlot, flat: Tensor) -> None:
+def _move_into(slot: ParameterSlot, flat: Tensor) -> None:
     """Move the values of a parameter into the flat buffer and make its tensors views of it."""
-    view = entry.view(flat)
-    view.copy_(entry.parameters[0])
-    for parameter in entry.parameters:
+    view = slot.view(flat)
+    view.copy_(slot.parameters[0])
+    for parameter in slot.parameters:
         parameter.data = view
+
+
+class ParameterGathers:
+    """The all-gathers of sharded buckets, which overlap with the next forward, and the hooks that wait for them.
+
+    They start right after the update, in the order in which a forward uses the parameters. The forward of a stage waits
+    for the parameters that the stage may use directly; a unit, a module that is used only by calling it (a block),
+    waits for its own parameters when it is called. Without units a stage waits for all its parameters.
+
+    Args:
+        buckets: all buckets of the rank; those that are not sharded are skipped.
+        modules: this rank's stages in order.
+        units: their sub-modules that are used only by calling them, in order of use.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], modules: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
+        self._buckets = buckets
+        self._pending: dict[int, Pending] = {}
+        self._order: list[int] = []
+        if not any(bucket.is_sharded for bucket in buckets):
+            return
+        number_of = {p: at for at, bucket in enumerate(buckets) for slot in bucket.slots for p in slot.parameters}
+        in_units = {parameter for unit in units for parameter in unit.parameters()}
+        direct = [[p for p in module.parameters() if p not in in_units] for module in modules]
+        held = [*direct, *([*unit.parameters()] for unit in units)]
+        needed = [list(dict.fromkeys(number_of[p] for p in each if p in number_of)) for each in held]
+        self._order = list(dict.fromkeys(number for numbers in needed for number in numbers))
+        for module, numbers in zip([*modules, *units], needed, strict=True):
+            module.register_forward_pre_hook(partial(self._before_use, numbers))
+
+    def start(self) -> None:
+        """Start all gathers, after every shard was updated."""
+        assert not self._pending, "parameters are gathered once per update"
+        for number in self._order:
+            if self._buckets[number].is_sharded:
+                self._pending[number] = self._buckets[number].start_gather()
+
+    def wait(self, numbers: Iterable[int] | None = None) -> None:
+        """Wait for the gathers of these buckets, or of all."""
+        for number in list(self._pending) if numbers is None else numbers:
+            pending = self._pending.pop(number, None)
+            if pending is not None:
+                pending.wait()
+
+    def _before_use(self, numbers: Sequence[int], module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._pending:
+            self.wait(numbers)

@@ -1,9 +1,10 @@
-"""Which parameter lies where in which flat bucket: planned once, alike on all ranks that reduce together.
+"""Which parameters share a flat bucket, and where each lies in it.
 
-Parameters are taken in reverse order of use (the last module's last parameter first), which is about the order in which
-a backward completes their gradients. Those that agree in dtype, reduction and optimizer group share buckets, cut at a
-size. Buckets are ordered by their last entry, so that the bucket that completes first comes first. Tied parameters are
-ordered by name instead: the stages that share them use them in opposite orders, but must lay them out alike.
+The layout is planned once and is identical on all ranks that reduce together. Parameters are taken in reverse order of
+use (the last module's last parameter first), which is roughly the order in which a backward completes their gradients.
+Parameters with the same dtype, reduction and optimizer group share buckets, which are closed at a size. Buckets are
+ordered by their last slot, so that the bucket that completes first comes first. Tied parameters are ordered by name
+instead: the stages that share them use them in opposite orders but must agree on the layout.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch import nn
 
 from megastack.errors import PlacementError
 from megastack.gradients.parameter_groups import ParameterGroup
-from megastack.gradients.reduction import Reduction
+from megastack.gradients.reduction import NamedParameter, Reduction
+from megastack.mesh.shape import Axis
 from megastack.placement.placement import Placement
 
 ALIGNMENT_BYTES = 16
-"""Every parameter starts at a multiple of this, which vectorised kernels want; common sizes need no filling."""
+"""Every parameter starts at a multiple of this, for vectorised kernels; common sizes need no padding."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class BucketKey:
     Attributes:
         dtype: of the parameters.
         reduction: how their gradients are reduced.
-        group: the optimizer group, ``None`` where the buckets were made without groups.
-        decay: whether their placements let weight decay apply; ``True`` where ``group`` says all.
+        group: the optimizer group; ``None`` where the buckets were made without groups.
+        decay: whether their placements allow weight decay; ``True`` where ``group`` decides.
     """
 
     dtype: torch.dtype
@@ -49,14 +51,12 @@ class ParameterSlot:
         name: its global name.
         shape: its shape on this rank.
         offset: its first element in the bucket's flat buffers.
-        placement: its placement.
-        parameters: the tensors of this name: several where more than one stage of this rank holds it.
+        parameters: the tensors of this name; several where more than one stage of this rank holds it.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: int
-    placement: Placement
     parameters: tuple[nn.Parameter, ...]
 
     @property
@@ -71,19 +71,16 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """The content of one bucket: what its parameters share, where each lies, and the elements in all."""
+    """The content of one bucket: what its parameters share, where each lies, and the total number of elements."""
 
-    kind: BucketKey
-    entries: tuple[ParameterSlot, ...]
+    key: BucketKey
+    slots: tuple[ParameterSlot, ...]
     numel: int
-
-
-NamedParameter = tuple[str, nn.Parameter, Placement]
 
 
 def make_bucket_specs(
     parameters: Iterable[NamedParameter],
-    kind_of: Callable[[str, nn.Parameter, Placement], BucketKey],
+    key_of: Callable[[str, nn.Parameter, Placement], BucketKey],
     *,
     gradient_dtype: Callable[[torch.dtype], torch.dtype],
     bucket_bytes: int,
@@ -91,26 +88,26 @@ def make_bucket_specs(
     """The buckets of one rank, in the order in which their reductions start.
 
     Args:
-        parameters: trained parameters by global name, in reverse order of use; a name may come more than once.
-        kind_of: what decides whether two parameters may share a bucket.
+        parameters: trained parameters by global name, in reverse order of use; a name may occur more than once.
+        key_of: the key of a parameter; two parameters may share a bucket if theirs are equal.
         gradient_dtype: the dtype of the gradients of a parameter's dtype.
-        bucket_bytes: the size of gradients at which a bucket is closed; a larger parameter has one of its own.
+        bucket_bytes: the size of gradients at which a bucket is closed; a larger parameter has a bucket to itself.
     """
-    kinds: dict[BucketKey, list[tuple[int, list[NamedParameter]]]] = {}
+    members_of: dict[BucketKey, list[tuple[int, list[NamedParameter]]]] = {}
     for place, same in enumerate(_by_name(parameters)):
-        kinds.setdefault(kind_of(*same[0]), []).append((place, same))
+        members_of.setdefault(key_of(*same[0]), []).append((place, same))
     found: list[tuple[int, BucketSpec]] = []
-    for kind, members in kinds.items():
-        if kind.reduction.tied is not None:
+    for key, members in members_of.items():
+        if key.reduction.group_over(Axis.PP) is not None:
             members.sort(key=lambda member: member[1][0][0])
-        limit = max(1, bucket_bytes // gradient_dtype(kind.dtype).itemsize)
-        align = ALIGNMENT_BYTES // min(kind.dtype.itemsize, gradient_dtype(kind.dtype).itemsize)
-        found.extend(_cut(kind, members, limit, align))
-    return [plan for _, plan in sorted(found, key=lambda pair: pair[0])]
+        limit = max(1, bucket_bytes // gradient_dtype(key.dtype).itemsize)
+        align = ALIGNMENT_BYTES // min(key.dtype.itemsize, gradient_dtype(key.dtype).itemsize)
+        found.extend(_split(key, members, limit, align))
+    return [spec for _, spec in sorted(found, key=lambda pair: pair[0])]
 
 
 def _by_name(parameters: Iterable[NamedParameter]) -> list[list[NamedParameter]]:
-    """Parameters of one name together, at the place of the last: they are complete only when all are."""
+    """The parameters of each name, at the place of the last: they are complete only when all of them are."""
     names: dict[str, list[NamedParameter]] = {}
     for named in parameters:
         names[named[0]] = [*names.pop(named[0], []), named]
@@ -121,28 +118,28 @@ def _by_name(parameters: Iterable[NamedParameter]) -> list[list[NamedParameter]]
     return list(names.values())
 
 
-def _cut(
-    kind: BucketKey, members: Sequence[tuple[int, list[NamedParameter]]], limit: int, align: int
+def _split(
+    key: BucketKey, members: Sequence[tuple[int, list[NamedParameter]]], limit: int, align: int
 ) -> list[tuple[int, BucketSpec]]:
-    """The buckets of one kind, each with the place of its last member."""
-    plans: list[tuple[int, BucketSpec]] = []
-    entries: list[ParameterSlot] = []
+    """The buckets of one key, each with the place of its last member."""
+    specs: list[tuple[int, BucketSpec]] = []
+    slots: list[ParameterSlot] = []
     last, numel = 0, 0
     for place, same in members:
-        if entries and numel + same[0][1].numel() > limit:
-            plans.append((last, _plan(kind, entries, numel, align)))
-            entries, last, numel = [], 0, 0
-        entries.append(_entry(same, numel))
-        last, numel = max(last, place), numel + -(-entries[-1].numel // align) * align
-    return [*plans, (last, _plan(kind, entries, numel, align))]
+        if slots and numel + same[0][1].numel() > limit:
+            specs.append((last, _spec(key, slots, numel, align)))
+            slots, last, numel = [], 0, 0
+        slots.append(_slot(same, numel))
+        last, numel = max(last, place), numel + -(-slots[-1].numel // align) * align
+    return [*specs, (last, _spec(key, slots, numel, align))]
 
 
-def _plan(kind: BucketKey, entries: Sequence[ParameterSlot], numel: int, align: int) -> BucketSpec:
-    """A bucket whose size can be cut into equal, aligned slices for the ranks that share it."""
-    unit = kind.reduction.data.shard.size * align if kind.reduction.data.shard.size > 1 else 1
-    return BucketSpec(kind, tuple(entries), -(-numel // unit) * unit)
+def _spec(key: BucketKey, slots: Sequence[ParameterSlot], numel: int, align: int) -> BucketSpec:
+    """A bucket whose size divides into equal, aligned shards for the ranks of its shard group."""
+    unit = key.reduction.data.shard.size * align if key.reduction.data.is_sharded else 1
+    return BucketSpec(key, tuple(slots), -(-numel // unit) * unit)
 
 
-def _entry(same: Sequence[NamedParameter], offset: int) -> ParameterSlot:
-    name, first, placement = same[0]
-    return ParameterSlot(name, tuple(first.shape), offset, placement, tuple(parameter for _, parameter, _ in same))
+def _slot(same: Sequence[NamedParameter], offset: int) -> ParameterSlot:
+    name, first, _ = same[0]
+    return ParameterSlot(name, tuple(first.shape), offset, tuple(parameter for _, parameter, _ in same))

@@ -1,10 +1,10 @@
-"""ZeRO-2 and 3: parameters, gradients and optimizer state cut over data ranks, by torch's FSDP2.
+"""ZeRO-2 and 3: parameters, gradients and optimizer state sharded over the data group, by torch's FSDP2.
 
-``fully_shard`` swaps each parameter for this rank's shard of it, gathers the parameters of a unit when it is called and
+``fully_shard`` replaces each parameter by this rank's shard, gathers the parameters of a unit when it is called and
 reduce-scatters its gradients behind its backward (Rajbhandari et al. 2020; Zhao et al. 2023). It is applied to the
-units of each stage and to the stage, on the data ranks; to it a tensor-parallel shard is the whole parameter. What
-FSDP2 does not know is done here, on shards, after the backward: sums over the replicas of hybrid sharding, over ``tp``
-and over tied stages, and zeros for what had no gradient.
+units of each stage and to the stage, on the data group; it treats a tensor-parallel shard as the whole parameter. What
+FSDP2 does not know is done here, on shards, after the backward: sums over the replicas of hybrid sharding, over
+``tp`` and over tied stages, and zeros for parameters without a gradient.
 
 When parameters are gathered and gradients reduced is a choice (M microbatches):
 
@@ -15,67 +15,64 @@ step                            1, from first forward to last backward     1; wh
 microbatch                      2 M, during a forward or a backward        M; a shard of the gradient
 ==============================  =========================================  =====================================
 
-A unit whose backward follows its forward at once, or reads no parameter, is gathered for a microbatch once. So are a
-stage's own parameters, those of no unit; they and the former stay from a forward to its backward. Stage 2 is
-``gather=step``.
+Under ``gather=microbatch`` the reshard policy of a unit saves gathers: a unit that is kept until its backward, or whose
+backward reads no parameter, is gathered once per microbatch. A stage's own parameters, which belong to no unit, are
+always kept from a forward to its backward. Level 2 is ``gather=step``.
 
-Gathers and reductions go through :mod:`megastack.comm.collectives` by FSDP2's own interface for custom communication,
-so the ledger counts each with the bytes that really travel, padding included.
+Gathers and reductions go through :mod:`megastack.comm.collectives` by FSDP2's interface for custom communication, so
+the communication counters hold the bytes that are really sent, padding included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
-from typing import Any, cast
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from megastack.comm.fsdp import CountedGather, CountedReduce
+from megastack.comm.collectives import all_gather, start_all_reduce_
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
+from megastack.gradients.fsdp_units import Compute, UnitSharder, shard_dim
 from megastack.gradients.interface import BoxView
 from megastack.gradients.parameter_groups import ParameterGroup
-from megastack.gradients.reduction import reduction_of, tied_groups
-from megastack.gradients.shard import ParameterShard, shard_dim, sum_over
-from megastack.gradients.sharding import sharding_of
-from megastack.gradients.unit_calls import UnitCalls, require_calls
+from megastack.gradients.reduction import SUM_ORDER, Reduction, data_sharding, make_reductions
 from megastack.mesh.mesh import Mesh
-from megastack.placement.module import placements_of
+from megastack.mesh.shape import Axis
+from megastack.placement.boxes import Box
+from megastack.placement.module import ReshardPolicy, placements_of
 
 
 class FullyShardedGradients:
-    """The gradients of this rank's stages, whose parameters it cuts over data ranks when it is made.
+    """The gradients of this rank's stages, whose parameters it shards over the data group when it is built.
 
-    All ranks of a pipeline must make theirs at the same time. Afterwards a parameter is whole only while its unit is at
-    work; :meth:`weights` gives the shards.
+    All ranks of a pipeline must build theirs at the same time. Afterwards a parameter is whole only while its unit
+    computes; :meth:`weights` returns the shards.
 
     Args:
-        modules: this rank's stages in order; each parameter is declared by a ``placements()``. Those below fp32 are
-            cut as fp32 masters, and rounded to what they were for gathers and computation.
+        modules: this rank's stages in order; each parameter is declared by a ``placements()``. Parameters below fp32
+            are sharded as fp32 main parameters, and rounded to their former dtype for gathers and computation.
         mesh: the mesh, with several ranks in a shard group.
-        shard_size: the adjacent ``dp·cp`` ranks that share a parameter; ``None`` for all.
-        units: sub-modules whose parameters are used by calling them and in no other way; each is gathered by itself.
-        turning: those of them whose backward follows their forward at once.
-        unread: those whose backward reads no parameter.
+        shard_size: the adjacent data ranks that share a parameter; ``None`` for all.
+        units: the sub-modules whose parameters are used only by calling them, in order of use, each with its reshard
+            policy.
         gather: ``step`` or ``microbatch``.
         reduce: ``step`` or ``microbatch``.
-        groups: the optimizer group of each global name; ``None`` where nothing but the placement's ``decay`` differs.
-        tied: the groups that hold a parameter of the same name on other stages; ``None`` finds them.
-        reduce_dtype: the dtype in which gradients are summed over a shard group; ``None`` for the parameters'.
+        groups: the optimizer group of each global name; ``None`` where only the placement's ``decay`` differs.
+        reduce_dtype: the dtype in which gradients are summed over a shard group; ``None`` for that in which they
+            accumulate.
 
     Attributes:
         buckets: the shards of the trained parameters.
+        differ_over_data: whether ranks that differ only in dp and cp hold different shards.
 
     Raises:
-        PlacementError: a parameter that cannot be cut: a scalar, one that two stages of this rank share, or one beside
-            another of its module in another dtype.
+        PlacementError: a parameter that cannot be sharded: a scalar, one that two stages of this rank share, or one
+            beside another of its module in another dtype.
     """
 
     _finished: bool
@@ -86,80 +83,70 @@ class FullyShardedGradients:
         mesh: Mesh,
         *,
         shard_size: int | None = None,
-        units: Sequence[nn.Module] = (),
-        turning: Sequence[nn.Module] = (),
-        unread: Sequence[nn.Module] = (),
+        units: Mapping[nn.Module, ReshardPolicy] | None = None,
         gather: str = "step",
         reduce: str = "step",
         groups: Mapping[str, ParameterGroup] | None = None,
-        tied: Mapping[str, AxisGroup] | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.mesh = mesh
-        self.sharding = sharding_of(mesh, 3, shard_size)
-        assert self.sharding.shard.size > 1, "one rank has nobody to share parameters with"
         self._gather, self._reduce = gather, reduce
         named = [pair for module in modules for pair in module.named_parameters()]
         _check(named)
-        compute = {name: parameter.dtype for name, parameter in named}
         placements = {name: place for module in modules for name, place in placements_of(module).items()}
-        if tied is None:
-            tied = tied_groups([(name, parameter) for name, parameter in named if parameter.requires_grad], mesh)
-        cutter = _Cutter(self.sharding.shard, mesh.device, _promote_(named), reduce_dtype)
+        reductions = make_reductions(
+            [(name, p, placements[name]) for name, p in named], mesh, zero=3, shard_size=shard_size
+        )
+        self.differ_over_data = reductions.differ_over_data
+        of_name = {name: Compute(parameter.dtype, reductions.by_name[name].data.shard) for name, parameter in named}
+        assert all(compute.shard.size > 1 for compute in of_name.values()), "a shard group of one rank shards nothing"
+        _promote_(named)
+        sharder = UnitSharder(
+            {parameter: of_name[name] for name, parameter in named if parameter.numel()},
+            Compute(torch.float32, data_sharding(mesh, zero=3, shard_size=shard_size).shard),
+            mesh.device,
+            reduce_dtype,
+        )
         for module in modules:
-            here = set(module.modules())
-            inner = [unit for unit in units if unit in here]
-            inside = {
-                unit: cutter.cut(unit, reshard_after_forward=gather == "microbatch" and unit not in turning)
-                for unit in inner
-            }
-            inside[module] = cutter.cut(module, reshard_after_forward=False)
-            for unit in unread:
-                if unit in here:
-                    cast(FSDPModule, unit).set_unshard_in_backward(False)
-            _gather_ahead(inner, module, inside)
-            UnitCalls(module, inner)
-            paths = {part: path for path, part in module.named_modules()}
-            for part, kept in inside.items():
-                require_calls(part, kept, paths)
+            sharder.shard_stage(module, units or {}, gather=gather)
         self._stages = [cast(FSDPModule, module) for module in modules]
-        self._parts = [part for module in modules for part in module.modules() if isinstance(part, FSDPModule)]
-        self._shards: dict[str, ParameterShard] = {}
-        self._parameters: dict[str, nn.Parameter] = {}
-        for name, parameter in (pair for module in modules for pair in module.named_parameters()):
-            self._parameters[name] = parameter
-            self._shards[name] = ParameterShard(
+        self._fsdp_modules = [x for module in modules for x in module.modules() if isinstance(x, FSDPModule)]
+        self._parameters = {name: p for module in modules for name, p in module.named_parameters()}
+        self._shards = {
+            name: ParameterShard(
                 name,
                 parameter.shape,
-                shard_dim(parameter.shape, self.sharding.shard.size),
                 _local(parameter),
-                reduction_of(name, placements[name], mesh, tied, self.sharding),
-                compute=compute[name],
+                reductions.by_name[name],
+                compute=of_name[name].dtype,
                 group=groups[name] if groups is not None and parameter.requires_grad else None,
                 decay=groups is not None or placements[name].decay,
             )
+            for name, parameter in self._parameters.items()
+        }
         self.buckets = tuple(self._shards[name] for name, p in self._parameters.items() if p.requires_grad)
         self._begin()
 
-    def mark_last_backward(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
-        """Say that the next backward of ``modules[stage]`` is its last of this step.
+    def mark_last_backward(self, stage: int, pending: Collection[Tensor] | None = None) -> None:
+        """Mark the next backward of ``modules[stage]`` as its last of this step.
 
-        FSDP2 reduces a unit when its backward is over, and would not see a weight's gradient that comes later: a
-        schedule that splits backwards (``awaited``) is refused.
+        FSDP2 reduces a unit when its backward is over and would miss a weight gradient that is computed later, so
+        schedules that defer weight gradients (``pending``) are rejected before a run.
         """
-        assert awaited is None, "weight gradients are put off, which FSDP2 cannot know"
+        assert pending is None, "FSDP2 does not support deferred weight gradients"
         self._set(self._stages[stage], last=True)
 
     def finish(self) -> None:
-        """Complete every sum of the step: afterwards the shards hold gradients of the global batch."""
-        assert not self._finished, "finish() comes once a step; call zero_() before the next one"
+        """Complete all reductions of the step: afterwards the shards hold gradients of the global batch."""
+        assert not self._finished, "finish() runs once per step; call zero_() before the next one"
         self.wait_parameters()
         for shard in self.buckets:
             gradient = self._parameters[shard.name].grad
             shard.gradient = torch.zeros_like(shard.local) if gradient is None else _local(gradient)
-        sum_over(lambda shard: shard.reduction.data.replicas, self.buckets)
-        sum_over(lambda shard: shard.reduction.tensor, self.buckets)
-        sum_over(lambda shard: shard.reduction.tied, sorted(self.buckets, key=lambda shard: shard.name))
+        _sum_shards((shard, shard.reduction.data.replicas) for shard in self.buckets)
+        for axis in SUM_ORDER:
+            shards = sorted(self.buckets, key=lambda shard: shard.name) if axis is Axis.PP else self.buckets
+            _sum_shards((shard, shard.reduction.group_over(axis)) for shard in shards)
         self._finished = True
 
     def zero_(self) -> None:
@@ -171,12 +158,12 @@ class FullyShardedGradients:
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Each trained parameter's gradient on this rank by global name, after :meth:`finish`.
 
-        They are put together at each call, a collective of all data ranks: for looking at gradients.
+        Each call gathers them, a collective over the data group. It is meant for inspection.
         """
         return ((shard.name, shard.whole(shard.local_gradients)) for shard in self.buckets)
 
     def weights(self) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
-        """This rank's shard of each parameter by global name; rounded copies where modules use a rounding."""
+        """This rank's shard of each parameter by global name; a rounded copy where modules use a lower precision."""
         self.wait_parameters()
         for shard in self._shards.values():
             shard.rounded = shard.local.to(shard.compute) if shard.is_rounded else None
@@ -184,18 +171,18 @@ class FullyShardedGradients:
 
     @torch.no_grad()
     def copy_model_to_main(self, names: Collection[str] | None = None) -> None:
-        """Take masters (those of ``names``) from the copies that :meth:`weights` gave last."""
+        """Copy what :meth:`weights` returned last into the main parameters (those of ``names``)."""
         for shard in self._shards.values():
             if shard.rounded is not None and (names is None or shard.name in names):
                 shard.local.copy_(shard.rounded)
 
     def gather_parameters(self) -> None:
-        """Nothing: units gather their parameters when they are called."""
+        """Does nothing: units gather their parameters when they are called."""
 
     def wait_parameters(self) -> None:
-        """Let go of whole parameters, which are about to be out of date, or were read for a validation."""
-        for part in self._parts:
-            part.reshard()
+        """Free gathered parameters, which are about to become stale, or were gathered for a validation."""
+        for module in self._fsdp_modules:
+            module.reshard()
 
     def _begin(self) -> None:
         self._finished = False
@@ -208,98 +195,115 @@ class FullyShardedGradients:
         stage.set_requires_gradient_sync(last or self._reduce == "microbatch")
 
 
-def _gather_ahead(
-    units: Sequence[nn.Module], stage: nn.Module, inside: Mapping[nn.Module, Sequence[nn.Module]]
-) -> None:
-    """Let each unit, in order of use, gather the next one during its forward and the one before during its backward.
+class ParameterShard:
+    """This rank's shard of a parameter: equal parts of one dim over the shard group, inside the tensor-parallel shard.
 
-    FSDP2 itself takes the one whose forward came before, which with several microbatches is the end of another one:
-    gathered for nothing. What is cut inside of a unit is gathered with it, called or not.
-    """
-    cut = [cast(FSDPModule, part) for part in (*units, stage)]
-    for before, part in zip([cut[0], *cut], cut, strict=False):
-        part.set_modules_to_backward_prefetch([before])
-    following = {unit: [after] for unit, after in pairwise(cut[:-1])}
-    for part in cut:
-        kept = [cast(FSDPModule, unit) for unit in inside[cast(nn.Module, part)]]
-        part.set_modules_to_forward_prefetch([*kept, *following.get(part, ())])
-
-
-class _Cutter:
-    """Applies ``fully_shard``, with one dtype of computation in each of its groups.
+    It is a box of the local parameter, contiguous in memory; :func:`shard_dim` chooses the dim.
 
     Args:
-        shard: the ranks among which parameters are cut.
-        device: where they are.
-        compute: the dtype in which modules use each parameter that is still whole.
-        reduce_dtype: the dtype in which gradients travel.
+        name: the global name.
+        shape: the shape of the whole local parameter.
+        local: the values of the shard, contiguous.
+        reduction: how its gradient is reduced.
+        compute: the dtype in which modules use it.
+        group: the optimizer group; ``None`` if none was given.
+        decay: whether weight decay applies.
+
+    Attributes:
+        gradient: set when a step is finished.
+        rounded: the shard in ``compute``, between :meth:`FullyShardedGradients.weights` and the end of the step.
     """
 
     def __init__(
         self,
-        shard: AxisGroup,
-        device: torch.device,
-        compute: Mapping[nn.Parameter, torch.dtype],
-        reduce_dtype: torch.dtype | None,
+        name: str,
+        shape: Sequence[int],
+        local: Tensor,
+        reduction: Reduction,
+        *,
+        compute: torch.dtype,
+        group: ParameterGroup | None = None,
+        decay: bool = True,
     ) -> None:
-        self._shard, self._compute, self._reduce_dtype = shard, compute, reduce_dtype
-        self._mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, shard.group), device.type)
+        self.name, self.shape, self.local = name, tuple(shape), local
+        self.reduction, self.group, self.decay = reduction, group, decay
+        self.compute = compute
+        self.dim = shard_dim(self.shape, reduction.data.shard.size)
+        self.gradient: Tensor | None = None
+        self.rounded: Tensor | None = None
 
-    def cut(self, part: nn.Module, *, reshard_after_forward: bool) -> list[nn.Module]:
-        """Cut what is still whole in a part; modules in it that are kept in a higher precision are units there.
+    @property
+    def local_parameters(self) -> Tensor:
+        """The values, flat."""
+        return self.local.view(-1)
 
-        Returns:
-            Those modules.
-        """
-        dtypes, kept = self._dtypes(part), []
-        if len(dtypes) > 1:
-            widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-            for module in list(part.modules()):
-                if module is not part and self._dtypes(module, recurse=False) == {widest}:
-                    self._apply(module, reshard_after_forward)
-                    kept.append(module)
-        self._apply(part, reshard_after_forward)
-        return kept
+    @property
+    def as_used(self) -> Tensor:
+        """The values as modules use them, flat: ``rounded``, or the values themselves."""
+        return self.local_parameters if self.rounded is None else self.rounded.view(-1)
 
-    def _dtypes(self, part: nn.Module, *, recurse: bool = True) -> set[torch.dtype]:
-        return {self._compute[p] for p in part.parameters(recurse) if p in self._compute}
+    @property
+    def local_gradients(self) -> Tensor:
+        """The gradient, flat."""
+        assert self.gradient is not None, f"{self.name}: its gradient exists after finish()"
+        return self.gradient.view(-1)
 
-    def _apply(self, part: nn.Module, reshard_after_forward: bool) -> None:
-        dtypes = self._dtypes(part)
-        if len(dtypes) > 1:
-            raise PlacementError(
-                f"{type(part).__qualname__}: parameters of one module in {', '.join(sorted(map(str, dtypes)))} cannot "
-                "be cut over data ranks; let precision.keep_fp32 match all of them or none"
-            )
-        compute = next(iter(dtypes), torch.float32)
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute,
-            reduce_dtype=torch.promote_types(compute, torch.float32),
-            cast_forward_inputs=False,
-        )
-        cut = fully_shard(
-            part,
-            mesh=self._mesh,
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=partial(_placement, ranks=self._shard.size),
-            mp_policy=policy,
-            ignored_params={parameter for parameter in part.parameters() if not parameter.numel()},
-        )
-        if unused := getattr(cut, "set_reduce_scatter_unused_params", None):  # from torch 2.13 on
-            unused(True)
-        cut.set_gradient_divide_factor(1.0)
-        cut.set_force_sum_reduction_for_comms(True)
-        cut.set_custom_all_gather(cast(Any, CountedGather(self._shard)))
-        cut.set_custom_reduce_scatter(cast(Any, CountedReduce(self._shard, self._reduce_dtype)))
+    @property
+    def is_rounded(self) -> bool:
+        """Whether modules use it in a lower precision."""
+        return self.local.dtype != self.compute
+
+    @property
+    def box(self) -> Box:
+        """The box of the shard in the local parameter."""
+        if self.is_empty:
+            return Box((0,) * len(self.shape), self.shape)
+        start = min(self._length * self.reduction.data.shard.rank, self.shape[self.dim])
+        offset = tuple(start if dim == self.dim else 0 for dim in range(len(self.shape)))
+        return Box(offset, tuple(self.local.shape))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the parameter has no elements; every rank holds the whole of it then."""
+        return not prod(self.shape)
+
+    @property
+    def _length(self) -> int:
+        """The size of the largest shard in the sharded dim."""
+        return -(-self.shape[self.dim] // self.reduction.data.shard.size)
+
+    def parts(self, local: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
+        """The one box in a tensor of the shard's layout; none where other ranks hold all elements."""
+        box = self.box
+        yield self.name, ((box, local.view(box.size)),) if box.numel or self.is_empty else ()
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The local parameter's shape, gathered from a tensor of the shard's layout on each rank of the shard group."""
+        if self.is_empty:
+            return local.view(self.shape)
+        padded = local.new_zeros([self._length if dim == self.dim else size for dim, size in enumerate(self.shape)])
+        padded.narrow(self.dim, 0, self.local.shape[self.dim]).copy_(local.view(self.local.shape))
+        gathered = all_gather(padded, self.reduction.data.shard, self.dim)
+        return torch.narrow(gathered, self.dim, 0, self.shape[self.dim])
 
 
-def _promote_(named: Sequence[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, torch.dtype]:
-    """Make trained parameters with elements the masters that they are to be; the dtypes that they had."""
-    compute = {parameter: parameter.dtype for _, parameter in named if parameter.numel()}
-    for parameter, dtype in compute.items():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
-    return compute
+def _sum_shards(shards: Iterable[tuple[ParameterShard, AxisGroup | None]]) -> None:
+    """Sum gradients over the group of each, those of one group and dtype in one collective."""
+    together: dict[tuple[AxisGroup, torch.dtype], list[Tensor]] = {}
+    for shard, group in shards:
+        if group is not None and group.size > 1 and shard.local_gradients.numel():
+            together.setdefault((group, shard.local_gradients.dtype), []).append(shard.local_gradients)
+    sums = [(own, start_all_reduce_(torch.cat(own), group)) for (group, _), own in together.items()]
+    for own, pending in sums:
+        for gradient, total in zip(own, pending.wait().split([x.numel() for x in own]), strict=True):
+            gradient.copy_(total)
+
+
+def _promote_(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Turn trained parameters with elements into main parameters."""
+    for _, parameter in named:
+        if parameter.numel() and parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -317,12 +321,8 @@ def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
         raise PlacementError("\n".join(errors))
 
 
-def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard:
-    return Shard(shard_dim(parameter.shape, ranks))
-
-
 def _local(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the whole of one without elements, sharing its memory."""
+    """This rank's shard of a tensor, or the whole of one without elements; a view."""
     if not x.numel():
         return x.detach()
     assert isinstance(x, DTensor)

@@ -1,9 +1,9 @@
-"""What the rest of a step sees of gradients, whoever reduces them.
+"""The interface between gradients and the rest of a training step, whichever ZeRO level reduces them.
 
-Two things reduce gradients: :class:`~megastack.gradients.buckets.GradientBuckets` (flat buckets, stages 0 and 1 of
-ZeRO) and :class:`~megastack.gradients.fully_shard.FullyShardedGradients` (torch's FSDP2, stages 2 and 3). The norm, the
-optimizer, the loss scale and the trainer know neither. To them gradients are a sequence of **slices**: flat tensors
-that this rank updates, each with what lies in it, as boxes of parameters.
+Two classes implement it: :class:`~megastack.gradients.buckets.GradientBuckets` (flat buckets, ZeRO levels 0 and 1) and
+:class:`~megastack.gradients.fully_shard.FullyShardedGradients` (torch's FSDP2, levels 2 and 3). The norm, the
+optimizer, the loss scale and the trainer see gradients as a sequence of **local shards**: flat tensors that this rank
+updates, each of which knows the boxes of the parameters in it.
 """
 
 from __future__ import annotations
@@ -14,83 +14,88 @@ from typing import Protocol
 from torch import Tensor
 
 from megastack.gradients.parameter_groups import ParameterGroup
-from megastack.gradients.sharding import Sharding
+from megastack.gradients.reduction import Reduction
 from megastack.mesh.mesh import Mesh
 from megastack.placement.boxes import Box
 
 BoxView = tuple[Box, Tensor]
-"""A box of the local parameter and the view of a slice that holds its elements."""
+"""A box of the local parameter and the view of a local shard that holds its elements."""
 
 
-class Slice(Protocol):
+class LocalShard(Protocol):
     """Parameters, or parts of them, that this rank updates together."""
+
+    reduction: Reduction
+    """How their gradients are reduced."""
 
     @property
     def local_parameters(self) -> Tensor:
-        """What this rank updates, flat."""
+        """The parameters that this rank updates, flat."""
 
     @property
     def local_gradients(self) -> Tensor:
-        """Its gradients, laid out alike; of the global batch once a step is finished."""
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this rank's copy of the slice counts in the norm."""
+        """Their gradients at the same offsets; those of the global batch once a step is finished."""
 
     @property
     def group(self) -> ParameterGroup | None:
-        """The optimizer group, ``None`` if none was given."""
+        """The optimizer group; ``None`` if none was given."""
 
     @property
     def decay(self) -> bool:
-        """Whether the placements let weight decay apply (``group`` decides where it is given)."""
+        """Whether the placements allow weight decay (``group`` decides where it is given)."""
 
     @property
     def is_rounded(self) -> bool:
-        """Whether modules compute with a rounding of ``local_parameters``, which is the master then."""
+        """Whether ``local_parameters`` are main parameters, which modules use in a lower precision."""
 
-    def parts(self, own: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
-        """What a tensor of the slice's layout holds of each parameter, by global name; nothing of some."""
+    def parts(self, local: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
+        """The boxes of each parameter, by global name, in a flat tensor of the shard's layout; some have none."""
 
 
 class Gradients(Protocol):
-    """The gradients of this rank's stages. A step goes ``zero_``, backwards, ``finish``, clip, update."""
+    """The gradients of this rank's stages. A step runs ``zero_``, backwards, ``finish``, clip, update.
+
+    Attributes:
+        mesh: the mesh.
+        differ_over_data: whether ranks that differ only in dp and cp hold shards of different elements. The same on
+            all ranks.
+    """
 
     mesh: Mesh
-    sharding: Sharding
+    differ_over_data: bool
 
     @property
-    def buckets(self) -> Sequence[Slice]:
-        """What this rank updates."""
+    def buckets(self) -> Sequence[LocalShard]:
+        """The shards that this rank updates."""
 
-    def mark_last_backward(self, stage: int, awaited: Collection[Tensor] | None = None) -> None:
-        """Say that the next backward of this stage is its last of the step.
+    def mark_last_backward(self, stage: int, pending: Collection[Tensor] | None = None) -> None:
+        """Mark the next backward of a stage as its last of the step.
 
         Args:
-            stage: the place of the module.
-            awaited: the parameters whose gradients are still to come; ``None`` where they are not known.
+            stage: the index of the module.
+            pending: the parameters whose gradients are not complete yet; ``None`` where that is unknown.
         """
 
     def finish(self) -> None:
-        """Complete every sum of the step."""
+        """Complete all reductions of the step."""
 
     def zero_(self) -> None:
         """Clear all gradients for the next step."""
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Each trained parameter's gradient on this rank by global name, after ``finish``; may communicate."""
+        """The gradient of each trained parameter on this rank by global name, after ``finish``; may communicate."""
 
     def weights(self) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
-        """What this rank holds of each parameter, frozen ones included, by global name and as modules compute with it.
+        """This rank's boxes of each parameter, frozen ones included, by global name and as modules compute with it.
 
-        Views; where a slice is rounded, copies, which :meth:`copy_model_to_main` takes over after they were written.
+        They are views; where a shard is rounded, copies, which :meth:`copy_model_to_main` reads after they were loaded.
         """
 
     def copy_model_to_main(self, names: Collection[str] | None = None) -> None:
-        """Take masters (those of ``names``) from the copies that :meth:`weights` gave last."""
+        """Copy what :meth:`weights` returned last into the main parameters (those of ``names``)."""
 
     def gather_parameters(self) -> None:
-        """Begin to make parameters whole after an update."""
+        """Start to gather the parameters after an update."""
 
     def wait_parameters(self) -> None:
-        """Wait until the parameters may be read or written by other means than a module's forward."""
+        """Wait until parameters may be read or written outside of a module's forward."""

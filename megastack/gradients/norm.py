@@ -1,14 +1,13 @@
-"""The norm of the whole gradient, over all axes, each unique element once; and clipping by it.
+"""The norm of the whole gradient over all axes, each element once, and clipping by it.
 
-Every rank adds the squares of the buckets that count on it, and one scalar is summed over ``pp`` and ``tp`` (after the
-reduction the gradients are equal along ``dp`` and ``cp``). Under ZeRO a rank has the sum of its slices alone: it adds
-their squares, and the scalar is summed over all ranks. Ranks without a parameter take part with zero. Squares are
-summed in rows of 1024 elements in the gradients' own dtype and the rows in fp64: a plain fp32 sum over a large bucket
-is wrong by 1e-4 of the norm, this one by 1e-9. An fp32 gradient beyond 1e19, whose square overflows, counts as not
-finite.
+Every rank adds the squares of the shards that it owns, and one scalar is summed over ranks: over ``pp`` and ``tp`` as
+long as the ranks of dp and cp hold identical gradients, over all ranks otherwise (ZeRO). Ranks without a parameter take
+part with zero. Squares are summed in rows of 1024 elements in the gradients' dtype and the rows in fp64: a plain fp32
+sum over a large bucket is wrong by 1e-4 of the norm, this one by 1e-9. An fp32 gradient beyond 1e19, whose square
+overflows, counts as non-finite.
 
-A value that is not finite anywhere, in a copy that is not counted as well, makes the norm not finite on every rank.
-Nothing here reads a tensor on the host.
+A non-finite value anywhere, even in a replica that is not counted, makes the norm non-finite on every rank. Nothing
+here reads a tensor on the host.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megastack.comm.collectives import all_reduce
-from megastack.gradients.interface import Gradients, Slice
+from megastack.gradients.interface import Gradients
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 
@@ -27,22 +26,23 @@ _ROW = 1024
 
 
 def grad_norm(buckets: Gradients, mesh: Mesh) -> Tensor:
-    """The 2-norm of the gradient of all parameters of the model: an fp64 scalar, alike on every rank.
+    """The 2-norm of the gradient of all parameters of the model: an fp64 scalar, identical on every rank.
 
-    One all-reduce of 8 bytes over ``pp·tp``, or over all ranks where slices are shared. Every rank calls, after
-    :meth:`Gradients.finish`.
+    One all-reduce of 8 bytes over ``pp·tp``, or over all ranks where data ranks hold different shards. Every rank
+    calls, after :meth:`Gradients.finish`.
     """
+    among_data = buckets.differ_over_data
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for bucket in buckets.buckets:
-        total = total + _share(bucket)
-    group = mesh.world if buckets.sharding.shard.size > 1 else mesh[Axis.PP, Axis.TP]
-    return all_reduce(total, group).sqrt()
+    for shard in buckets.buckets:
+        squares = _sum_of_squares(shard.local_gradients)
+        total = total + (squares if shard.reduction.is_owner(among_data=among_data) else squares * 0.0)  # keeps a NaN
+    return all_reduce(total, mesh.world if among_data else mesh[Axis.PP, Axis.TP]).sqrt()
 
 
 def clip_gradients_(buckets: Gradients, max_norm: float | None, mesh: Mesh) -> Tensor:
     """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, torch's formula; returns the norm before.
 
-    A norm that is not finite leaves the gradients alone: the step is to be skipped (:func:`is_nonfinite`).
+    A non-finite norm leaves the gradients unchanged: the step is to be skipped (:func:`is_nonfinite`).
 
     Args:
         buckets: after :meth:`Gradients.finish`.
@@ -54,20 +54,14 @@ def clip_gradients_(buckets: Gradients, max_norm: float | None, mesh: Mesh) -> T
         return norm
     coefficient = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     coefficient = torch.where(torch.isfinite(norm), coefficient, torch.ones_like(coefficient))
-    for bucket in buckets.buckets:
-        bucket.local_gradients.mul_(coefficient.to(bucket.local_gradients.dtype))
+    for shard in buckets.buckets:
+        shard.local_gradients.mul_(coefficient.to(shard.local_gradients.dtype))
     return norm
 
 
 def is_nonfinite(norm: Tensor) -> Tensor:
-    """1.0 where the norm is not finite, else 0.0: what :meth:`Optimizer.step` takes as ``found_inf``."""
+    """1.0 where the norm is not finite, else 0.0: the ``found_inf`` argument of :meth:`Optimizer.step`."""
     return (~torch.isfinite(norm)).to(torch.float32)
-
-
-def _share(bucket: Slice) -> Tensor:
-    """What a bucket adds to the sum of squares: nothing if another copy counts, unless this one is not finite."""
-    squares = _sum_of_squares(bucket.local_gradients)
-    return squares if bucket.is_owner else squares * 0.0
 
 
 def _sum_of_squares(flat: Tensor) -> Tensor:

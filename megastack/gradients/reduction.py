@@ -1,18 +1,11 @@
-"""Over which ranks a gradient is summed, and which copy of it counts: all of it follows from the placement.
+"""The process groups over which the gradient of a parameter is summed, opened as its replication says.
 
-Every gradient is partial over ``dp·cp``. Under ZeRO-1 that sum is left in slices, one on each of the ranks that share a
-bucket (:mod:`megastack.gradients.sharding`), and what follows is done to slices. What else is to be summed depends on
-how the parameter lies on the mesh:
-
-==========================================  =========================================  ==============================
-parameter                                   after ``dp·cp``, also summed over          counts in the norm on
-==========================================  =========================================  ==============================
-cut over tp                                 -                                          every rank
-cut over tp, with copies                    the ``tp`` ranks that hold copies of it    copy 0
-whole on every tp rank, full gradient       -                                          tp coordinate 0
-whole on every tp rank, partial gradient    ``tp``                                     tp coordinate 0
-tied: one name on several pipeline stages   … and then its stages (``pp``)             … of its first stage
-==========================================  =========================================  ==============================
+:mod:`megastack.placement.replication` says over which axes. Every gradient is summed over the data group first. Under
+ZeRO that sum is sharded: the ranks of a **shard group** hold one shard each, of the optimizer state or (levels 2 and 3)
+of parameters and gradients too. The shard group is the whole data group, or ``shard_size`` adjacent ranks of it (hybrid
+sharding, HSDP): then gradients are also summed over the **replicas**, the ranks that hold the same shard in the other
+shard groups. Without ZeRO the shard group is this rank alone and the whole data group are replicas, so all levels share
+one code path. The other sums, over ``tp`` and over tied stages, run on local shards.
 
 A parameter is tied when the same global name, with the same shape, lives on several pipeline coordinates.
 """
@@ -25,103 +18,188 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megastack.comm.collectives import all_gather, all_reduce
 from megastack.comm.group import AxisGroup
-from megastack.errors import PlacementError
-from megastack.gradients.sharding import Sharding, sharding_of
+from megastack.errors import ConfigError, PlacementError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.placement.boxes import owns_replica
-from megastack.placement.placement import Placement
+from megastack.placement.placement import DATA_AXES, Placement
+from megastack.placement.replication import Replication, is_replicated_over_data, replication_of
+
+SUM_ORDER = tuple(reversed(Axis))
+"""The order in which partial gradients are summed after the data group, the same on all ranks: innermost axis first."""
+
+NamedParameter = tuple[str, nn.Parameter, Placement]
+
+
+@dataclass(frozen=True)
+class DataSharding:
+    """How the ranks of a data group share the state of a parameter.
+
+    Attributes:
+        shard: the ranks that hold one shard each; this rank alone where nothing is sharded.
+        replicas: the ranks that hold the same shard.
+    """
+
+    shard: AxisGroup
+    replicas: AxisGroup
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds less than the whole."""
+        return self.shard.size > 1
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradients of one bucket are reduced; parameters share a bucket only if theirs are equal.
+    """How the gradients of one bucket are reduced; parameters share a bucket only if their reductions are equal.
 
     Attributes:
-        data: the ``dp·cp`` ranks, over which every gradient is summed first: those that share the parameters' state
-            in slices, and those that hold the same slice.
-        tensor: the ``tp`` ranks over which it is summed next, ``None`` for none.
-        tied: the stages that hold the same parameter, over which it is summed last, ``None`` for none.
-        whole: whether every tp rank holds the whole parameter. Buckets are cut alike on all tp ranks because this is
-            part of what tells them apart, and ``is_owner`` is a consequence.
-        counted: whether this rank's copy is the one that counts in the norm.
+        data: the data group, over which every gradient is summed first.
+        partial_over: the groups over which it is summed next, each with its axis.
+        replication: the pure value that the groups follow from.
     """
 
-    data: Sharding
-    tensor: AxisGroup | None
-    tied: AxisGroup | None
-    whole: bool
-    is_owner: bool
+    data: DataSharding
+    partial_over: tuple[tuple[Axis, AxisGroup], ...]
+    replication: Replication
+
+    def group_over(self, axis: Axis) -> AxisGroup | None:
+        """The group along an axis over which the gradient is partial; ``None`` if it is not."""
+        return dict(self.partial_over).get(axis)
+
+    def is_owner(self, *, among_data: bool) -> bool:
+        """Whether this rank represents all replicas of its elements, those on data ranks only if ``among_data``."""
+        return self.replication.owns_replica and not (among_data and self.data.replicas.rank)
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """The reductions of all parameters of a rank.
+
+    Attributes:
+        by_name: the reduction of each parameter, by global name.
+        differ_over_data: whether ranks that differ only in dp and cp hold different elements of a trained parameter of
+            the model. Identical on all ranks, including those without such a parameter.
+    """
+
+    by_name: Mapping[str, Reduction]
+    differ_over_data: bool
+
+
+def make_reductions(
+    parameters: Sequence[NamedParameter], mesh: Mesh, *, zero: int = 0, shard_size: int | None = None
+) -> Reductions:
+    """Open the groups over which this rank's gradients are summed. All ranks of the mesh call together.
+
+    With several stages, two small collectives over ``pp`` find the tied parameters.
+
+    Args:
+        parameters: this rank's parameters, in the same order on all ranks of the stage.
+        mesh: the mesh.
+        zero: the ZeRO level.
+        shard_size: the adjacent ranks of a data group that share a parameter under ZeRO; ``None`` for all.
+
+    Raises:
+        ConfigError: the shard size does not divide the size of a data group.
+        PlacementError: a placement names an axis that is not available yet, or parameters are tied over overlapping
+            sets of stages.
+    """
+    axes = dict.fromkeys([DATA_AXES, *(placement.data_axes for _, _, placement in parameters)])
+    shardings = {each: data_sharding(mesh, each, zero, shard_size) for each in axes}
+    trained = [(name, p, placement) for name, p, placement in parameters if p.requires_grad]
+    differ = any(
+        shardings[placement.data_axes].is_sharded or not is_replicated_over_data(placement, mesh.shape)
+        for _, _, placement in trained
+    )
+    tied, differ = agree_over_stages({name: tuple(p.shape) for name, p, _ in trained}, differ, mesh)
+    for stages in tied.values():
+        mesh.subgroup(Axis.PP, stages)  # opened before any group within a stage, whose ranks know nothing of it
+    return Reductions(
+        {
+            name: reduction_of(name, placement, mesh, shardings[placement.data_axes], stages=tied.get(name, ()))
+            for name, _, placement in parameters
+        },
+        differ,
+    )
+
+
+def data_sharding(
+    mesh: Mesh, axes: tuple[Axis, ...] = DATA_AXES, zero: int = 0, shard_size: int | None = None
+) -> DataSharding:
+    """The shard group and the replicas of this rank in its data group along ``axes``; all ranks of the group call.
+
+    Raises:
+        ConfigError: the shard size does not divide the size of the data group.
+    """
+    data = mesh[axes]
+    size = data.size if shard_size is None else shard_size
+    if size < 1 or data.size % size:
+        legal = ", ".join(str(n) for n in range(1, data.size + 1) if data.size % n == 0)
+        label = "·".join(axes)
+        raise ConfigError(f"parallel.zero.shard_size={size}: must divide {label} = {data.size}; use {legal}")
+    if zero == 0:
+        return DataSharding(mesh.subgroup(axes, [data.rank]), data)
+    first = data.rank // size * size
+    shard = mesh.subgroup(axes, range(first, first + size))
+    return DataSharding(shard, mesh.subgroup(axes, range(data.rank % size, data.size, size)))
 
 
 def reduction_of(
-    name: str, placement: Placement, mesh: Mesh, tied: Mapping[str, AxisGroup], data: Sharding | None = None
+    name: str, placement: Placement, mesh: Mesh, data: DataSharding, *, stages: Sequence[int] = ()
 ) -> Reduction:
-    """The reduction of one parameter on this rank; nothing is shared in slices unless ``data`` says so.
+    """The reduction of one parameter on this rank; ``stages`` are the pipeline coordinates that hold it, if tied.
 
     Raises:
-        PlacementError: the placement is partial or cut over an axis that is not available yet.
+        PlacementError: the placement names an axis that is not available yet.
     """
-    _refuse_expert_axis(name, placement, mesh)
-    pair = tied.get(name)
-    pair = pair if pair is not None and pair.size > 1 else None
-    is_owner = owns_replica(placement, mesh.shape, mesh.coordinates) and (pair is None or pair.rank == 0)
-    whole = mesh.shape.tp > 1 and Axis.TP not in placement.shards
-    return Reduction(data or sharding_of(mesh), _tensor_group(placement, mesh), pair, whole, is_owner)
-
-
-def _tensor_group(placement: Placement, mesh: Mesh) -> AxisGroup | None:
-    if mesh.shape.tp == 1:
-        return None
-    if Axis.TP in placement.partial:
-        return mesh[Axis.TP]
-    shard = placement.shards.get(Axis.TP)
-    if shard is None or shard.copies == 1:
-        return None
-    first = mesh.coordinates[Axis.TP] // shard.copies * shard.copies
-    return mesh.subgroup(Axis.TP, range(first, first + shard.copies))
-
-
-def _refuse_expert_axis(name: str, placement: Placement, mesh: Mesh) -> None:
     if mesh.shape.ep > 1 and Axis.EP in (placement.partial | placement.shards.keys()):
         raise PlacementError(f"{name}: its placement names ep, which is not available yet; use ep=1")
+    replication = replication_of(placement, mesh.shape, mesh.coordinates, stages=stages)
+    partial_over = tuple((group.axis, mesh.subgroup(group.axis, group.indices)) for group in replication.partial_over)
+    return Reduction(data, partial_over, replication)
 
 
-def tied_groups(parameters: Sequence[tuple[str, torch.Tensor]], mesh: Mesh) -> dict[str, AxisGroup]:
-    """The parameters that other pipeline coordinates hold as well, each with the group of those that do.
+def agree_over_stages(
+    shapes: Mapping[str, tuple[int, ...]], differ: bool, mesh: Mesh
+) -> tuple[dict[str, tuple[int, ...]], bool]:
+    """Find the parameters that several pipeline coordinates hold. All ranks of a pipeline group call.
 
-    All ranks of a pipeline group must call. Two small collectives over ``pp``, once, when buckets are made.
+    Two small collectives over ``pp``, once, when buckets are made.
 
     Args:
-        parameters: this rank's parameters by global name.
+        shapes: the local shape of each of this rank's parameters by global name.
+        differ: what a rank finds on its stages.
         mesh: the mesh.
 
+    Returns:
+        The pipeline coordinates that hold each tied parameter, by name, and whether ``differ`` is true on any stage.
+
     Raises:
-        PlacementError: on every rank, when two parameters are tied over unlike sets of stages that overlap.
+        PlacementError: on every rank, when two parameters are tied over different sets of stages that overlap.
     """
     stages = mesh[Axis.PP]
     if stages.size == 1:
-        return {}
-    names = {_fingerprint(name, tuple(parameter.shape)): name for name, parameter in parameters}
-    everywhere = _gather_numbers(sorted(names), mesh)
+        return {}, differ
+    names = {_fingerprint(name, shape): name for name, shape in shapes.items()}
+    longest, differs = all_reduce(torch.tensor([len(names), differ], device=mesh.device), stages, "max").tolist()
+    padded = [*sorted(names), *[0] * (longest - len(names))]
+    rows = all_gather(torch.tensor([padded], dtype=torch.int64, device=mesh.device), stages).tolist()
     holders = {
-        number: tuple(at for at, held in enumerate(everywhere) if number in held) for number in set().union(*everywhere)
+        number: tuple(at for at, row in enumerate(rows) if number in row) for number in {n for row in rows for n in row}
     }
-    _refuse_overlap({stages for stages in holders.values() if len(stages) > 1}, names, holders)
-    return {
-        name: mesh.subgroup(Axis.PP, holders[number])
-        for number, name in sorted(names.items(), key=lambda item: item[1])
-        if len(holders[number]) > 1
-    }
+    holders.pop(0, None)  # padding
+    _check_overlap({held for held in holders.values() if len(held) > 1}, names, holders)
+    tied = {name: holders[number] for number, name in names.items() if len(holders[number]) > 1}
+    return dict(sorted(tied.items())), bool(differs)
 
 
-def _refuse_overlap(
+def _check_overlap(
     sets: set[tuple[int, ...]], names: Mapping[int, str], holders: Mapping[int, tuple[int, ...]]
 ) -> None:
-    """Unlike sets of stages that overlap would open their groups in unlike numbers on each rank, and wait for ever."""
+    """With overlapping sets of stages, ranks would open the groups in different orders and deadlock."""
     for one, other in itertools.combinations(sorted(sets), 2):
         if set(one) & set(other):
             tied = [name for number, name in names.items() if holders[number] in (one, other)]
@@ -129,15 +207,6 @@ def _refuse_overlap(
                 f"tied parameters ({', '.join(sorted(tied))} here): one lives on the pipeline ranks {one}, another on "
                 f"{other}; parameters must be tied over the same pipeline ranks, or over ranks that do not overlap"
             )
-
-
-def _gather_numbers(numbers: Sequence[int], mesh: Mesh) -> list[set[int]]:
-    """Every pipeline coordinate's numbers."""
-    stages = mesh[Axis.PP]
-    longest = int(all_reduce(torch.tensor(len(numbers), device=mesh.device), stages, "max"))
-    padded = [*numbers, *[0] * (longest - len(numbers))]
-    rows = all_gather(torch.tensor([padded], dtype=torch.int64, device=mesh.device), stages).tolist()
-    return [set(row) - {0} for row in rows]
 
 
 def _fingerprint(name: str, shape: tuple[int, ...]) -> int:

@@ -46,7 +46,7 @@ from megastack.models.families import (
     vocabulary_layer,
 )
 from megastack.models.recompute import recompute_blocks_
-from megastack.placement.module import ParallelModule
+from megastack.placement.module import ParallelModule, ReshardPolicy
 
 LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Activations below fp32, which begin behind the embedding: its weight may be kept in fp32."""
@@ -143,26 +143,23 @@ class Decoder(ParallelModule):
         """Why generation has to run this stage with whole rows for every token; None if a cache gives the same."""
         return cache_obstacle(self)
 
-    def units(self) -> list[nn.Module]:
-        """Parts whose parameters are used by calling them alone, in order of use; a tied projection's copy is none."""
-        parts = [self.embedding if self.has_embedding else None, self.positions, *self.blocks.values(), self.norm]
-        return [part for part in (*parts, self.head) if part is not None]
+    def units(self) -> dict[nn.Module, ReshardPolicy]:
+        """The modules whose parameters are used only by calling them, in order of use, with their reshard policies.
 
-    def passing_units(self) -> list[nn.Module]:
-        """The units whose parameters are better let go between their forward and their backward.
-
-        Not those at the end of the model, where the backward follows at once, nor an embedding that projects there.
+        The copy of a tied projection is not among them. At the end of the model the backward follows the forward at
+        once: the last block stays gathered, and the norm and the projection belong to the stage.
         """
-        end = [self.norm, self.head or self.embedding] if self.has_head else []
-        return [unit for unit in self.units() if not any(unit is part for part in end)]
-
-    def turning_units(self) -> list[nn.Module]:
-        """The last of the passing units where only the end of the model lies between its forward and its backward."""
-        return list(self.blocks.values())[-1:] if self.has_head else []
-
-    def lookups(self) -> list[nn.Module]:
-        """The passing units whose backward reads no parameter: it adds to the rows that were looked up."""
-        return [unit for unit in self.passing_units() if unit is self.embedding or unit is self.positions]
+        policies: dict[nn.Module, ReshardPolicy] = {}
+        if self.embedding is not None and self.has_embedding:
+            ends = self.has_head and self.head is None
+            policies[self.embedding] = ReshardPolicy.WITH_STAGE if ends else ReshardPolicy.FORWARD_ONLY
+        if self.positions is not None:
+            policies[self.positions] = ReshardPolicy.FORWARD_ONLY
+        policies |= dict.fromkeys(self.blocks.values(), ReshardPolicy.AFTER_FORWARD)
+        if self.has_head and self.blocks:
+            policies[list(self.blocks.values())[-1]] = ReshardPolicy.AFTER_BACKWARD
+        policies |= {end: ReshardPolicy.WITH_STAGE for end in (self.norm, self.head) if end is not None}
+        return policies
 
     def share_embedding(self, first: Decoder) -> None:
         """Use the embedding of ``first`` as the tied projection, where one rank holds both; there is no copy then."""

@@ -1,11 +1,11 @@
-"""The values that an optimizer really updates: the own slice of a bucket's parameters, or a master copy of it.
+"""The values that an optimizer updates: the local shard of a bucket's parameters, or an fp32 copy of it.
 
-A bf16 weight of 1.0 never moves by steps of 1e-3, which are below half its spacing. So parameters below fp32 have a
-master copy in fp32 that takes the updates, and are rounded from it after each. Where parameters are fp32 or fp64 they
-are their own masters and nothing is copied.
+A bf16 weight of 1.0 never moves by steps of 1e-3, which are below half its spacing. Parameters below fp32 therefore
+have fp32 main parameters, which take the updates; after each update the parameters are rounded from them. Parameters in
+fp32 or fp64 are their own main parameters and nothing is copied.
 
-Under ``offload`` masters, and with them the moments and the update, live in the host's memory: gradients come over
-before the update, parameters go back after it. On the CPU that is where they are anyway, and nothing changes.
+With ``offload`` main parameters, moments and the update live in host memory: gradients are copied to the host before
+the update, parameters back to the device after it. On the CPU this changes nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megastack.gradients.interface import BoxView, Slice
+from megastack.gradients.interface import BoxView, LocalShard
 
 
 def set_dtypes_(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[str]) -> None:
-    """Give each parameter its dtype: ``compute``, but at least fp32 where a pattern is found in its name.
+    """Set the dtype of each parameter: ``compute``, but at least fp32 where a pattern matches its name.
 
-    To be called while the parameters are on the meta device and have no values that it could round.
+    Call it while the parameters are on the meta device and have no values that it could round.
     """
     patterns = [re.compile(pattern) for pattern in keep_fp32]
     for name, parameter in module.named_parameters():
@@ -31,45 +31,45 @@ def set_dtypes_(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[str
 
 
 class MainParameters:
-    """The values of this rank's slice of one bucket, as an optimizer sees them.
+    """The main parameters of one local shard.
 
     Attributes:
-        bucket: the bucket.
-        values: what is updated, flat; the slice of the bucket's own parameters unless it is a copy.
-        is_wider: whether the parameters are of a lower precision, so that ``values`` hold more than they do.
+        shard: the local shard.
+        values: what is updated, flat; the shard's own parameters unless it is a copy.
+        is_wider: whether modules use the parameters in a lower precision, so that ``values`` hold more than they do.
     """
 
-    def __init__(self, bucket: Slice, *, offload: bool = False) -> None:
-        self.bucket = bucket
-        own = bucket.local_parameters
-        dtype = torch.promote_types(own.dtype, torch.float32)
-        self.is_wider = dtype != own.dtype or bucket.is_rounded
-        self.values = own.to(device="cpu" if offload else own.device, dtype=dtype)
-        self._is_copy = self.values is not own
+    def __init__(self, shard: LocalShard, *, offload: bool = False) -> None:
+        self.shard = shard
+        local = shard.local_parameters
+        dtype = torch.promote_types(local.dtype, torch.float32)
+        self.is_wider = dtype != local.dtype or shard.is_rounded
+        self.values = local.to(device="cpu" if offload else local.device, dtype=dtype)
+        self._is_copy = self.values is not local
 
     @property
     def gradients(self) -> Tensor:
-        """The gradients of the slice, where the values are and in their dtype."""
-        return self.bucket.local_gradients.to(self.values)
+        """The gradients of the shard, on the device of the values and in their dtype."""
+        return self.shard.local_gradients.to(self.values)
 
     def parts(self, flat: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
-        """What a tensor of the values' layout holds of each parameter, by global name."""
-        return self.bucket.parts(flat)
+        """The boxes of each parameter, by global name, in a tensor of the values' layout."""
+        return self.shard.parts(flat)
 
-    def publish(self) -> None:
-        """Round the master into the slice of the model's parameters."""
+    def copy_to_model(self) -> None:
+        """Round the values into the parameters of the model."""
         if self._is_copy:
-            self.bucket.local_parameters.copy_(self.values)
+            self.shard.local_parameters.copy_(self.values)
 
-    def refresh(self, names: Collection[str] | None = None) -> None:
-        """Take over the model's parameters (those of ``names``), after weights were loaded into them."""
+    def copy_from_model(self, names: Collection[str] | None = None) -> None:
+        """Copy the parameters of the model (those of ``names``) into the values, after weights were loaded."""
         if not self._is_copy:
             return
         if names is None:
-            self.values.copy_(self.bucket.local_parameters)
+            self.values.copy_(self.shard.local_parameters)
             return
-        used = dict(self.parts(self.bucket.local_parameters))
+        model = dict(self.parts(self.shard.local_parameters))
         for name, parts in self.parts(self.values):
             if name in names:
-                for (_, own), (_, model) in zip(parts, used[name], strict=True):
-                    own.copy_(model)
+                for (_, main), (_, used) in zip(parts, model[name], strict=True):
+                    main.copy_(used)

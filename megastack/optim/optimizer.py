@@ -1,11 +1,13 @@
-"""The optimizer of this rank's buckets: options in, one object with ``step`` out.
+"""The optimizer of this rank's local shards: options in, one object with ``step`` out.
 
-It updates flat buckets, or this rank's slices of them, with torch's fused kernels, one call for each
-:class:`ParameterGroup`; a slice with parameters that joined the run later goes as several tensors
-(:mod:`megastack.optim.segments`). The learning rate comes with each step, from
-:class:`megastack.optim.lr.LearningRate`; nothing of it is state. Moments and masters are read and loaded by global
-parameter name, as boxes, so what is saved knows nothing of buckets or slices. A rank without a trained parameter has an
-optimizer that does nothing but count.
+It updates flat shards with torch's fused kernels, one call per :class:`ParameterGroup`. The learning rate is an
+argument of each step, from :class:`megastack.optim.lr.LearningRate`; it is not state. Moments and main parameters are
+read and loaded by global parameter name, as boxes, so a checkpoint is independent of buckets and shards. A rank without
+a trained parameter has an optimizer that only counts.
+
+Adam's bias correction needs the number of updates that the moments of a parameter have seen. A parameter that is
+trained from a later update on, since it was frozen or added, has seen fewer than the run: its *start* is the number of
+updates of the run at that time. A shard is updated in segments, whose parameters have the same start.
 """
 
 from __future__ import annotations
@@ -16,104 +18,69 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megastack.errors import ConfigError
-from megastack.gradients.interface import BoxView, Gradients, Slice
+from megastack.gradients.interface import BoxView, Gradients, LocalShard
 from megastack.gradients.parameter_groups import ParameterGroup
-from megastack.optim.adamw import AdamW
 from megastack.optim.main_parameters import MainParameters
-from megastack.optim.segments import STEP, segments_of
-from megastack.optim.sgd import SGD
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """Which optimizer, and the settings that all groups share.
-
-    Attributes:
-        name: ``adamw`` or ``sgd``.
-        betas: AdamW's decay rates of the moments.
-        eps: AdamW's addition to the root of the second moment.
-        momentum: SGD's momentum.
-        weight_decay: for buckets made without groups, where the placement lets it apply.
-        offload: keep masters and moments in the host's memory and update there.
-    """
-
-    name: str = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    offload: bool = False
+from megastack.optim.update_rules import STEP, OptimizerOptions, UpdateRule, rule_of
 
 
 def build_optimizer(buckets: Gradients, options: OptimizerOptions | None = None) -> Optimizer:
-    """The optimizer of these buckets; their groups say which parameters decay and scale the learning rate.
+    """The optimizer of these buckets; their groups decide which parameters decay and scale the learning rate.
 
     Raises:
-        ConfigError: no optimizer of that name.
+        ConfigError: there is no optimizer with this name.
     """
     options = options or OptimizerOptions()
     return Optimizer(buckets, rule_of(options), options.weight_decay, offload=options.offload)
 
 
-def rule_of(options: OptimizerOptions) -> AdamW | SGD:
-    """The rule by which these options update.
-
-    Raises:
-        ConfigError: no optimizer of that name.
-    """
-    if options.name not in ("adamw", "sgd"):
-        raise ConfigError(f"optim.name={options.name}: no such optimizer; use adamw or sgd")
-    return SGD(options.momentum) if options.name == "sgd" else AdamW(options.betas, options.eps)
-
-
 class Optimizer:
-    """Updates this rank's parameters from the gradients in their buckets. Made by :func:`build_optimizer`.
+    """Updates this rank's parameters from their gradients. Built by :func:`build_optimizer`.
 
     Attributes:
-        steps: the updates done, a scalar tensor; skipped steps do not count.
-        starts: by global name, the updates that were done before the parameter was trained, where there were any; those
-            of other stages may be among them.
+        steps: the number of updates, a scalar tensor; skipped steps do not count.
+        starts: by global name, the start of each parameter that was not trained from the first update on; may include
+            parameters of other stages.
     """
 
-    def __init__(self, buckets: Gradients, rule: AdamW | SGD, weight_decay: float, *, offload: bool = False) -> None:
+    def __init__(self, buckets: Gradients, rule: UpdateRule, weight_decay: float, *, offload: bool = False) -> None:
         self._buckets = buckets
         self._rule = rule
-        self._masters = [MainParameters(bucket, offload=offload) for bucket in buckets.buckets]
-        self._states = [rule.state(master) for master in self._masters]
+        self._main = [MainParameters(shard, offload=offload) for shard in buckets.buckets]
+        self._states = [rule.state(main.values) for main in self._main]
         self._groups: dict[ParameterGroup, list[int]] = {}
-        for number, bucket in enumerate(buckets.buckets):
-            self._groups.setdefault(_group_of(bucket, weight_decay), []).append(number)
+        for number, shard in enumerate(buckets.buckets):
+            self._groups.setdefault(_group_of(shard, weight_decay), []).append(number)
         self.steps = torch.zeros((), dtype=torch.int64, device=buckets.mesh.device)
         self.load_steps(0)
 
     @torch.no_grad()
     def step(self, lr: float, *, found_inf: Tensor | None = None) -> None:
-        """One update with learning rate ``lr``; under ZeRO-1 it leaves the gathers of the parameters under way.
+        """One update with learning rate ``lr``. Under ZeRO-1 the gathers of the parameters are still running after it.
 
         Args:
             lr: the rate of this step, before the groups' scales.
-            found_inf: a scalar tensor; where it is 1, parameters, moments and counters stay as they are, decided by
-                the kernels without a read on the host (with ``offload`` it comes over with the gradients). It must be
-                alike on all ranks.
+            found_inf: a scalar tensor; where it is 1, parameters, moments and counters stay unchanged. The kernels
+                decide without a read on the host (with ``offload`` it is copied with the gradients). It must be
+                identical on all ranks.
         """
         self._buckets.wait_parameters()
         skip = None if found_inf is None else found_inf.to(torch.float32)
         self.steps += 1 if skip is None else (1 - skip).to(torch.int64)
         for group, numbers in self._groups.items():
-            here = self._masters[numbers[0]].values.device
+            device = self._main[numbers[0]].values.device
             segments = [(number, segment) for number in numbers for segment in self._segments[number]]
-            gradients = {number: self._masters[number].gradients for number in numbers}
+            gradients = {number: self._main[number].gradients for number in numbers}
             self._rule.update(
-                [self._masters[number].values[segment.part] for number, segment in segments],
+                [self._main[number].values[segment.part] for number, segment in segments],
                 [gradients[number][segment.part] for number, segment in segments],
                 [segment.state for _, segment in segments],
                 lr=lr * group.lr_scale,
                 weight_decay=group.weight_decay,
-                found_inf=None if skip is None else skip.to(here),
+                found_inf=None if skip is None else skip.to(device),
             )
-        for master in self._masters:
-            master.publish()
+        for main in self._main:
+            main.copy_to_model()
         self._buckets.gather_parameters()
 
     def moments(self) -> dict[str, dict[str, tuple[BoxView, ...]]]:
@@ -122,16 +89,16 @@ class Optimizer:
         They are views: writing into one loads it.
         """
         found: dict[str, dict[str, tuple[BoxView, ...]]] = {}
-        for master, state in zip(self._masters, self._states, strict=True):
+        for main, state in zip(self._main, self._states, strict=True):
             for kind, flat in state.items():
                 if kind != STEP:
-                    found.setdefault(kind, {}).update(master.parts(flat))
+                    found.setdefault(kind, {}).update(main.parts(flat))
         return found
 
     def main_parameters(self) -> dict[str, tuple[BoxView, ...]]:
-        """The fp32 masters of parameters in a lower precision, by global name and box: views, as of the moments."""
-        wider = [master for master in self._masters if master.is_wider]
-        return {name: parts for master in wider for name, parts in master.parts(master.values)}
+        """The fp32 main parameters of parameters in a lower precision, by global name and box: views, like moments."""
+        wider = [main for main in self._main if main.is_wider]
+        return {name: parts for main in wider for name, parts in main.parts(main.values)}
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -140,18 +107,17 @@ class Optimizer:
 
     @torch.no_grad()
     def load_steps(self, steps: int, starts: Mapping[str, int] | None = None) -> None:
-        """Set the count of updates, after moments were loaded.
+        """Set the number of updates, after moments were loaded.
 
         Args:
             steps: the updates of the run.
-            starts: by global name, the updates before a parameter was trained, where there were any. Moments of those
-                that start now are cleared.
+            starts: by global name, the start of each parameter that was not trained from the first update on. Moments
+                of those that start now are cleared.
         """
         self.steps.fill_(steps)
         self.starts = dict(starts or {})
         self._segments = [
-            segments_of(master, state, steps, self.starts)
-            for master, state in zip(self._masters, self._states, strict=True)
+            _segments(main, state, steps, self.starts) for main, state in zip(self._main, self._states, strict=True)
         ]
         for named in self.moments().values():
             for name in named.keys() & {name for name, start in self.starts.items() if start == steps}:
@@ -159,24 +125,64 @@ class Optimizer:
                     part.zero_()
 
     def copy_model_to_main(self, names: Collection[str] | None = None) -> None:
-        """Take masters (those of ``names``) from the model's parameters, after weights alone were loaded into them."""
+        """Copy the model's parameters (those of ``names``) into the main parameters, after weights were loaded."""
         self._buckets.copy_model_to_main(names)
-        for master in self._masters:
-            master.refresh(names)
+        for main in self._main:
+            main.copy_from_model(names)
 
     @torch.no_grad()
     def copy_main_to_model(self) -> None:
-        """Round loaded masters into the model's parameters; mere copies are taken from the parameters instead."""
+        """Round loaded main parameters into the model; those that are mere copies are copied from the model instead."""
         self._buckets.wait_parameters()
-        for master in self._masters:
-            if master.is_wider:
-                master.publish()
+        for main in self._main:
+            if main.is_wider:
+                main.copy_to_model()
             else:
-                master.refresh()
+                main.copy_from_model()
         self._buckets.gather_parameters()
 
 
-def _group_of(bucket: Slice, weight_decay: float) -> ParameterGroup:
-    if bucket.group is not None:
-        return bucket.group
-    return ParameterGroup(weight_decay=weight_decay if bucket.decay else 0.0)
+def _group_of(shard: LocalShard, weight_decay: float) -> ParameterGroup:
+    if shard.group is not None:
+        return shard.group
+    return ParameterGroup(weight_decay=weight_decay if shard.decay else 0.0)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A range of a shard whose parameters have the same start, with views of its moments and its own update count."""
+
+    part: slice
+    state: dict[str, Tensor]
+
+
+def _segments(
+    main: MainParameters, state: Mapping[str, Tensor], steps: int, starts: Mapping[str, int]
+) -> list[_Segment]:
+    """The segments of a shard, each with the number of updates that it has seen."""
+    runs = _runs(main, starts)
+    ends = [first for first, _ in runs[1:]] + [main.values.numel()]
+    segments = []
+    for (first, start), end in zip(runs, ends, strict=True):
+        part = slice(first, end)
+        own = {kind: flat[part] for kind, flat in state.items() if kind != STEP}
+        if STEP in state:
+            own[STEP] = state[STEP].clone().fill_(steps - start)
+        segments.append(_Segment(part, own))
+    return segments
+
+
+def _runs(main: MainParameters, starts: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Where each segment begins, and its start; padding belongs to the segment before it."""
+    base = main.values.storage_offset()
+    found = sorted(
+        (int(part.storage_offset() - base), starts.get(name, 0))
+        for name, parts in main.parts(main.values)
+        for _, part in parts
+        if part.numel()
+    )
+    runs: list[tuple[int, int]] = []
+    for first, start in found:
+        if not runs or runs[-1][1] != start:
+            runs.append((first if runs else 0, start))
+    return runs or [(0, 0)]

@@ -67,18 +67,6 @@ def local_box(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
 
-def owns_replica(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[Axis, int]) -> bool:
-    """Whether this rank's copy is the one that counts in norms and checkpoints, among the ranks of its tensor axis.
-
-    A replicated parameter counts on coordinate 0, a cut one with copies on copy 0. The other axes are the caller's.
-    """
-    if mesh_shape.tp == 1:
-        return True
-    shard = placement.shards.get(Axis.TP)
-    copies = mesh_shape.tp if shard is None else shard.copies
-    return coordinates[Axis.TP] % copies == 0
-
-
 def divisibility_errors(placement: Placement, mesh_shape: MeshShape) -> list[str]:
     """One message for each axis whose degree does not divide the dim that it cuts."""
     errors = []

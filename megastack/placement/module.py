@@ -20,7 +20,8 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum, auto
 from typing import TypeVar
 
 import torch
@@ -28,15 +29,32 @@ from torch import Tensor, nn
 
 from megastack.errors import PlacementError
 from megastack.mesh.mesh import Mesh
-from megastack.placement.boxes import divisibility_errors, local_shape
+from megastack.mesh.shape import Axis, MeshShape
+from megastack.placement.boxes import divisibility_errors, local_box, local_shape
 from megastack.placement.buffers import (
     materialise_buffers_,
     named_buffers,
     persistent_buffers,
     unfillable_buffers,
 )
-from megastack.placement.init import fill_
-from megastack.placement.placement import Placement, Zeros
+from megastack.placement.placement import Normal, Ones, Placement, Zeros
+from megastack.random import counter_normal
+
+
+class ReshardPolicy(Enum):
+    """When FSDP frees the gathered parameters of a unit, under ``parallel.zero.gather=microbatch``.
+
+    A unit is a sub-module whose parameters are used only by calling it: an embedding, a block, a head.
+    """
+
+    AFTER_FORWARD = auto()
+    """Free them after the forward, gather them again for the backward."""
+    FORWARD_ONLY = auto()
+    """Free them after the forward; the backward reads no parameter (a lookup)."""
+    AFTER_BACKWARD = auto()
+    """Keep them from the forward to the backward, which follows at once."""
+    WITH_STAGE = auto()
+    """Shard, gather and keep them with the stage's own parameters: FSDP does not wrap the unit."""
 
 
 class ParallelModule(nn.Module):
@@ -162,6 +180,51 @@ def initialise_(
     tensors = dict(module.named_parameters()) | unfilled
     for name, tensor in tensors.items():
         fill_(tensor.detach(), placements[name], mesh.shape, mesh.coordinates, seed=seed, name=name)
+
+
+@torch.no_grad()
+def fill_(
+    tensor: Tensor,
+    placement: Placement,
+    mesh_shape: MeshShape,
+    coordinates: Mapping[Axis, int],
+    *,
+    seed: int,
+    name: str,
+) -> None:
+    """Fills the local tensor of a parameter with its initial values, in place; on the meta device does nothing.
+
+    Args:
+        tensor: the local tensor, of the shape that ``local_shape`` gives.
+        placement: the parameter's placement.
+        mesh_shape: the degrees of the mesh.
+        coordinates: this rank's coordinates.
+        seed: the run's seed.
+        name: the parameter's global name.
+
+    Raises:
+        PlacementError: when the tensor does not have the local shape, as with another mesh than it was built for.
+    """
+    expected = local_shape(placement, mesh_shape)
+    if tuple(tensor.shape) != expected:
+        raise PlacementError(
+            f"{name}: its local shape is {tuple(tensor.shape)}, but on {mesh_shape} it is {expected}; "
+            "build the module on this mesh"
+        )
+    if tensor.is_meta:
+        return
+    box = local_box(placement, mesh_shape, coordinates)
+    logical = tensor[tuple(slice(size) for size in box.size)]
+    if logical.shape != tensor.shape:
+        tensor.zero_()
+    match placement.init:
+        case Normal(std=std):
+            values = counter_normal(seed, name, placement.shape, box, std=std, dtype=tensor.dtype, device=tensor.device)
+            logical.copy_(values)
+        case Ones():
+            logical.fill_(1)
+        case _:
+            logical.zero_()
 
 
 _Declaration = tuple[Placement, ParallelModule]

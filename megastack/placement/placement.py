@@ -23,8 +23,10 @@ from typing import TypeAlias
 from megastack.errors import PlacementError, counted
 from megastack.mesh.shape import Axis
 
+DATA_AXES = (Axis.DP, Axis.CP)
+"""The data-parallel axes; without ZeRO their ranks hold identical parameters."""
 SHARD_AXES = (Axis.TP, Axis.EP)
-"""The axes that may cut a parameter or make its gradient partial; over the others that is implicit."""
+"""The axes that a placement may name, as sharding the parameter or as making its gradient partial."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,16 @@ class Placement:
             set_field(self, "padded_shape", tuple(self.padded_shape))
         if errors := [*_shape_errors(self), *_shard_errors(self), *_partial_errors(self)]:
             raise PlacementError("; ".join(errors))
+
+    @property
+    def data_axes(self) -> tuple[Axis, ...]:
+        """The axes of the data group: its ranks hold identical elements, and every gradient is partial over it."""
+        return DATA_AXES
+
+    @property
+    def model_axes(self) -> tuple[Axis, ...]:
+        """The axes of a stage beside the data group: each shards the parameter or holds replicas of it."""
+        return (Axis.TP,)
 
     @property
     def allocated_shape(self) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ from megastack.gradients.buckets import GradientBuckets
 from megastack.gradients.norm import grad_norm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.optim.optimizer import OptimizerOptions, build_optimizer
+from megastack.optim.optimizer import build_optimizer
+from megastack.optim.update_rules import OptimizerOptions
 from megastack.placement.boxes import Box
 from megastack.placement.module import initialise_
 from megastack.placement.placement import Placement

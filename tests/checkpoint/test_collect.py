@@ -16,7 +16,8 @@ from megastack.checkpoint.save import save
 from megastack.gradients.buckets import GradientBuckets
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
+from megastack.optim.optimizer import Optimizer, build_optimizer
+from megastack.optim.update_rules import OptimizerOptions
 from megastack.placement.boxes import Box
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Placement, Shard

@@ -12,7 +12,7 @@ from megastack.gradients.norm import grad_norm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.optim.optimizer import build_optimizer
-from megastack.placement.module import ParallelModule
+from megastack.placement.module import ParallelModule, ReshardPolicy
 from megastack.placement.placement import Placement
 from tests.gradients.test_zero1 import OPTIONS
 
@@ -67,7 +67,7 @@ def stepped(
     model = Branching(mesh)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(freeze is None or freeze not in name)
-    units = list(model.units.values())
+    units = dict.fromkeys(model.units.values(), ReshardPolicy.AFTER_FORWARD)
     gradients: Gradients
     if sharded is None:
         gradients = GradientBuckets([model], mesh)

@@ -12,7 +12,7 @@ from megastack.layers.norm import RMSNorm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.optim.main_parameters import set_dtypes_
-from megastack.placement.module import ParallelModule
+from megastack.placement.module import ParallelModule, ReshardPolicy
 from megastack.placement.placement import Placement
 from megastack.testing.ranks import run_ranks
 from tests.gradients.branching import Uses, stepped
@@ -86,7 +86,8 @@ def left_out(rank: int) -> str:
     """What a forward says in which one rank leaves out a norm."""
     mesh = Mesh.from_environment(MeshShape(dp=2))
     stage = KeptStage(mesh)
-    gradients = FullyShardedGradients([stage], mesh, units=list(stage.units), gather="microbatch")
+    units = dict.fromkeys(stage.units, ReshardPolicy.AFTER_FORWARD)
+    gradients = FullyShardedGradients([stage], mesh, units=units, gather="microbatch")
     x = torch.ones(2, 4, dtype=torch.bfloat16)
     gradients.mark_last_backward(0)
     stage(x, True).backward()

@@ -64,7 +64,7 @@ def _only(gradient: Tensor) -> float:
 
 
 def names(buckets: GradientBuckets) -> list[list[str]]:
-    return [[entry.name for entry in bucket.entries] for bucket in buckets.buckets]
+    return [[slot.name for slot in bucket.slots] for bucket in buckets.buckets]
 
 
 # One rank: layout and accumulation.
@@ -79,7 +79,7 @@ def test_parameters_and_gradients_become_aligned_views_and_keep_their_values() -
         assert torch.equal(view, before[name]) and parameter.data_ptr() == view.data_ptr()
         assert parameter.grad is not None and parameter.grad.shape == parameter.shape
         assert parameter.data_ptr() % 16 == parameter.grad.data_ptr() % 16 == 0
-    assert [entry.offset for entry in bucket.entries] == [0, 14, 20]
+    assert [slot.offset for slot in bucket.slots] == [0, 14, 20]
     bucket.parameters.fill_(2.0)
     assert (bag.get_parameter("b") == 2).all()
 
@@ -152,7 +152,7 @@ def test_a_name_on_two_stages_of_one_rank_is_one_parameter() -> None:
 
 def test_what_is_not_available_or_not_declared_is_refused() -> None:
     bag = Bag(Mesh.single(), a=vector())
-    with pytest.raises(ConfigError, match=r"zero.stage=2: buckets share .* use 0 or 1"):
+    with pytest.raises(ConfigError, match=r"zero.stage=2: buckets shard .* use 0 or 1"):
         GradientBuckets([bag], bag.mesh, zero=2)
     with pytest.raises(PlacementError, match="weight"):
         GradientBuckets([nn.Linear(2, 2)], bag.mesh)

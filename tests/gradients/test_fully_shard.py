@@ -8,13 +8,13 @@ import torch._dynamo
 from torch import Tensor
 
 from megastack.errors import PlacementError
+from megastack.gradients.fsdp_units import shard_dim
 from megastack.gradients.fully_shard import FullyShardedGradients
 from megastack.gradients.norm import clip_gradients_, is_nonfinite
-from megastack.gradients.shard import shard_dim
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.optim.optimizer import build_optimizer
-from megastack.placement.module import ParallelModule
+from megastack.placement.module import ParallelModule, ReshardPolicy
 from megastack.placement.placement import Ones, Placement, Shard
 from megastack.testing.ranks import run_ranks
 from tests.gradients.live import settled_bytes
@@ -125,7 +125,8 @@ def held_and_sent(
     mesh = Mesh.from_environment(MeshShape(dp=2))
     chain = Chain(mesh)
     count = sum(parameter.numel() for parameter in chain.parameters())
-    gradients = FullyShardedGradients([chain], mesh, units=list(chain.units), gather=gather, reduce=reduce)
+    units = dict.fromkeys(chain.units, ReshardPolicy.AFTER_FORWARD)
+    gradients = FullyShardedGradients([chain], mesh, units=units, gather=gather, reduce=reduce)
     optimizer = build_optimizer(gradients, OPTIONS["adamw"])
     mesh.ledger.reset()
     x = torch.ones(2, 1024)
@@ -195,20 +196,18 @@ class Looked(Chain):
         self.started.append(self.mesh.ledger.total(op="all_gather").calls)
 
 
-def gathered(turning: int, unread: int) -> tuple[list[int], int, int]:
-    """Gathers started before each product of a forward, after it, and after the backward; the last ``turning`` units
-    stay, the first ``unread`` are not gathered again."""
+def gathered(kept: int, lookups: int) -> tuple[list[int], int, int]:
+    """Gathers started before each product of a forward, after it, and after the backward.
+
+    The last ``kept`` units are kept until their backward; the backward of the first ``lookups`` reads no parameter.
+    """
     mesh = Mesh.from_environment(MeshShape(dp=2))
     chain = Looked(mesh)
     units = [chain.table, *chain.units]
-    gradients = FullyShardedGradients(
-        [chain],
-        mesh,
-        units=units,
-        turning=units[len(units) - turning :],
-        unread=units[:unread],
-        gather="microbatch",
-    )
+    policies = dict.fromkeys(units, ReshardPolicy.AFTER_FORWARD)
+    policies |= dict.fromkeys(units[:lookups], ReshardPolicy.FORWARD_ONLY)
+    policies |= dict.fromkeys(units[len(units) - kept :], ReshardPolicy.AFTER_BACKWARD)
+    gradients = FullyShardedGradients([chain], mesh, units=policies, gather="microbatch")
     for unit in chain.units:
         unit.register_forward_pre_hook(chain.note)
     gradients.mark_last_backward(0)
@@ -222,12 +221,12 @@ def gathered(turning: int, unread: int) -> tuple[list[int], int, int]:
     return chain.started[:-2], chain.started[-2], chain.started[-1]
 
 
-@pytest.mark.parametrize(("turning", "unread"), [(0, 0), (2, 1)])
-def test_units_are_gathered_ahead_and_again_only_where_backward_needs_them(turning: int, unread: int) -> None:
-    for before, forward, whole in run_ranks(gathered, 2, turning, unread):
+@pytest.mark.parametrize(("kept", "lookups"), [(0, 0), (2, 1)])
+def test_units_are_gathered_ahead_and_again_only_where_backward_needs_them(kept: int, lookups: int) -> None:
+    for before, forward, whole in run_ranks(gathered, 2, kept, lookups):
         assert before == [4, 5, 6, 7, 8, 8]  # the stage's own, the table, this product and the next
         assert forward == 8
-        assert whole == 8 + 7 - turning - unread
+        assert whole == 8 + 7 - kept - lookups
 
 
 def skipped() -> list[bool]:

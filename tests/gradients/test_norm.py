@@ -125,14 +125,15 @@ def test_a_stage_without_parameters_takes_part() -> None:
 
 
 def a_bad_value_on_one_rank(bad: float, name: str) -> tuple[bool, float, bool]:
-    """NaN or infinity in one gradient of the last rank, after the reduction; ``whole`` is not counted there."""
+    """NaN or infinity in one gradient of the last rank, after the reduction; it does not own ``whole``."""
     mesh = Mesh.from_environment(MeshShape(pp=2, tp=2))
-    bag = Bag(mesh, whole=vector(4), cut=vector(4, shards={Axis.TP: Shard(0)}))
-    buckets = GradientBuckets([bag], mesh, tied={})
-    write(buckets, whole=9.0, cut=9.0)
+    stage = mesh.coordinates[Axis.PP]
+    bag = Bag(mesh, **{f"whole{stage}": vector(4), f"cut{stage}": vector(4, shards={Axis.TP: Shard(0)})})
+    buckets = GradientBuckets([bag], mesh)
+    write(buckets, **{f"whole{stage}": 9.0, f"cut{stage}": 9.0})
     before = [bucket.gradients.clone() for bucket in buckets.buckets]
     if mesh.rank == 3:
-        dict(buckets.named_gradients())[name][1] = bad
+        dict(buckets.named_gradients())[f"{name}{stage}"][1] = bad
         before = [bucket.gradients.clone() for bucket in buckets.buckets]
     norm = clip_gradients_(buckets, 1.0, mesh)
     return math.isfinite(norm.item()), is_nonfinite(norm).item(), _unchanged(buckets, before)

@@ -11,7 +11,8 @@ from megastack.gradients.buckets import GradientBuckets
 from megastack.gradients.norm import clip_gradients_, grad_norm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.optim.optimizer import OptimizerOptions, build_optimizer
+from megastack.optim.optimizer import build_optimizer
+from megastack.optim.update_rules import OptimizerOptions
 from megastack.placement.boxes import Box
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Normal, Ones, Placement, Shard
@@ -275,8 +276,9 @@ def test_slices_of_tied_copies_are_summed_after_the_data_ranks_and_count_once() 
 
 def sums_of_slices() -> dict[tuple[str, str], int]:
     mesh = Mesh.from_environment(MeshShape(pp=2, dp=2, tp=2))
-    bag = Bag(mesh, partial=Placement((8,), partial=frozenset({Axis.TP})), tied=Placement((12,)))
-    buckets = GradientBuckets([bag], mesh, zero=1, tied={"tied": mesh[Axis.PP]})
+    partial = {f"partial{mesh.coordinates[Axis.PP]}": Placement((8,), partial=frozenset({Axis.TP}))}
+    bag = Bag(mesh, **partial, tied=Placement((12,)))
+    buckets = GradientBuckets([bag], mesh, zero=1)
     mesh.ledger.reset()
     bag().backward()
     buckets.finish()

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from megastack.gradients.buckets import GradientBuckets
 from megastack.mesh.mesh import Mesh
-from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
+from megastack.optim.optimizer import Optimizer, build_optimizer
+from megastack.optim.update_rules import OptimizerOptions
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Ones, Placement
 

@@ -14,7 +14,8 @@ from megastack.gradients.norm import clip_gradients_, is_nonfinite
 from megastack.gradients.parameter_groups import GroupRule, assign_groups
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.optim.optimizer import Optimizer, OptimizerOptions, build_optimizer
+from megastack.optim.optimizer import Optimizer, build_optimizer
+from megastack.optim.update_rules import OptimizerOptions
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Ones, Placement, Shard
 from megastack.testing.ranks import run_ranks

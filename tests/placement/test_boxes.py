@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megastack.errors import PlacementError
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.placement.boxes import Box, local_box, local_shape, owns_replica, range_boxes
+from megastack.placement.boxes import Box, local_box, local_shape, range_boxes
 from megastack.placement.placement import Placement, Shard
 
 shapes_with_range = st.lists(st.integers(1, 5), max_size=5).flatmap(
@@ -70,16 +70,15 @@ def sharded(draw: st.DrawFn) -> tuple[Placement, MeshShape]:
 
 
 @given(sharded())
-def test_ranks_hold_every_element_and_count_each_once(case: tuple[Placement, MeshShape]) -> None:
+def test_ranks_hold_every_element_as_often_as_there_are_copies(case: tuple[Placement, MeshShape]) -> None:
     placement, mesh_shape = case
-    held, counted = np.zeros(placement.shape, int), np.zeros(placement.shape, int)
+    held = np.zeros(placement.shape, int)
     for coordinate in range(mesh_shape.tp):
         at = {Axis.TP: coordinate}
         box = local_box(placement, mesh_shape, at)
         assert all(a <= b for a, b in zip(box.size, local_shape(placement, mesh_shape), strict=True))
         held[box.slices] += 1
-        counted[box.slices] += owns_replica(placement, mesh_shape, at)
-    assert (held == placement.shards[Axis.TP].copies).all() and (counted == 1).all()
+    assert (held == placement.shards[Axis.TP].copies).all()
 
 
 @given(sharded())
@@ -95,7 +94,6 @@ def test_copies_sit_on_adjacent_ranks() -> None:
     boxes = [local_box(kv, mesh_shape, {Axis.TP: t}) for t in range(4)]
     assert [box.offset[0] for box in boxes] == [0, 0, 1, 1]
     assert local_shape(kv, mesh_shape) == (1, 2, 8, 16)
-    assert [owns_replica(kv, mesh_shape, {Axis.TP: t}) for t in range(4)] == [True, False, True, False]
 
 
 def test_padding_stays_outside_of_the_boxes() -> None:
@@ -110,11 +108,8 @@ def test_padding_stays_outside_of_the_boxes() -> None:
     assert local_shape(rows, MeshShape(tp=4)) == (2, 3)
 
 
-def test_a_whole_parameter_counts_on_the_first_tensor_rank() -> None:
-    whole = Placement((4,))
-    assert [owns_replica(whole, MeshShape(tp=2, dp=3), {Axis.TP: t, Axis.DP: 2}) for t in range(2)] == [True, False]
-    assert owns_replica(whole, MeshShape(), {Axis.TP: 0})
-    assert local_box(whole, MeshShape(tp=2), {Axis.TP: 1}) == Box((0,), (4,))
+def test_a_replicated_parameter_is_whole_on_every_rank() -> None:
+    assert local_box(Placement((4,)), MeshShape(tp=2), {Axis.TP: 1}) == Box((0,), (4,))
 
 
 def test_two_axes_cut_two_dims() -> None:

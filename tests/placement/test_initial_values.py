@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megastack.errors import PlacementError
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.placement.boxes import local_box, local_shape
-from megastack.placement.init import fill_
+from megastack.placement.module import fill_
 from megastack.placement.placement import Initialiser, Normal, Ones, Placement, Shard, Zeros
 
 
