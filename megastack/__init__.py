@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from megastack.random import counter_normal as counter_normal
     from megastack.testing.parity import assert_parity as assert_parity
     from megastack.testing.ranks import run_ranks as run_ranks
-    from megastack.training.hooks import Hooks as Hooks
+    from megastack.training.state import Hooks as Hooks
     from megastack.training.state import RunResult as RunResult
 
 _NAMES = {
@@ -109,8 +109,7 @@ _NAMES = {
     "random": "counter_normal",
     "testing.parity": "assert_parity",
     "testing.ranks": "run_ranks",
-    "training.hooks": "Hooks",
-    "training.state": "RunResult",
+    "training.state": "Hooks RunResult",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

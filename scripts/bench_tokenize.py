@@ -24,8 +24,8 @@ import numpy as np
 
 from megastack.assemble.training import build_training
 from megastack.config.compose import compose
-from megastack.corpus.make import make_token_file
-from megastack.corpus.work import start_worker
+from megastack.corpus.tokenize import make_token_file
+from megastack.corpus.worker import start_worker
 from megastack.data.dataset import build_dataset
 from megastack.data.loader import Loader
 from megastack.data.sources import read_documents
@@ -103,7 +103,7 @@ def main() -> None:
             folder / "corpus",
             tokenizer=tokenizer,
             workers=options.workers,
-            unit_bytes=2 << 20,
+            slice_bytes=2 << 20,
         )
         ours_s = time.perf_counter() - began
         reads = {length: loader_rate(folder / "corpus", made.vocab, length) for length in (128, 1024, 4096)}

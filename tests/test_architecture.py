@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"random", "batch"},
     "checkpoint": {"placement", "comm", "mesh", "records", "observe.printable"},
     "observe": {"records", "mesh.shape", "comm.flight_recorder"},
-    "config": {"mesh.shape", "pipeline.schedules", "layers.rules", "data.shares"},
+    "config": {"mesh.shape", "pipeline.schedules", "layers.rules", "data.blend_weights"},
     "training": {
         "batch",
         "pipeline.runtime",
@@ -126,7 +126,7 @@ TORCH_FREE = [
         "interop.hub_config",
         "interop.hub_export",
     ),
-    *("corpus.command", "data.indexed", "data.token_files"),
+    *("corpus.command", "data.blend_weights", "data.indexed", "data.token_files"),
 ]
 
 DISTRIBUTED = {

@@ -35,7 +35,7 @@ NEVER_ONE = {
     ("config/phase_rules.py", "BYTE_IDS"),
     ("config/value_rules.py", "BYTE_IDS"),
     ("corpus/command.py", "counts.tokens / seconds"),  # a rate
-    ("data/blend.py", "drawn"),  # more than a period
+    ("data/blend_weights.py", "drawn"),  # more than a period
     ("data/indexed.py", "lengths.max()"),  # more than the format holds
     ("interop/command.py", "done.parameters"),
     ("interop/transfer.py", "size"),  # parameters of a model

@@ -8,10 +8,10 @@ from typing import Any
 
 from megastack.config.data_phases import PhaseConfig, phase_configs
 from megastack.config.schema import TrainConfig
-from megastack.data.continuity import identity as data_identity
 from megastack.data.dataset import DataPhase, Dataset, DatasetSpec, Streams, build_dataset
 from megastack.data.loader import Loader
 from megastack.data.phases import BlendHistories, PhasedLoader, phase_orders
+from megastack.data.resume import data_state
 from megastack.data.tokenizers import Tokenizer, load_tokenizer
 from megastack.errors import DataError
 
@@ -33,18 +33,18 @@ def read_dataset(config: TrainConfig) -> Dataset:
     """
     streams: Streams = {}
     first, *later = phase_configs(config)
-    data = _read_phase(first.config, streams, scored=True)
-    return replace(data, later=tuple(_read_later(phase, index, streams) for index, phase in enumerate(later)))
+    data = _read_phase(first.config, streams, require_validation=True)
+    return replace(data, later_phases=tuple(_read_later(phase, index, streams) for index, phase in enumerate(later)))
 
 
 def _read_later(phase: PhaseConfig, index: int, streams: Streams) -> DataPhase:
     try:
-        return DataPhase(phase.from_step, _read_phase(phase.config, streams, scored=False))
+        return DataPhase(phase.from_step, _read_phase(phase.config, streams, require_validation=False))
     except DataError as error:
         raise DataError(f"data.stages[{index}], after step {phase.from_step}: {error}") from error
 
 
-def _read_phase(config: TrainConfig, streams: Streams, *, scored: bool) -> Dataset:
+def _read_phase(config: TrainConfig, streams: Streams, *, require_validation: bool) -> Dataset:
     data = config.data
     return build_dataset(
         source=data.source,
@@ -57,8 +57,8 @@ def _read_phase(config: TrainConfig, streams: Streams, *, scored: bool) -> Datas
         document_mask=data.document_mask,
         sequence_length=config.batch.sequence_length,
         vocab=config.model.vocab,
-        read=streams,
-        scored=scored,
+        streams=streams,
+        require_validation=require_validation,
     )
 
 
@@ -77,11 +77,11 @@ def build_loader(
     orders = phase_orders(dataset, config.seed, histories, global_size)
     parts = [
         Loader(phase.data.train.samples, global_size=global_size, order=order, **batch)
-        for phase, order in zip(dataset.stages, orders, strict=True)
+        for phase, order in zip(dataset.phases, orders, strict=True)
     ]
-    return PhasedLoader([phase.from_step for phase in dataset.stages], parts) if dataset.later else parts[0]
+    return PhasedLoader([phase.from_step for phase in dataset.phases], parts) if dataset.later_phases else parts[0]
 
 
 def identity(config: TrainConfig, dataset: Dataset, histories: BlendHistories = ()) -> dict[str, Any]:
     """What must not change between a run and its resume, since sample order and dropout follow from it."""
-    return data_identity(dataset, seed=config.seed, global_size=config.batch.global_size, histories=histories)
+    return data_state(dataset, seed=config.seed, global_size=config.batch.global_size, histories=histories)

@@ -38,7 +38,7 @@ def build_generator(config: TrainConfig, mesh: Mesh, stages: Sequence[Decoder], 
         schedule,
         mesh,
         vocab=config.model.vocab,
-        longest=longest_text(config),
+        max_positions=longest_text(config),
     )
 
 

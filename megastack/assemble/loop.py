@@ -13,7 +13,7 @@ from megastack.checkpoint.dump import write_dump
 from megastack.checkpoint.items import StateItem
 from megastack.checkpoint.manager import CheckpointManager
 from megastack.config.data_phases import phase_at, phase_configs
-from megastack.data.baseline import bigram_loss
+from megastack.data.validation import bigram_loss
 from megastack.errors import ConfigError
 from megastack.inference.generate import check_prompts
 from megastack.models.profile import flops_per_token
@@ -22,10 +22,10 @@ from megastack.observe.devices import peak_flops
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, tensorboard_installed
 from megastack.observe.ownership import OwnershipGuard
-from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop, LoopOptions
 from megastack.training.report import Recorder
 from megastack.training.signals import StopRequest
+from megastack.training.state import Hooks
 
 SAMPLE_TOKENS = 32
 """Tokens that are generated for the sample prompt during training."""
@@ -72,7 +72,7 @@ def build_loop(
         recorder=_recorder(training, folder, resumed, pid=pid, start=start, guard=guard),
         stop=stop,
         folder=folder.path,
-        saver=_checkpoint_manager(training, folder, resumed, guard),
+        manager=_checkpoint_manager(training, folder, resumed, guard),
         state=training.state,
         dump=_dumper(training, folder),
         validation=training.validation,
@@ -110,7 +110,7 @@ def _recorder(
         status=folder.status if writes else None,
         pid=os.getpid() if pid is None else pid,
         last_checkpoint=resumed,
-        stages={phase.from_step: str(phase) for phase in phases[1:]},
+        phases={phase.from_step: str(phase) for phase in phases[1:]},
         elastic=start,
         guard=guard if writes else None,
         baseline=lambda: bigram_loss(dataset.train.samples, dataset.validation.samples, vocab, chosen=chosen),
@@ -146,7 +146,7 @@ def _sampler(training: Training) -> Callable[[], tuple[str, str]] | None:
     vocab, longest = training.config.model.vocab, longest_text(training.config)
     new = SAMPLE_TOKENS if longest is None else max(1, min(SAMPLE_TOKENS, longest - len(prompt)))
     try:
-        check_prompts([prompt], new, vocab=vocab, longest=longest)
+        check_prompts([prompt], new, vocab=vocab, max_positions=longest)
     except ConfigError as error:
         raise ConfigError(f"run.sample_prompt={text!r}: {error}") from None
 

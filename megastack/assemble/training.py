@@ -15,11 +15,11 @@ from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.config.convert import to_plain
 from megastack.config.schema import TrainConfig
-from megastack.data.blend import History
-from megastack.data.continuity import identity_errors, restored_histories
+from megastack.data.blend_weights import History
 from megastack.data.dataset import Dataset
 from megastack.data.loader import Loader
-from megastack.data.phases import BlendHistories, PhasedLoader, fresh_histories, phase_orders
+from megastack.data.phases import BlendHistories, PhasedLoader, initial_histories, phase_orders
+from megastack.data.resume import restored_histories, resume_errors
 from megastack.data.validation import ValidationBatches
 from megastack.errors import CheckpointError
 from megastack.inference.generate import Generator
@@ -102,13 +102,13 @@ class Training:
         state = self.state()
         report = load(path, state, self.mesh, strict=self.config.checkpoint.strict)
         self._restore_optimizer(report.missing, state.trainer.get(STARTS, {}))
-        if errors := identity_errors(state.trainer, identity(self.config, self.dataset)):
+        if errors := resume_errors(state.trainer, identity(self.config, self.dataset)):
             raise CheckpointError("\n".join([f"resume={path}: would not continue the same run", *errors]))
         self.progress.__dict__.update(Progress.from_json(state.trainer).__dict__)
         global_size, loader = self.config.batch.global_size, self.step.loader
         self.histories = restored_histories(self.dataset, state.trainer, global_size)
         orders = phase_orders(self.dataset, self.config.seed, self.histories, global_size)
-        for part, order in zip(loader.parts if isinstance(loader, PhasedLoader) else [loader], orders, strict=True):
+        for part, order in zip(loader.loaders if isinstance(loader, PhasedLoader) else [loader], orders, strict=True):
             part.order = order
 
     def _restore_optimizer(self, missing: Sequence[str], starts: Mapping[str, int]) -> None:
@@ -139,7 +139,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     stages = build_stages(config, mesh, schedule)
     buckets = build_gradients(config, stages, mesh)
     dataset = dataset or read_dataset(config)
-    histories = fresh_histories(dataset, config.batch.global_size)
+    histories = initial_histories(dataset, config.batch.global_size)
     loader, validation = _batches(config, mesh, dataset, histories)
     step = TrainStep(
         mesh=mesh,

@@ -2,7 +2,7 @@
 
 Compared are the keys that enter the mathematics: model, loss, optimizer, learning rate, precision, data. Where and on
 what grid a run works, what it saves and what it reports may change freely. Seed, batch and data are refused elsewhere
-(:mod:`megastack.data.continuity`); what is found here is reported. Imports no torch.
+(:mod:`megastack.data.resume`); what is found here is reported. Imports no torch.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megastack.config.schema import DataOptions, DataPhaseOptions, DataSource, TrainConfig
-from megastack.data.shares import parts
+from megastack.data.blend_weights import normalized
 from megastack.errors import counted
 
 
@@ -66,5 +66,5 @@ def source_text(config: TrainConfig) -> str:
     data = config.data
     if not data.blend:
         return " ".join([data.source.value, *data.paths])
-    drawn = zip(data.blend, parts([each.weight for each in data.blend]), strict=True)
+    drawn = zip(data.blend, normalized([each.weight for each in data.blend]), strict=True)
     return " + ".join(f"{each.source.value} {' '.join(each.paths)} {part:.1%}" for each, part in drawn)

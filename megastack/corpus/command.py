@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megastack.corpus.make import Made, make_token_file
+from megastack.corpus.tokenize import TokenizeResult, make_token_file
 from megastack.errors import ConfigError, DataError, counted
 from megastack.observe.console import Console
 
@@ -33,7 +33,7 @@ def tokenize_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _with_bar(options: argparse.Namespace) -> Made:
+def _with_bar(options: argparse.Namespace) -> TokenizeResult:
     columns = (TextColumn("tokenize"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     screen = RichConsole(stderr=True)
     with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as progress:
@@ -50,7 +50,7 @@ def _with_bar(options: argparse.Namespace) -> Made:
         )
 
 
-def _report(made: Made, seconds: float) -> None:
+def _report(made: TokenizeResult, seconds: float) -> None:
     console, counts = Console(), made.counts
     console.line(f"wrote     {made.prefix}.bin and {made.prefix}.idx: ids of {made.vocab:,} as {made.dtype}")
     console.line(

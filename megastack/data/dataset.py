@@ -1,7 +1,7 @@
-"""A training and a validation set, built from plain arguments and checked before anything is trained on them.
+"""The training and validation set, built from plain arguments and checked before training.
 
-It imports no torch operation and needs no process group, so the launcher can build it before it starts ranks, and every
-rank that builds it gets the same arrays and meets the same errors.
+Building a dataset runs no torch operation and needs no process group. The launcher can therefore build it before it
+starts ranks, and every rank that builds it gets the same arrays or the same errors.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megastack.data.blend import PERIOD, BlendOrder, ConcatSamples, History, check_weights, continued, shares
+from megastack.data.blend import BlendOrder, ConcatSamples, shares
+from megastack.data.blend_weights import PERIOD, History, check_weights, extend_history
 from megastack.data.order import Cursor, Order, SampleOrder
-from megastack.data.packing import PackedSamples, Samples, SingleSamples, Stream
+from megastack.data.packing import PackedSamples, Samples, SingleSamples
 from megastack.data.sources import read_documents
-from megastack.data.spans import Span, SpanStream, split_file
-from megastack.data.split import check_fraction
-from megastack.data.stream import TokenStream, tokenize
+from megastack.data.stream import FileStream, Stream, TokenRange, TokenStream, check_fraction, split_file, tokenize
 from megastack.data.token_files import TokenFile, open_token_files
 from megastack.data.tokenizers import Tokenizer, check_vocab, load_tokenizer
 from megastack.errors import DataError, counted
@@ -33,7 +32,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Source:
-    """One source of documents or token files, split, and how much of the training comes from it."""
+    """One source of documents or token files, split, with its weight in a blend."""
 
     train: Split
     validation: Split
@@ -42,25 +41,25 @@ class Source:
 
     @property
     def digest(self) -> str:
-        """Equal for equal tokens, boundaries and split."""
+        """A hash of tokens, document boundaries and split."""
         both = self.train.stream.digest() + self.validation.stream.digest()
         return hashlib.blake2b(both.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
 class ConcatDataset:
-    """One side of several sources together."""
+    """One split of several sources together."""
 
     samples: Samples
 
 
 Streams = dict[tuple[str, ...], tuple[Stream, Stream]]
-"""Training and validation tokens by kind and paths of their source."""
+"""Training and validation streams by kind and paths of their source."""
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A source as a user names it: its kind, its paths, its weight in a blend."""
+    """A source as the configuration names it: its kind, its paths, its weight in a blend."""
 
     source: str = "builtin"
     paths: Sequence[str | Path] = ()
@@ -69,13 +68,13 @@ class DatasetSpec:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a run trains on and is validated on; a validation split has no samples when its fraction is 0.
+    """The training and validation data of a run; the validation split has no samples if its fraction is 0.
 
     Attributes:
         sources: the sources; several make a blend.
         vocab: ids are below it: the tokenizer's size, or the model's vocabulary where there are token files.
-        blended: whether the sources are drawn by weight, be it only one.
-        later: what a run goes on with, stage by stage; see :mod:`megastack.data.phases`.
+        blended: whether sources are drawn by weight, even if there is only one.
+        later_phases: the data phases after the first; see :mod:`megastack.data.phases`.
     """
 
     sources: tuple[Source, ...]
@@ -86,22 +85,22 @@ class Dataset:
     blended: bool = False
     tokenizer: Tokenizer | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
-    later: tuple[DataPhase, ...] = ()
+    later_phases: tuple[DataPhase, ...] = ()
 
     @property
     def train(self) -> Split | ConcatDataset:
-        return self._side([source.train for source in self.sources])
+        return self._joined([source.train for source in self.sources])
 
     @property
     def validation(self) -> Split | ConcatDataset:
-        return self._side([source.validation for source in self.sources])
+        return self._joined([source.validation for source in self.sources])
 
-    def _side(self, splits: Sequence[Split]) -> Split | ConcatDataset:
+    def _joined(self, splits: Sequence[Split]) -> Split | ConcatDataset:
         return ConcatDataset(ConcatSamples([split.samples for split in splits])) if self.blended else splits[0]
 
     @property
     def fingerprint(self) -> str:
-        """What must not change between a run and its resume; the sources of a blend are compared one by one."""
+        """A hash of what a resume must keep; the sources of a blend are compared one by one instead."""
         cut = [self.sources[0].train.samples.sequence_length, self.packed, self.document_mask]
         source = self.sources[0]
         digests = [source.train.stream.digest(), source.validation.stream.digest()]
@@ -109,51 +108,51 @@ class Dataset:
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     @property
-    def stages(self) -> tuple[DataPhase, ...]:
-        """All stages of the run, this one first."""
-        return (DataPhase(0, self), *self.later)
+    def phases(self) -> tuple[DataPhase, ...]:
+        """All data phases of the run, this dataset first."""
+        return (DataPhase(0, self), *self.later_phases)
 
     @property
     def files(self) -> list[TokenFile]:
-        """The token files of all stages, each once."""
-        sources = [source for stage in self.stages for source in stage.data.sources]
+        """The token files of all phases, each once."""
+        sources = [source for phase in self.phases for source in phase.data.sources]
         streams = [split.stream for source in sources for split in (source.train, source.validation)]
-        found = [file for stream in streams if isinstance(stream, SpanStream) for file in stream.files]
+        found = [file for stream in streams if isinstance(stream, FileStream) for file in stream.files]
         return list({id(file): file for file in found}.values())
 
     def history(self, before: History = (), entry: int = 0) -> History:
-        """The stretches of weights of a run that goes on at `entry`; empty without a blend."""
-        return continued(before, entry, self.weights) if self.blended else ()
+        """The blend history of a run that starts or resumes at `entry`; empty without a blend."""
+        return extend_history(before, entry, self.weights) if self.blended else ()
 
     def order(
-        self, seed: int, history: History = (), *, begin: int = 0, taken: Mapping[str, Cursor] | None = None
+        self, seed: int, history: History = (), *, begin: int = 0, cursors: Mapping[str, Cursor] | None = None
     ) -> Order:
-        """The endless order of the training samples.
+        """The infinite order of the training samples.
 
         Args:
-            seed: the run's.
-            history: of a blend, its weights so far.
-            begin: the entry of the run's stream at which these samples have their turn.
-            taken: how far sources were drawn before that, by digest.
+            seed: the seed of the run.
+            history: the blend history, empty without a blend.
+            begin: the entry of the run's stream at which this phase begins.
+            cursors: positions of sources that earlier phases drew from, by digest.
         """
         if not self.blended:
-            before = next(iter(taken.values())) if taken else Cursor(seed)
-            return SampleOrder(len(self.train.samples), before.seed, before.draws - begin)
+            cursor = next(iter(cursors.values())) if cursors else Cursor(seed)
+            return SampleOrder(len(self.train.samples), cursor.seed, cursor.draws - begin)
         counts = dict(zip(self.weights, (len(source.train.samples) for source in self.sources), strict=True))
-        return BlendOrder(counts, history, seed, taken)
+        return BlendOrder(counts, history, seed, cursors)
 
     def describe(self) -> str:
-        """Documents, tokens and samples of both splits of every source, of later stages of what is trained on."""
+        """Documents, tokens and samples of both splits of every source; later phases list the training split only."""
         lines = [line for source, title in self._titled for line in _described(source, title)]
-        for stage in self.later:
-            for source, title in stage.data._titled:
-                trained, _ = _described(source, title)
-                lines.append(f"after step {stage.from_step}: {trained}")
+        for phase in self.later_phases:
+            for source, title in phase.data._titled:
+                train, _ = _described(source, title)
+                lines.append(f"after step {phase.from_step}: {train}")
         return "\n".join(lines)
 
     @property
     def _titled(self) -> list[tuple[Source, str]]:
-        """The sources, each with its name and how much is drawn of it."""
+        """Each source with a title: its name and its share of the samples; empty without a blend."""
         if not self.blended:
             return [(source, "") for source in self.sources]
         drawn = shares([source.weight for source in self.sources]) / PERIOD
@@ -165,7 +164,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class DataPhase:
-    """A later stage of a run: what it trains on from a step on."""
+    """The data that a run trains on from step `from_step` on."""
 
     from_step: int
     data: Dataset
@@ -195,52 +194,55 @@ def build_dataset(
     document_mask: bool = True,
     sequence_length: int,
     vocab: int | None = None,
-    read: Streams | None = None,
-    scored: bool = True,
+    streams: Streams | None = None,
+    require_validation: bool = True,
 ) -> Dataset:
-    """Read, split, tokenize and cut; the arguments are the `data.*` keys of the same names and two sizes.
+    """Read, split, tokenize and cut. The arguments are the `data.*` keys of the same names, and:
 
-    `read` keeps the tokens of what was read, for other datasets with the same tokenizer and fraction. A validation
-    split that is not `scored` may have no samples.
+    Args:
+        sequence_length: tokens of a sample (`batch.sequence_length`).
+        vocab: ids must be below it (`model.vocab`).
+        streams: a cache of the streams that were read, shared by datasets with the same tokenizer and fraction.
+        require_validation: whether a validation split without samples is an error, if the fraction is not 0.
 
-    Raises :class:`DataError` for whatever is wrong with a source (see :func:`megastack.data.sources.read_documents` and
+    Raises :class:`DataError` for an unusable source (see :func:`megastack.data.sources.read_documents` and
     :func:`megastack.data.token_files.open_token_files`), for a tokenizer that cannot be loaded or does not fit `vocab`,
-    for a split with less than one sample, and for a training split without any label.
+    for a split with less than one sample, and for a training split without labels.
     """
     check_fraction(validation_fraction)
-    wanted = list(blend) or [DatasetSpec(source, paths)]
+    specs = list(blend) or [DatasetSpec(source, paths)]
     loaded = None
-    if any(each.source != "bin" for each in wanted):
+    if any(spec.source != "bin" for spec in specs):
         loaded = load_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
         if vocab is not None:
             check_vocab(vocab, loaded)
-    sources, read = [], {} if read is None else read
-    for each in wanted:
-        key = (each.source, *map(str, each.paths))
-        if key not in read:
-            read[key] = _streams(each, loaded, validation_fraction)
-        streams = read[key]
-        train, held = (Split(stream, _samples(stream, sequence_length, pack, document_mask)) for stream in streams)
-        named = Source(train, held, name=",".join(map(str, each.paths)) or each.source, weight=each.weight)
-        if each.weight:
-            _check_sizes(named.train, named.validation, validation_fraction if scored else 0)
-        sources.append(named)
+    sources, streams = [], {} if streams is None else streams
+    for spec in specs:
+        key = (spec.source, *map(str, spec.paths))
+        if key not in streams:
+            streams[key] = _streams(spec, loaded, validation_fraction)
+        train, held = (Split(stream, _samples(stream, sequence_length, pack, document_mask)) for stream in streams[key])
+        if spec.weight:
+            _check_sizes(train, held, validation_fraction if require_validation else 0)
+        name = ",".join(map(str, spec.paths)) or spec.source
+        sources.append(Source(train, held, name=name, weight=spec.weight))
     _require_labels([each.train for each in sources if each.weight])
-    whole = loaded.size if loaded is not None and all(each.source != "bin" for each in wanted) else vocab
+    size = loaded.size if loaded is not None and all(spec.source != "bin" for spec in specs) else vocab
     weights = _weights(sources) if blend else {}
-    whole = whole or 1 << 31
-    return Dataset(tuple(sources), whole, pack, document_mask, validation_fraction, bool(blend), loaded, weights)
+    size = size or 1 << 31
+    return Dataset(tuple(sources), size, pack, document_mask, validation_fraction, bool(blend), loaded, weights)
 
 
-def _streams(wanted: DatasetSpec, tokenizer: Tokenizer | None, fraction: float) -> tuple[Stream, Stream]:
-    if wanted.source != "bin":
+def _streams(spec: DatasetSpec, tokenizer: Tokenizer | None, fraction: float) -> tuple[Stream, Stream]:
+    if spec.source != "bin":
         assert tokenizer is not None
-        return tokenize(read_documents(wanted.source, wanted.paths), tokenizer, fraction)
-    sides: tuple[list[Span], list[Span]] = ([], [])
-    for file in open_token_files(wanted.paths):
-        for side, spans in zip(sides, split_file(file, fraction), strict=True):
-            side += spans
-    return SpanStream(sides[0]), SpanStream(sides[1])
+        return tokenize(read_documents(spec.source, spec.paths), tokenizer, fraction)
+    train: list[TokenRange] = []
+    held: list[TokenRange] = []
+    for file in open_token_files(spec.paths):
+        for ranges, found in zip((train, held), split_file(file, fraction), strict=True):
+            ranges += found
+    return FileStream(train), FileStream(held)
 
 
 def _weights(sources: Sequence[Source]) -> dict[str, float]:
@@ -248,7 +250,7 @@ def _weights(sources: Sequence[Source]) -> dict[str, float]:
     weights: dict[str, float] = {}
     for source in sources:
         if source.digest in weights:
-            raise DataError(f"data.blend: {source.name} holds what another source holds; name each source once")
+            raise DataError(f"data.blend: {source.name} has the same content as another source; name each source once")
         weights[source.digest] = source.weight
     return weights
 
@@ -257,7 +259,7 @@ def _samples(stream: Stream, length: int, pack: bool, document_mask: bool) -> Pa
     if pack:
         return PackedSamples(stream, length, document_mask=document_mask)
     if not isinstance(stream, TokenStream):
-        raise DataError("data.pack=false: token files are packed, without a list of their documents; use true")
+        raise DataError("data.pack=false: token files have no list of documents and are always packed; use true")
     return SingleSamples(stream, length)
 
 
@@ -273,7 +275,7 @@ def _check_sizes(train: Split, validation: Split, fraction: float) -> None:
 
 
 def _require_labels(splits: Sequence[Split]) -> None:
-    """A step without a label is left out, but a run whose every step is would train nothing."""
+    """Steps without a label are skipped, but a training split without any label would train nothing."""
     masked = all(isinstance(split.samples, PackedSamples) and split.samples.masked for split in splits)
     if masked and all(split.stream.documents >= len(split.stream) for split in splits):
         rule = "the training split has no label to predict: its documents have one token each"

@@ -1,18 +1,19 @@
-"""Megatron's `.bin/.idx` token files, read memory-mapped and written piece by piece.
+"""Megatron's `.bin/.idx` token files: memory-mapped reading, incremental writing.
 
 The `.bin` file holds the ids of all sequences back to back and nothing else; the `.idx` file holds
 
     9 bytes   MMIDIDX and two zeros
     uint64    version, 1
-    uint8     code of the id type, see :data:`CODES`
+    uint8     code of the id type (:data:`CODES`)
     uint64    n, the number of sequences
     uint64    d, the number of document bounds
     int32[n]  tokens of each sequence
-    int64[n]  where each sequence begins in the .bin file, in bytes
-    int64[d]  the sequence that each document begins with, then n
+    int64[n]  byte offset of each sequence in the .bin file
+    int64[d]  index of the first sequence of each document, then n
 
-all little-endian. Opening reads the header and a few probes, whatever the size: no array is copied or walked. The
-arrays are not aligned in the file, so a library search would copy them whole; bisection touches the pages it needs.
+all little-endian. Opening a pair reads the header and a few probes, whatever its size; no array is copied or scanned.
+The arrays are unaligned in the file, so `numpy.searchsorted` would copy them whole; `bisect` touches only the pages it
+needs.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ Int64s = npt.NDArray[np.int64]
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""The format's codes for whole numbers; it has 6 and 7 for fractions, which are no ids."""
+"""The format's codes for integer types; 6 and 7 are floating-point types, which cannot hold ids."""
 
 _HEAD = struct.Struct("<9sQBQQ")
 _PROBES = 64
-_LONGEST = 2**31 - 1
+_MAX_DOCUMENT = 2**31 - 1
 
 
 def id_dtype(largest: int) -> np.dtype[np.integer]:
-    """The type in which ids up to `largest` are written: two bytes unsigned up to 65,535, then four bytes."""
+    """The type in which ids up to `largest` are written: two unsigned bytes up to 65,535, four bytes beyond."""
     return np.dtype("<u2" if largest <= 0xFFFF else "<i4")
 
 
@@ -56,12 +57,12 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedFile:
-    """A `.bin/.idx` pair, opened for random access to tokens and document starts.
+    """A `.bin/.idx` pair, opened for random access to tokens and document starts (a :class:`TokenFile`).
 
     Args:
         prefix: the path of both files without `.bin` and `.idx`.
 
-    Raises :class:`DataError` for files that are missing, are something else or do not belong together.
+    Raises :class:`DataError` for a file that is missing or invalid, and for two files that do not match.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -74,17 +75,18 @@ class IndexedFile:
         self._bounds = np.frombuffer(raw, "<i8", bounds, at + 12 * sequences)
         data = _mapped(bin_path(prefix))
         if len(data) % self.dtype.itemsize:
-            raise DataError(f"{bin_path(prefix)}: {counted(len(data), 'byte')}, no whole number of {self.dtype} ids")
+            size = counted(len(data), "byte")
+            raise DataError(f"{bin_path(prefix)}: {size}, not a multiple of the size of {self.dtype} ids")
         self._ids: Ids = np.frombuffer(data, self.dtype)
         self.tokens, self.documents = len(self._ids), bounds - 1
         self._check(len(data))
 
     def __reduce__(self) -> tuple[type[IndexedFile], tuple[str]]:
-        return IndexedFile, (self.name,)  # another process maps the files again
+        return IndexedFile, (self.name,)  # another process maps the files itself
 
     @property
-    def places(self) -> int:
-        """How many places there are at which the file can be cut in two."""
+    def boundaries(self) -> int:
+        """The number of positions at which the file may be divided: one for each document."""
         return self.documents
 
     def read(self, begin: int, end: int) -> Ids:
@@ -92,28 +94,28 @@ class IndexedFile:
         return self._ids[begin:end]
 
     def starts(self, begin: int, end: int) -> Int64s:
-        """The places from `begin` to before `end` at which a document begins, each once."""
+        """The positions from `begin` to before `end` at which a document begins, each once."""
         first, last = self._documents_before(begin), self._documents_before(end)
         return np.unique(self._pointers[self._bounds[first:last]] // self.dtype.itemsize)
 
     def count(self, begin: int, end: int) -> int:
-        """The documents that begin from `begin` to before `end`."""
+        """The number of documents that begin from `begin` to before `end`."""
         return self._documents_before(end) - self._documents_before(begin)
 
-    def cut(self, place: int) -> int:
-        """The first document start at or after `place`; the end of the file where there is none."""
-        return self._start(self._documents_before(place))
+    def next_boundary(self, position: int) -> int:
+        """The first document start at or after `position`; the end of the file if there is none."""
+        return self._start(self._documents_before(position))
 
     def _start(self, document: int) -> int:
         sequence = self._bounds[document]
         return self.tokens if sequence >= len(self._pointers) else int(self._pointers[sequence]) // self.dtype.itemsize
 
-    def _documents_before(self, place: int) -> int:
-        """How many documents begin before `place`."""
-        return bisect_left(range(self.documents), place, key=self._start)
+    def _documents_before(self, position: int) -> int:
+        """The number of documents that begin before `position`."""
+        return bisect_left(range(self.documents), position, key=self._start)
 
     def _check(self, size: int) -> None:
-        """That both files belong together, looked at in a few places."""
+        """Check that both files match, by the header and a few probes; `size` is that of the `.bin` file."""
         n = len(self._sizes)
         if self._bounds[0] != 0 or self._bounds[-1] != n:
             raise DataError(f"{self.name}.idx: its documents do not cover its {counted(n, 'sequence')}; write it again")
@@ -123,26 +125,26 @@ class IndexedFile:
             ends = begin + length
             follows = at + 1 == n or int(self._pointers[at + 1]) == ends
             if length < 0 or begin < 0 or not follows or (at == 0 and begin != 0):
-                raise DataError(f"{self.name}.idx: sequence {at} does not lie where its neighbours end; write it again")
+                raise DataError(f"{self.name}.idx: sequence {at} is not adjacent to its neighbours; write it again")
         if ends != size:
             raise DataError(
-                f"{self.name}.bin: {counted(size, 'byte')} where {self.name}.idx tells of {ends}; copy both files again"
+                f"{self.name}.bin: {counted(size, 'byte')}, but {self.name}.idx describes {ends}; copy both files again"
             )
 
 
 class IndexedWriter:
-    """Writes a `.bin/.idx` pair; neither has its name before :meth:`close`, and the index gets its own last.
+    """Writes a `.bin/.idx` pair. :meth:`close` renames both files into place, the index last.
 
     Args:
         prefix: the path of both files without `.bin` and `.idx`.
-        dtype: the type of the ids, see :func:`id_dtype`.
+        dtype: the type of the ids (:func:`id_dtype`).
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
         self._prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
         self._code = next((code for code, name in CODES.items() if np.dtype(name) == self.dtype), None)
         if self._code is None:
-            raise DataError(f"{prefix}: {self.dtype} is no type of the format; use uint16, int32 or int64")
+            raise DataError(f"{prefix}: the format cannot store {self.dtype}; use uint16, int32 or int64")
         self._prefix.parent.mkdir(parents=True, exist_ok=True)
         self._unfinished: BinaryIO = open(f"{self._prefix}.bin.part", "wb")  # noqa: SIM115  (closed in close)
         self._lengths: list[npt.NDArray[np.int32]] = []
@@ -167,14 +169,14 @@ class IndexedWriter:
         self.add_many(document.astype(self.dtype).tobytes(), np.array([len(document)]))
 
     def add_many(self, ids: bytes | memoryview, lengths: npt.NDArray[np.integer]) -> None:
-        """Append documents whose ids stand back to back in `ids`, already in the writer's type."""
-        if len(lengths) and int(lengths.max()) > _LONGEST:
-            raise DataError(f"{self._prefix}: a document of {lengths.max()} tokens; the format holds {_LONGEST}")
+        """Append documents whose ids are back to back in `ids`, already in the writer's type."""
+        if len(lengths) and int(lengths.max()) > _MAX_DOCUMENT:
+            raise DataError(f"{self._prefix}: a document of {lengths.max()} tokens; the format allows {_MAX_DOCUMENT}")
         self._unfinished.write(ids)
         self._lengths.append(lengths.astype("<i4"))
 
     def close(self) -> None:
-        """Write the index and give both files their names."""
+        """Write the index and rename both files into place."""
         self._unfinished.flush()
         os.fsync(self._unfinished.fileno())
         self._unfinished.close()
@@ -208,9 +210,9 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
 
 
 def _header(raw: npt.NDArray[np.uint8], path: Path) -> tuple[np.dtype[np.integer], int, int]:
-    """The id type, the number of sequences and of document bounds."""
+    """The id type, the number of sequences and the number of document bounds."""
     if len(raw) < _HEAD.size or bytes(raw[: len(MAGIC)]) != MAGIC:
-        raise DataError(f"{path}: no index of the MMIDIDX format; use what `megastack tokenize` or Megatron wrote")
+        raise DataError(f"{path}: not an MMIDIDX index; use a file written by `megastack tokenize` or Megatron")
     _, version, code, sequences, bounds = _HEAD.unpack(bytes(raw[: _HEAD.size]))
     if version != VERSION or code not in CODES:
         raise DataError(
@@ -218,5 +220,5 @@ def _header(raw: npt.NDArray[np.uint8], path: Path) -> tuple[np.dtype[np.integer
         )
     needed = _HEAD.size + 12 * sequences + 8 * bounds
     if bounds < 1 or len(raw) < needed:
-        raise DataError(f"{path}: {counted(len(raw), 'byte')} where its header tells of {needed}; copy it again")
+        raise DataError(f"{path}: {counted(len(raw), 'byte')}, but its header describes {needed}; copy it again")
     return np.dtype(CODES[code]), sequences, bounds

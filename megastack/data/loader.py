@@ -1,11 +1,12 @@
-"""Microbatches for a step: which samples this data-parallel coordinate reads, as tensors.
+"""The microbatches of a step: the samples that this data-parallel rank reads, as tensors.
 
-Step s consumes the entries [s·N_b, (s+1)·N_b) of the endless order (:mod:`megastack.data.order`), N_b the global batch.
-Microbatch m of data-parallel rank r takes the b entries from s·N_b + (m·d + r)·b on. So the samples of a step are the
-same set for every layout, and everything is a function of the step number: the loader has no position to save.
+Step s consumes the entries [s·N, (s+1)·N) of the infinite order (:mod:`megastack.data.order`), where N is the global
+batch size. Microbatch m of data-parallel rank r of d reads the b entries from s·N + (m·d + r)·b on. The samples of a
+step are therefore the same set on every layout. Everything is a function of the step number, so the loader has no
+position to save.
 
-It does not read ahead in threads: rows are cut from arrays in memory at a small fraction of a step's cost. What it can
-say ahead of a step, at no cost worth mentioning, is how many labels of it are valid.
+There are no read-ahead threads: cutting rows from arrays in memory costs a small fraction of a step. The number of
+valid labels of any step is available without reading it, at negligible cost.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Loader:
-    """The training microbatches of one data-parallel coordinate; stages and tensor-parallel ranks read the same.
+    """The training microbatches of one data-parallel rank; its pipeline and tensor-parallel ranks read the same ones.
 
     Args:
-        samples: what to draw from.
+        samples: the training samples.
         global_size: samples in a step, over all data-parallel ranks and microbatches.
         micro_size: rows of a microbatch.
-        dp_rank, dp_size: this coordinate and how many there are.
-        seed: decides the order.
+        dp_rank, dp_size: this rank on the data-parallel axis, and the axis' size.
+        seed: determines the order.
         vocab: ids must be below it (`model.vocab`).
-        order: the order itself, where it is not the seed's over all samples alike.
+        order: replaces the order over all samples that `seed` determines.
 
-    Raises :class:`DataError`, on every rank alike, for no samples and for an id outside the vocabulary.
+    Raises :class:`DataError`, on every rank, if there are no samples or an id is outside the vocabulary.
     """
 
     def __init__(
@@ -69,20 +70,20 @@ class Loader:
         return microbatches(rows, entries, self._micro_size, step)
 
     def entries(self, step: int) -> Int64s:
-        """The entries of the endless stream that this coordinate consumes in `step`, microbatch after microbatch."""
+        """The entries of the infinite stream that this rank consumes in `step`, microbatch after microbatch."""
         grid = step * self._global_size + np.arange(self._global_size, dtype=np.int64)
         return grid.reshape(self.microbatches, self._dp_size, self._micro_size)[:, self._dp_rank].reshape(-1)
 
     def sample_numbers(self, step: int) -> Int64s:
-        """The samples behind :meth:`entries`."""
+        """The samples at :meth:`entries`."""
         return self.order.many(self.entries(step))
 
     def valid_tokens(self, step: int) -> int:
-        """Labels that this coordinate will predict in `step`; cheap, for any step, before or after it."""
+        """The number of labels that this rank predicts in `step`; cheap, for any step."""
         return int(self._samples.valid_tokens(self.sample_numbers(step)).sum())
 
     def global_valid_tokens(self, step: int) -> int:
-        """Labels that all coordinates together will predict in `step`: the same on every rank, no communication."""
+        """The number of labels that all data-parallel ranks predict in `step`; needs no communication."""
         entries = step * self._global_size + np.arange(self._global_size, dtype=np.int64)
         return int(self._samples.valid_tokens(self.order.many(entries)).sum())
 
@@ -110,9 +111,9 @@ def microbatches(rows: Rows, numbers: Int64s, micro_size: int, step: int) -> lis
 
 
 def _check_sizes(global_size: int, micro_size: int, dp_size: int) -> None:
-    unit = micro_size * dp_size
-    if global_size % unit or global_size < unit:
-        near = max(unit, global_size // unit * unit)
+    multiple = micro_size * dp_size
+    if global_size % multiple or global_size < multiple:
+        near = max(multiple, global_size // multiple * multiple)
         raise ConfigError(
             f"batch.global_size={global_size}: must be a multiple of batch.micro_size={micro_size} x "
             f"parallel.dp={dp_size}; use for example {near}"

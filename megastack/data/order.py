@@ -1,8 +1,8 @@
-"""The order of the samples: an endless stream whose every entry can be named without walking to it.
+"""The order of the samples: an infinite stream with random access to every entry.
 
-Entry j of the stream is entry j mod N of the permutation that belongs to epoch j div N. A permutation is a function of
-(seed, epoch) and is evaluated where it is asked, so the order is the same for every layout, a resume needs the step
-number and nothing else, and no rank holds state. It shuffles numbers, and knows nothing of what they stand for.
+Entry j of the stream is entry j mod N of the permutation for epoch j div N. A permutation is a function of (seed,
+epoch), evaluated only at the requested entries. The order is therefore the same on every layout, a resume needs only
+the step number, and no rank holds state. It shuffles sample numbers and knows nothing about the samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Order(Protocol):
-    """An endless stream of sample numbers with random access."""
+    """An infinite stream of sample numbers with random access."""
 
     def many(self, entries: Int64s) -> Int64s:
         """The sample at each of these entries."""
@@ -27,14 +27,17 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far the samples of a source were drawn: `draws` of them, in the order that belongs to `seed`."""
+    """The position of a run in a source: it has made `draws` draws in the order that `seed` determines."""
 
     seed: int
     draws: int = 0
 
 
 class SampleOrder:
-    """The endless order over `count` samples that belongs to `seed`; it may begin `skip` entries later (or earlier)."""
+    """The infinite order over `count` samples that `seed` determines.
+
+    Entry 0 of this order is entry `skip` of the seed's, which may be negative.
+    """
 
     def __init__(self, count: int, seed: int, skip: int = 0) -> None:
         assert count > 0, "an order needs at least one sample"
@@ -44,12 +47,12 @@ class SampleOrder:
         self._recent: dict[int, Permutation] = {}
 
     def many(self, entries: Int64s) -> Int64s:
-        """The sample at each of these entries (any int64 numbers >= 0, any shape) of the endless stream."""
-        epochs, places = np.divmod(np.asarray(entries, dtype=np.int64) + self._skip, self._count)
-        samples = np.empty_like(places)
+        """The sample at each of these entries (any int64 numbers >= 0, any shape)."""
+        epochs, indices = np.divmod(np.asarray(entries, dtype=np.int64) + self._skip, self._count)
+        samples = np.empty_like(indices)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            samples[chosen] = self._permutation(int(epoch)).many(places[chosen])
+            samples[chosen] = self._permutation(int(epoch)).many(indices[chosen])
         return samples
 
     def __getitem__(self, entry: int) -> int:
@@ -57,7 +60,7 @@ class SampleOrder:
 
     def _permutation(self, epoch: int) -> Permutation:
         if epoch not in self._recent:
-            if len(self._recent) >= 2:  # a step seldom spans more than two epochs; a small one is built again
+            if len(self._recent) >= 2:  # a step rarely spans more than two epochs; tiny datasets rebuild permutations
                 self._recent.pop(min(self._recent))
             self._recent[epoch] = Permutation(self._count, stream_key(self._seed, "data order", epoch))
         return self._recent[epoch]

@@ -1,9 +1,9 @@
-"""Where documents come from: the built-in corpus, `.txt` files and `.jsonl` files, always in the same order.
+"""Sources of documents: the built-in corpus, `.txt` files and `.jsonl` files, always in the same order.
 
-A document is UTF-8 bytes that were proved to be UTF-8. Running text (the built-in corpus and `.txt` files) is cut into
-documents of at most 4 KB at paragraph ends, nothing lost, so that even one long file has something to split into
-training and validation. A line of a `.jsonl` file is one document as it stands, however long: use it for documents
-whose ends are known. Nothing here knows about tokens.
+A document is bytes that were checked to be UTF-8. Running text (the built-in corpus and `.txt` files) is cut into
+documents of at most 4 KB at paragraph ends, without losing a byte, so that even a single long file can be split into
+training and validation. A line of a `.jsonl` file is one document, however long: use it for documents whose ends are
+known. Nothing here knows about tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from megastack.errors import DataError
 
 DOCUMENT_BYTES = 4096
-"""The most bytes of running text that make one document."""
+"""The most bytes of running text in one document."""
 
 _CUTS = (b"\n\n", b"\n\r\n", b"\n", b" ")
 
@@ -24,17 +24,17 @@ _CUTS = (b"\n\n", b"\n\r\n", b"\n", b" ")
 def read_documents(source: str, paths: Sequence[str | Path] = ()) -> Iterator[bytes]:
     """The documents of `source` (`builtin`, `text` or `jsonl`), in the order of `paths` and of the files.
 
-    A folder stands for the `.txt` or `.jsonl` files below it and a pattern (`texts/*.txt`) for the files that match, by
-    name. Documents without a byte are left out.
+    A folder stands for the `.txt` or `.jsonl` files below it, and a pattern (`texts/*.txt`) for the files that match
+    it, in the order of their names. Empty documents are left out.
 
-    Raises :class:`DataError` for a source that does not exist, for no paths or paths that are not read, and for a file
-    that is missing, unreadable, empty, not UTF-8 or not JSON, by file and line.
+    Raises :class:`DataError` for an unknown source, for missing or superfluous paths, and, with file and line, for a
+    file that is missing, unreadable, empty, not UTF-8 or not JSON.
     """
     if source == "builtin":
-        _refuse_paths(paths)
+        _check_no_paths(paths)
         return _builtin()
     if source not in _READERS:
-        raise DataError(f"data.source={source}: no such source; use builtin, {' or '.join(sorted(_READERS))}")
+        raise DataError(f"data.source={source}: is not a source; use builtin, {' or '.join(sorted(_READERS))}")
     if not paths:
         raise DataError(f"data.paths=[]: data.source={source} reads files; use data.paths=[FILE,…]")
     reader, suffix = _READERS[source]
@@ -42,9 +42,9 @@ def read_documents(source: str, paths: Sequence[str | Path] = ()) -> Iterator[by
 
 
 def cut(text: bytes, limit: int = DOCUMENT_BYTES) -> Iterator[bytes]:
-    """`text` in pieces of at most `limit` bytes: at the last paragraph end, else line end, else space, else character.
+    """Cut `text` into pieces of at most `limit` bytes: at the last paragraph end, else line end, space or character.
 
-    The pieces joined are the text.
+    The concatenated pieces are the text.
     """
     start = 0
     while start < len(text):
@@ -59,12 +59,12 @@ def _cut_point(text: bytes, start: int, stop: int) -> int:
         if found >= start:
             return found + len(mark)
     end = stop
-    while end > start and text[end] & 0xC0 == 0x80:  # a continuation byte: the character began further left
+    while end > start and text[end] & 0xC0 == 0x80:  # a continuation byte: the character begins before it
         end -= 1
     return end if end > start else stop
 
 
-def _refuse_paths(paths: Sequence[str | Path]) -> None:
+def _check_no_paths(paths: Sequence[str | Path]) -> None:
     if paths:
         listed = ",".join(map(str, paths))
         raise DataError(f"data.paths=[{listed}]: data.source=builtin reads no files; use data.source=text or jsonl")
@@ -75,7 +75,7 @@ def _builtin() -> Iterator[bytes]:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise DataError(
-            "data.source=builtin: this Python comes without pydoc_data, which holds the text; use data.source=text"
+            "data.source=builtin: this Python lacks pydoc_data, which holds the text; use data.source=text"
         ) from error
     for name in sorted(topics):
         yield from cut(topics[name].encode())
@@ -92,17 +92,17 @@ def _files(reader: Callable[[Path], Iterable[bytes]], paths: Sequence[Path]) -> 
 
 
 def matching_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that a path of the user's names: itself, those of a folder with these suffixes, or of a pattern."""
+    """The files that a path stands for: itself, the files of a folder with these suffixes, or those of a pattern."""
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
-        what = f"is a folder without {' or '.join(suffixes)} files"
+        rule = f"is a folder without {' or '.join(suffixes)} files"
     elif not path.exists() and any(mark in str(path) for mark in "*?["):
         found = sorted(Path(file) for file in glob(str(path), recursive=True) if Path(file).is_file())
-        what = f"no file matches it (looked from {Path.cwd()})"
+        rule = f"no file matches it (looked from {Path.cwd()})"
     else:
         return [path]
     if not found:
-        raise DataError(f"data.paths={path}: {what}; use files, or a folder or pattern that holds some")
+        raise DataError(f"data.paths={path}: {rule}; use files, or a folder or pattern of files")
     return found
 
 
@@ -119,8 +119,8 @@ def _jsonl(path: Path) -> Iterator[bytes]:
 
 
 def json_text(line: bytes, where: str, field: str = "text") -> bytes:
-    """The text of one object of a `.jsonl` file; raises :class:`DataError` that begins with `where`."""
-    example = f'use one object a line: {{"{field}": "…"}}'
+    """The text of one line of a `.jsonl` file; raises :class:`DataError` with a message that begins with `where`."""
+    example = f'use one object per line: {{"{field}": "…"}}'
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -132,7 +132,7 @@ def json_text(line: bytes, where: str, field: str = "text") -> bytes:
     try:
         return record[field].encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: half a surrogate pair, which is no character; use whole pairs") from error
+        raise DataError(f"{where}: half a surrogate pair, which is not a character; use whole pairs") from error
 
 
 def _read(path: Path) -> bytes:

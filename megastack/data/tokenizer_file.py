@@ -1,11 +1,12 @@
-"""A `tokenizer.json`, through the optional `tokenizers` package: the ids of a text and nothing else.
+"""A `tokenizer.json`, read with the optional `tokenizers` package: the ids of a text and nothing else.
 
-Such a file carries state that would change what the ids of a text are. Truncation, padding, the random merges of BPE
-dropout and the special tokens of a post-processor (a BOS or EOS of its own) are switched off.
+Such a file may carry state that changes the ids of a text. Truncation, padding, the random merges of BPE dropout and
+the special tokens that a post-processor adds (BOS or EOS) are switched off.
 
-Text that spells a special token is text. The package matches special tokens before anything else; that is switched off
-as well. Some models still have the token among their pieces (WordLevel, Unigram). Text of which such a piece would be
-made is cut after the piece's first character and both parts are encoded apart. The id of unknown text is not guarded.
+Text that spells a special token stays text. The package matches special tokens before it runs the model; that is
+switched off too. Some models still have the token in their own vocabulary (WordLevel, Unigram). Text that would become
+such a guarded token is cut after the token's first character, and the two parts are encoded separately. The id of
+unknown text is not guarded.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ _EXCERPT = 40
 
 
 class FileTokenizer:
-    """A `tokenizer.json`; see above for what it switches off.
+    """The tokenizer of a `tokenizer.json`, without the state described above.
 
-    The end of a document is the `eos_token` of a `tokenizer_config.json` beside the file; null there is no end. Without
-    that entry it is the first well-known name that the vocabulary holds (`<|endoftext|>`, `</s>`, …), else none.
+    The end id is the id of `eos_token` in a `tokenizer_config.json` beside the file; null means no end id. Without that
+    entry it is the first well-known name in the vocabulary (`<|endoftext|>`, `</s>`, …), else there is none.
 
     Args:
         path: the file.
         allow_special_tokens: whether text that spells a special token becomes its id.
 
     Raises:
-        DataError: no such file, no tokenizer, or an `eos_token` that is not in its vocabulary.
+        DataError: the file is missing or not a tokenizer, or its `eos_token` is not in the vocabulary.
     """
 
     def __init__(self, path: str | Path, *, allow_special_tokens: bool = False) -> None:
@@ -58,13 +59,13 @@ class FileTokenizer:
             self._tokenizer.encode_special_tokens = True
 
     def __reduce__(self) -> tuple[Any, tuple[str, bool]]:
-        return _again, (self.name, self._allows)
+        return _load_file, (self.name, self._allows)
 
     def encode(self, documents: Sequence[bytes]) -> list[Ids]:
-        """The ids of each document, without its end.
+        """The ids of each document, without the end id.
 
         Raises:
-            DataError: text of which nothing but a special token can be made, where it must not be.
+            DataError: text that can only be encoded as a special token, which is not allowed.
         """
         texts = [document.decode() for document in documents]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -75,26 +76,26 @@ class FileTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """The text of `ids`, without special tokens."""
         return self._tokenizer.decode(list(ids))
 
     def _as_text(self, text: str) -> list[int]:
-        """The ids of text that a guarded piece would be made of, cut within each such piece."""
+        """The ids of text that contains guarded tokens, cut within each of them."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        pieces = [span for i, span in zip(encoding.ids, encoding.offsets, strict=True) if self._guarded[i]]
-        if not pieces:
+        guarded = [offsets for i, offsets in zip(encoding.ids, encoding.offsets, strict=True) if self._guarded[i]]
+        if not guarded:
             return list(encoding.ids)
-        if single := [begin for begin, end in pieces if end - begin < 2]:
+        if single := [begin for begin, end in guarded if end - begin < 2]:
             excerpt = text[single[0] : single[0] + _EXCERPT]
             raise DataError(
-                f"data.tokenizer={self.name}: its model makes a special token of the text {excerpt!r}; "
+                f"data.tokenizer={self.name}: its model encodes the text {excerpt!r} as a special token; "
                 "use text without it, or data.allow_special_tokens=true"
             )
-        cuts = [0, *sorted({begin + 1 for begin, _ in pieces}), len(text)]
+        cuts = [0, *sorted({begin + 1 for begin, _ in guarded}), len(text)]
         return [i for begin, end in pairwise(cuts) for i in self._as_text(text[begin:end])]
 
 
-def _again(path: str, allow_special_tokens: bool) -> FileTokenizer:
+def _load_file(path: str, allow_special_tokens: bool) -> FileTokenizer:
     return FileTokenizer(path, allow_special_tokens=allow_special_tokens)
 
 
@@ -115,7 +116,7 @@ def _load(path: Path) -> hf.Tokenizer:
 
 
 def _switch_off_state(tokenizer: hf.Tokenizer) -> None:
-    """Switch off what a `tokenizer.json` may carry that makes the ids of a text other than those of all of it."""
+    """Switch off the state of a `tokenizer.json` that would change the ids of a text."""
     import tokenizers as hf
 
     tokenizer.no_truncation()
@@ -125,26 +126,26 @@ def _switch_off_state(tokenizer: hf.Tokenizer) -> None:
 
 
 def _guarded(tokenizer: hf.Tokenizer, end: int | None) -> list[int]:
-    """The ids that text must not turn into: special tokens and the end, but not the unknown token."""
+    """The ids that text must not become: special tokens and the end id, but not the unknown token."""
     added = tokenizer.get_added_tokens_decoder()
     if end in added and not added[end].special:
-        tokenizer.add_special_tokens([added[end].content])  # or it would be matched like any added word
+        tokenizer.add_special_tokens([added[end].content])  # otherwise it would be matched like any added word
     special = {i for i, token in added.items() if token.special} | ({end} if end is not None else set())
     return sorted(special - {_unknown(tokenizer)})
 
 
 def _unknown(tokenizer: hf.Tokenizer) -> int | None:
-    """The id that the model gives unknown text."""
+    """The id of unknown text."""
     import tokenizers as hf
 
-    if isinstance(tokenizer.model, hf.models.Unigram):  # keeps an id, and does not show it
+    if isinstance(tokenizer.model, hf.models.Unigram):  # has an id, but no attribute for it
         unknown: int | None = json.loads(tokenizer.to_str())["model"]["unk_id"]
         return unknown
     return None if tokenizer.model.unk_token is None else tokenizer.token_to_id(tokenizer.model.unk_token)
 
 
 def _end(path: Path, ids: Mapping[str, int]) -> int | None:
-    """The id that ends a document: the configured one, none, or the first well-known one."""
+    """The end id: the configured one, none if that is null, or the first well-known one."""
     config = _config_beside(path)
     if "eos_token" not in config:
         return next((ids[name] for name in END_NAMES if name in ids), None)
@@ -156,13 +157,13 @@ def _end(path: Path, ids: Mapping[str, int]) -> int | None:
     if not isinstance(end, str) or end not in ids:
         raise DataError(
             f"data.tokenizer={path}: the eos_token {end!r} of tokenizer_config.json beside it is not in its "
-            "vocabulary; use a token that is, or null for none"
+            "vocabulary; use a token of the vocabulary, or null for none"
         )
     return ids[end]
 
 
 def _config_beside(path: Path) -> Mapping[str, Any]:
-    """What `tokenizer_config.json` beside a tokenizer holds; empty where there is none."""
+    """The content of `tokenizer_config.json` beside a tokenizer; empty if there is none."""
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():
         return {}

@@ -1,7 +1,7 @@
 """Text to ids: bytes by default, or any `tokenizer.json` (:mod:`megastack.data.tokenizer_file`).
 
-A tokenizer marks the end of a document by an id of its own. The byte tokenizer needs no 257th id for that: 0xFF occurs
-in no UTF-8 text, so it ends documents and a vocabulary of 256 holds everything. Document boundaries are never guessed
+A tokenizer may mark the end of a document with an end id. The byte tokenizer needs no 257th id for that: 0xFF never
+occurs in UTF-8 text, so it ends documents, and a vocabulary of 256 is enough. Document boundaries are never inferred
 from ids (see :mod:`megastack.data.stream`), so a tokenizer without an end id works as well.
 """
 
@@ -21,7 +21,7 @@ Ids = npt.NDArray[np.integer]
 
 
 class Tokenizer(Protocol):
-    """What the data needs of a tokenizer: ids below `size`, and the id that ends a document if there is one."""
+    """A tokenizer with ids below `size`, and the id that ends a document if there is one."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
         """The ids of each document, without its end."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, as far as they make text."""
+        """The text of `ids`; bytes that are not text are replaced."""
 
 
 class ByteTokenizer:
@@ -57,14 +57,14 @@ def load_tokenizer(name: str | Path = "byte", *, allow_special_tokens: bool = Fa
     """The tokenizer that `data.tokenizer` names: `byte`, or the path of a `tokenizer.json`.
 
     Args:
-        name: the key's value.
+        name: the value of `data.tokenizer`.
         allow_special_tokens: whether text that spells a special token becomes its id; bytes have none.
     """
     return ByteTokenizer() if str(name) == "byte" else FileTokenizer(name, allow_special_tokens=allow_special_tokens)
 
 
-def ended(ids: Ids, end: int | None) -> Ids:
-    """The ids of a document with its end id: none for an empty one, and no second one for text that spells its own."""
+def append_end(ids: Ids, end: int | None) -> Ids:
+    """A document's ids followed by the end id; unchanged if the document is empty or ends with that id already."""
     if end is None or not len(ids) or ids[-1] == end:
         return ids
     return np.append(ids, np.array(end, dtype=ids.dtype))
@@ -76,7 +76,7 @@ def least_vocab(name: str | Path = "byte") -> int:
 
 
 def check_vocab(vocab: int, tokenizer: Tokenizer) -> None:
-    """Raises :class:`DataError` unless `vocab` (`model.vocab`) holds every id of the tokenizer."""
+    """Raise :class:`DataError` unless `vocab` (`model.vocab`) holds every id of the tokenizer."""
     if vocab < tokenizer.size:
         raise DataError(
             f"model.vocab={vocab}: must hold the {counted(tokenizer.size, 'id')} of data.tokenizer={tokenizer.name}; "

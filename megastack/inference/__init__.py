@@ -1,1 +1,1 @@
-"""Texts from a trained model on any layout."""
+"""Generation and evaluation with a trained model, on any parallel layout."""

@@ -1,7 +1,7 @@
-"""How well a model predicts texts, on any layout: mean nats a token, each token counted once.
+"""Evaluation of a model on texts, on any parallel layout: mean nats per token, each token counted once.
 
-The forward and the sum are those of a validation during training. Windows of ``sequence_length`` tokens follow one
-another, so a token sees what stands before it in its own window.
+The forward and the sum are the same as in a validation during training. Windows of ``sequence_length`` tokens follow
+one another, so a token attends to the tokens before it in its own window.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megastack.pipeline.schedule import Schedule
 
 @dataclass(frozen=True)
 class Score:
-    """How well texts were predicted.
+    """The result of an evaluation.
 
     Attributes:
-        nats: mean cross-entropy of a token; not a number where there are none.
-        tokens: how many were predicted.
+        nats: mean cross-entropy per token; NaN if there are no tokens.
+        tokens: the number of predicted tokens.
     """
 
     nats: float
@@ -33,7 +33,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the nats; infinite where that is too large for a number."""
+        """exp of the nats; infinite on overflow."""
         return math.inf if self.nats >= 700 else math.exp(self.nats)
 
 
@@ -41,14 +41,14 @@ class Score:
 def evaluate(
     stages: Sequence[nn.Module], schedule: Schedule, mesh: Mesh, batches: Iterable[Sequence[Microbatch]], tokens: int
 ) -> Score:
-    """The score of this rank's stages over all batches of all data-parallel ranks; the same on every rank.
+    """The score over all batches of all data-parallel ranks, identical on every rank.
 
     Args:
-        stages: in evaluation mode.
-        schedule: which rank has which stage.
+        stages: this rank's stages, in evaluation mode.
+        schedule: assigns stages to ranks.
         mesh: the ranks.
-        batches: this data-parallel coordinate's, equally many on each.
-        tokens: labels in them, over all coordinates.
+        batches: the batches of this data-parallel rank; all ranks have the same number.
+        tokens: the number of labels in the batches of all data-parallel ranks.
     """
     pipeline = Pipeline(stages, schedule, mesh)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)

@@ -1,11 +1,11 @@
-"""Texts from prompts, on any tensor- and pipeline-parallel layout: the same ids on every one of them.
+"""Generation of texts from prompts, with the same ids on every tensor- and pipeline-parallel layout.
 
-Every rank runs the same loop over tokens. A token goes through the stages as a microbatch goes through a forward
-(:meth:`megastack.pipeline.runtime.Pipeline.infer`), the last stage's logits are gathered over tp, one rank chooses,
-and the ids are broadcast to all. So all ranks know the same texts and end together. Prompts of unequal lengths make
-one batch, the shorter ones with padding behind them; see :mod:`megastack.layers.cache` for why that costs nothing.
+Every rank runs the same loop over tokens. A token passes through the stages as a microbatch does in a forward
+(:meth:`megastack.pipeline.runtime.Pipeline.infer`), the last stage's logits are gathered over tp, one rank chooses, and
+the ids are broadcast to all ranks, which therefore stop together. Prompts of different lengths form one batch, padded
+at the end; :mod:`megastack.layers.cache` explains why the padding does no harm.
 
-Each call makes its own caches and forgets them at its end. Not here: loading weights, text, the command line.
+Each call creates its own caches and discards them at its end. Not here: loading weights, text, the command line.
 
 Shapes: B rows, S tokens of a row in one call, V vocabulary of this rank.
 """
@@ -36,12 +36,12 @@ PADDING = 0
 
 @dataclass(frozen=True)
 class Completion:
-    """How a prompt went on.
+    """The continuation of a prompt.
 
     Attributes:
-        prompt: its ids.
-        ids: what was chosen, the end id included.
-        ended: it ended by itself, not for its length.
+        prompt: the ids of the prompt.
+        ids: the generated ids, the end id included.
+        ended: whether it ended with the end id rather than at the length limit.
     """
 
     prompt: tuple[int, ...]
@@ -49,75 +49,73 @@ class Completion:
     ended: bool
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], new: int, *, vocab: int, longest: int | None) -> None:
-    """Everything that can be said against prompts before anything is computed; all ranks say the same.
+def check_prompts(prompts: Sequence[Sequence[int]], new: int, *, vocab: int, max_positions: int | None) -> None:
+    """Validate prompts before anything is computed, with the same result on every rank.
 
     Args:
-        prompts: their ids.
+        prompts: the ids of each prompt.
         new: tokens to add to each.
-        vocab: ids are below it.
-        longest: positions that the model has; None is no limit.
+        vocab: ids must be below it.
+        max_positions: the number of positions of the model; None for no limit.
 
     Raises:
-        ConfigError: with every fault.
+        ConfigError: with every error.
     """
-    errors = [] if prompts else ["no prompt: nothing to go on with; use --prompt TEXT or --prompts FILE"]
+    errors = [] if prompts else ["no prompt: there is nothing to continue; use --prompt TEXT or --prompts FILE"]
     if new < 1:
         errors.append(f"max_new_tokens={new}: must be at least 1; use 1 or more")
     for number, prompt in enumerate(prompts):
         bad = next((i for i in prompt if not 0 <= i < vocab), None)
         if not prompt:
-            errors.append(f"prompt {number}: has no token; use a prompt of at least one")
+            errors.append(f"prompt {number}: has no tokens; use a prompt of at least one")
         elif bad is not None:
             errors.append(f"prompt {number}: id {bad} is outside model.vocab={vocab}; use ids from 0 to {vocab - 1}")
-        elif longest is not None and len(prompt) + new > longest:
-            left = longest - len(prompt)
-            remedy = (
-                f"max_new_tokens={left} or less" if left > 0 else f"a prompt of at most {counted(longest - 1, 'token')}"
-            )
+        elif max_positions is not None and len(prompt) + new > max_positions:
+            left = max_positions - len(prompt)
+            shorter = f"a prompt of at most {counted(max_positions - 1, 'token')}"
+            remedy = f"max_new_tokens={left} or less" if left > 0 else shorter
             errors.append(
                 f"prompt {number}: its {counted(len(prompt), 'token')} and max_new_tokens={new} exceed the "
-                f"{counted(longest, 'position')} "
-                f"that the model has; use {remedy}"
+                f"{counted(max_positions, 'position')} of the model; use {remedy}"
             )
     if errors:
         raise ConfigError("\n".join(errors))
 
 
 class Generator:
-    """Continues prompts with the stages of this rank; all ranks of the mesh make one and call it alike.
+    """Continues prompts with this rank's stages; every rank of the mesh creates one and calls it with equal arguments.
 
     Args:
-        stages: this rank's, for whole sequences on every tp rank, as
-            :func:`megastack.assemble.inference.inference_stages` gives.
-        schedule: which rank has which stage.
-        mesh: the ranks; data-parallel ones all do the same.
-        vocab: the real vocabulary.
-        longest: positions that the model has; None is no limit.
+        stages: this rank's stages, with whole sequences on every tp rank, as returned by
+            :func:`megastack.assemble.inference.inference_stages`.
+        schedule: assigns stages to ranks.
+        mesh: the ranks; data-parallel ranks all do the same work.
+        vocab: the vocabulary without padding.
+        max_positions: the number of positions of the model; None for no limit.
 
     Attributes:
-        uncached_because: why whole rows are run for every token, with the module's name; None where every layer on
-            every rank takes earlier tokens from a cache. Looked at again at every call, for hooks come and go.
-        cache_entries: layers in this rank's caches after the last call.
+        uncached_because: why the whole row is run for every token, with the module's name; None if every layer on
+            every rank reads earlier tokens from a cache. Updated by every call, since hooks come and go.
+        cache_entries: the number of layers in this rank's caches after the last call.
     """
 
     def __init__(
-        self, stages: Sequence[Decoder], schedule: Schedule, mesh: Mesh, *, vocab: int, longest: int | None = None
+        self, stages: Sequence[Decoder], schedule: Schedule, mesh: Mesh, *, vocab: int, max_positions: int | None = None
     ) -> None:
         self.stages, self.schedule, self.mesh = stages, schedule, mesh
-        self.vocab, self.longest = vocab, longest
-        self.uncached_because = self._agreed_obstacle()
+        self.vocab, self.max_positions = vocab, max_positions
+        self.uncached_because = self._shared_obstacle()
         self.cache_entries = 0
         last = schedule.stage_rank(schedule.stages - 1)
         self._chooser = mesh.shape.rank_at(pp=last, dp=0, cp=0, tp=0)
 
     @property
     def can_cache(self) -> bool:
-        """Whether every layer takes earlier tokens from a cache."""
+        """Whether every layer reads earlier tokens from a cache."""
         return self.uncached_because is None
 
-    def _agreed_obstacle(self) -> str | None:
-        """The first reason of any rank, the same on all of them: a hook on one rank makes all run whole rows."""
+    def _shared_obstacle(self) -> str | None:
+        """The first obstacle on any rank, identical on all: a hook on one rank makes all ranks run whole rows."""
         here = next(filter(None, (stage.cache_obstacle for stage in self.stages)), None)
         return next(filter(None, all_gather_objects(here, self.mesh.world)), None)
 
@@ -133,30 +131,30 @@ class Generator:
         first_sample: int = 0,
         on_tokens: Callable[[Sequence[int | None]], None] | None = None,
     ) -> list[Completion]:
-        """How each prompt goes on; the same on every rank.
+        """The continuation of each prompt, identical on every rank.
 
         Args:
-            prompts: ids of each prompt.
-            max_new_tokens: where a text that does not end by itself is cut.
+            prompts: the ids of each prompt.
+            max_new_tokens: the limit at which a text without an end id is cut.
             sampling: how tokens are chosen.
-            end: the id that ends a text; None ends none.
-            cache: use caches, where the layers can.
-            first_sample: number of the first prompt's text, from which its random numbers follow.
+            end: the id that ends a text; None for none.
+            cache: whether to use caches if the layers support it.
+            first_sample: the sample number of the first prompt, which determines its random numbers.
             on_tokens: called after each token with the id of each row, None for rows that have ended.
 
         Raises:
-            ConfigError: before anything is computed, for prompts that the model cannot take.
-            MegastackError: logits that are no numbers.
+            ConfigError: invalid prompts, before anything is computed.
+            MegastackError: logits that are not finite.
         """
-        check_prompts(prompts, max_new_tokens, vocab=self.vocab, longest=self.longest)
+        check_prompts(prompts, max_new_tokens, vocab=self.vocab, max_positions=self.max_positions)
         rows = _Rows([list(prompt) for prompt in prompts], end, first_sample)
-        self.uncached_because = self._agreed_obstacle()
+        self.uncached_because = self._shared_obstacle()
         steps = self._steps(rows, max_new_tokens, cached=cache and self.can_cache)
         for _ in range(max_new_tokens):
-            ids = self._agreed(steps(), rows, sampling)
-            taken = rows.take(ids)
+            ids = self._choose(steps(), rows, sampling)
+            added = rows.append(ids)
             if on_tokens is not None:
-                on_tokens(taken)
+                on_tokens(added)
             if all(rows.ended):
                 break
         lengths = [len(prompt) for prompt in prompts]
@@ -166,7 +164,7 @@ class Generator:
         ]
 
     def _steps(self, rows: _Rows, new: int, *, cached: bool) -> Callable[[], Tensor | None]:
-        """A function that runs the next token of every row, and gives this rank's logits where the head is."""
+        """A function that runs the next token of every row, and returns the logits on ranks with the head."""
         capacity = max(map(len, rows.ids)) + new
         stages = [_InferenceStage(stage, KeyValueCache(capacity) if cached else None) for stage in self.stages]
         pipeline = Pipeline(stages, self.schedule, self.mesh)
@@ -174,18 +172,18 @@ class Generator:
 
         def step() -> Tensor | None:
             nonlocal begun
-            call = rows.newest() if cached and begun else rows.whole()
+            inputs = rows.newest() if cached and begun else rows.whole()
             begun = True
             for stage in stages:
-                stage.at_B, stage.seen = call.at_B.to(self.mesh.device), call.seen
-            results = pipeline.infer([call.microbatch.to(self.mesh.device)])
+                stage.at_B, stage.seen = inputs.at_B.to(self.mesh.device), inputs.seen
+            results = pipeline.infer([inputs.microbatch.to(self.mesh.device)])
             self.cache_entries = sum(len(stage.cache.entries) for stage in stages if stage.cache is not None)
             return results[0][:, 0] if results else None
 
         return step
 
-    def _agreed(self, logits_BV: Tensor | None, rows: _Rows, sampling: Sampling) -> list[int]:
-        """The next id of each row: chosen on one rank, known to all."""
+    def _choose(self, logits_BV: Tensor | None, rows: _Rows, sampling: Sampling) -> list[int]:
+        """The next id of each row: chosen on one rank and broadcast to all."""
         ids_B = torch.zeros(len(rows.ids), dtype=torch.int64, device=self.mesh.device)
         if logits_BV is not None:
             whole_BV = all_gather(logits_BV, self.mesh[Axis.TP], dim=-1)[:, : self.vocab]
@@ -201,8 +199,14 @@ class Generator:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One run through the stages: tokens, the place in each row whose logits are wanted, the tokens seen by then."""
+class _Inputs:
+    """The inputs of one run through the stages.
+
+    Attributes:
+        microbatch: the tokens.
+        at_B: the index in each row at which logits are computed.
+        seen: the length of the longest row, new tokens included.
+    """
 
     microbatch: Microbatch
     at_B: Tensor
@@ -210,15 +214,15 @@ class _Call:
 
 
 class _Rows:
-    """The texts so far."""
+    """The ids of each text so far."""
 
     def __init__(self, ids: list[list[int]], end: int | None, first_sample: int) -> None:
         self.ids, self.end = ids, end
         self.ended = [False] * len(ids)
         self.samples = range(first_sample, first_sample + len(ids))
 
-    def take(self, ids: Sequence[int]) -> list[int | None]:
-        """Add a token to each text that has not ended; what was added."""
+    def append(self, ids: Sequence[int]) -> list[int | None]:
+        """Append a token to each text that has not ended; returns what was appended to each."""
         added: list[int | None] = [None if over else i for i, over in zip(ids, self.ended, strict=True)]
         for row, i in enumerate(added):
             if i is not None:
@@ -226,20 +230,20 @@ class _Rows:
                 self.ended[row] = i == self.end
         return added
 
-    def whole(self) -> _Call:
-        """All tokens, padded behind."""
+    def whole(self) -> _Inputs:
+        """All tokens, padded at the end."""
         lengths = [len(row) for row in self.ids]
         size = max(lengths)
         tokens_BS = torch.tensor([row + [PADDING] * (size - len(row)) for row in self.ids])
         positions_BS = torch.arange(size).repeat(len(self.ids), 1)
-        return _Call(_microbatch(tokens_BS, positions_BS), torch.tensor(lengths) - 1, size)
+        return _Inputs(_microbatch(tokens_BS, positions_BS), torch.tensor(lengths) - 1, size)
 
-    def newest(self) -> _Call:
-        """The last token of each text; one that has ended repeats itself, at its own place."""
+    def newest(self) -> _Inputs:
+        """The last token of each text; a text that has ended repeats its last token at the same position."""
         tokens_BS = torch.tensor([row[-1:] for row in self.ids])
         positions_BS = torch.tensor([[len(row) - 1] for row in self.ids])
         seen = max(len(row) for row in self.ids)
-        return _Call(_microbatch(tokens_BS, positions_BS), torch.zeros(len(self.ids), dtype=torch.int64), seen)
+        return _Inputs(_microbatch(tokens_BS, positions_BS), torch.zeros(len(self.ids), dtype=torch.int64), seen)
 
 
 def _microbatch(tokens_BS: Tensor, positions_BS: Tensor) -> Microbatch:
@@ -248,13 +252,13 @@ def _microbatch(tokens_BS: Tensor, positions_BS: Tensor) -> Microbatch:
 
 
 class _InferenceStage(nn.Module):
-    """A stage as the pipeline calls it, with the cache of one generation."""
+    """A stage with the cache of one generation, as the pipeline calls it."""
 
     def __init__(self, decoder: Decoder, cache: KeyValueCache | None) -> None:
         super().__init__()
         self.decoder, self.cache = decoder, cache
         self.at_B, self.seen = torch.zeros(0, dtype=torch.int64), 0
 
-    def forward(self, carry: Any, microbatch: Microbatch) -> Any:
+    def forward(self, stage_input: Any, microbatch: Microbatch) -> Any:
         cache = None if self.cache is None else self.cache.up_to(self.seen)
-        return self.decoder.infer(carry, microbatch, at_B=self.at_B, cache=cache)
+        return self.decoder.infer(stage_input, microbatch, at_B=self.at_B, cache=cache)

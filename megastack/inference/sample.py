@@ -1,10 +1,9 @@
-"""The choice of the next token: a pure function of whole logits, a seed, and where the token goes.
+"""The choice of the next token: a pure function of the whole logits, a seed, and the token's position.
 
-The random number of a choice is a function of (seed, sample, position), never of a generator that advances. So a
-prompt goes on in the same way on every layout, alone or among others, and no rank's generator matters. Probabilities
-are computed in fp64. The number walks the cumulated probabilities in the order of ids, not of probability: where two
-ids are nearly alike, rounding that swaps their order then moves a border by as little as it moved the logits. Of equal
-logits the lower id is the larger.
+The random number of a choice is a function of (seed, sample, position), not the state of a generator. A prompt is
+therefore continued identically on every layout, alone or in a batch. Probabilities are computed in fp64 and accumulated
+in the order of ids, not of probability: if rounding swaps two nearly equal probabilities, an interval border moves only
+as far as the logits did. Among equal logits the lowest id wins.
 
 Shapes: B rows, V the real vocabulary.
 """
@@ -21,7 +20,7 @@ from megastack.errors import ConfigError
 from megastack.random import counter_bits, stream_key
 
 NOT_FINITE = -1
-"""Stands for the choice from logits of which one is not a number or infinitely large, or none is finite."""
+"""Returned instead of an id for logits with a NaN or +inf, or without a finite value."""
 _BITS = 53
 
 
@@ -30,13 +29,13 @@ class Sampling:
     """How tokens are chosen.
 
     Args:
-        temperature: what logits are divided by; 0 takes the most probable token.
-        top_k: choose among this many most probable tokens; None is all of them.
-        top_p: choose among the fewest most probable tokens that together have this probability; None is all of them.
-        seed: another one gives another text.
+        temperature: the divisor of the logits; 0 takes the most probable token (greedy).
+        top_k: choose among this many most probable tokens; None for all.
+        top_p: choose among the fewest most probable tokens that together have this probability; None for all.
+        seed: determines the random numbers.
 
     Raises:
-        ConfigError: a value out of its range, or a limit that a choice without chance would ignore.
+        ConfigError: a value out of range, or `top_k` or `top_p` with greedy decoding, which would ignore them.
     """
 
     temperature: float = 0.0
@@ -68,24 +67,24 @@ class Sampling:
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, samples: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """The chosen id of each row, (B,) int64, below V; :data:`NOT_FINITE` where logits allow no choice.
+    """The chosen id of each row, (B,) int64, below V; :data:`NOT_FINITE` if the logits allow no choice.
 
-    A logit of minus infinity is a token of probability 0, as long as another one is finite.
+    A logit of minus infinity is a token of probability 0, as long as another logit is finite.
 
     Args:
         logits_BV: the logits of the whole vocabulary, without padding.
         sampling: how to choose.
-        samples: the number of each row's text; rows of one number and position draw the same number.
-        positions: where each row's chosen token goes.
+        samples: the sample number of each row; rows with equal sample number and position draw the same number.
+        positions: the position of each row's chosen token.
     """
     logits_BV = logits_BV.double()
-    largest_B = logits_BV.max(-1).values  # not a number if any is none, and minus infinity if all are
+    largest_B = logits_BV.max(-1).values  # NaN if any logit is, and minus infinity if all are
     ids_B = _greedy(logits_BV) if sampling.temperature == 0 else _drawn(logits_BV, sampling, samples, positions)
     return torch.where(torch.isfinite(largest_B), ids_B, NOT_FINITE)
 
 
 def _greedy(logits_BV: Tensor) -> Tensor:
-    """The lowest id with the largest logit, whatever a backend's argmax makes of equal ones."""
+    """The lowest id with the largest logit, however a backend's argmax breaks ties."""
     return _lowest(logits_BV == logits_BV.max(-1, keepdim=True).values)
 
 
@@ -95,23 +94,23 @@ def _drawn(logits_BV: Tensor, sampling: Sampling, samples: Sequence[int], positi
     total_BV = torch.where(allowed_BV, probabilities_BV, 0.0).cumsum(-1)
     uniform_B1 = _uniform(sampling.seed, samples, positions).to(logits_BV.device)[:, None]
     reached_BV = (total_BV > uniform_B1 * total_BV[:, -1:]) & allowed_BV
-    # Where a device adds in another order, the number may be reached by no allowed id; then it is the most probable.
+    # If a device sums in another order, no allowed id may reach the number; then the most probable one is chosen.
     return torch.where(reached_BV.any(-1), _lowest(reached_BV), _greedy(logits_BV))
 
 
 def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
-    """The logits over the temperature, the largest 0, so that however small a temperature no other is infinite.
+    """The logits divided by the temperature, shifted to a maximum of 0 so that a tiny temperature cannot overflow.
 
-    A denormal temperature, which a processor may take for 0, is as good as the smallest normal number.
+    A denormal temperature, which a processor may flush to 0, is replaced by the smallest normal number.
     """
     below_BV = logits_BV - logits_BV.max(-1, keepdim=True).values
     return below_BV / max(temperature, torch.finfo(torch.float64).tiny)
 
 
 def _allowed(logits_BV: Tensor, probabilities_BV: Tensor, sampling: Sampling) -> Tensor:
-    """The ids that may be chosen; both limits look at all probabilities, and the most probable id is always within.
+    """The ids that may be chosen; both limits apply to all probabilities, and the most probable id is always allowed.
 
-    The order is the order of the logits, since a temperature may make probabilities equal.
+    Ids are ranked by logits, since a temperature may make probabilities equal.
     """
     allowed_BV = torch.ones_like(logits_BV, dtype=torch.bool)
     top_k, top_p = sampling.top_k, sampling.top_p
@@ -140,5 +139,5 @@ def _ids(logits_BV: Tensor) -> Tensor:
 
 
 def _lowest(chosen_BV: Tensor) -> Tensor:
-    """The lowest id that is True in each row; beyond the vocabulary if none is."""
+    """The lowest id that is True in each row; the size of the vocabulary if none is."""
     return torch.where(chosen_BV, _ids(chosen_BV), chosen_BV.shape[-1]).min(-1).values

@@ -17,8 +17,7 @@ from megastack.config.typed import typed
 from megastack.errors import ConfigError, ErrorLine
 from megastack.launch.environment import is_worker, world_size
 from megastack.plan.describe import short
-from megastack.training.hooks import Hooks
-from megastack.training.state import RunResult
+from megastack.training.state import Hooks, RunResult
 
 
 def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:

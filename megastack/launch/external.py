@@ -38,9 +38,8 @@ from megastack.observe.folder import RunFolder
 from megastack.observe.ownership import Heartbeat
 from megastack.observe.status import update_status
 from megastack.observe.watchdog import read_reports
-from megastack.training.hooks import Hooks
 from megastack.training.signals import StopRequest
-from megastack.training.state import RunResult
+from megastack.training.state import Hooks, RunResult
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 NAMED = 8

@@ -92,7 +92,8 @@ def _ids(
     if prompts is None:
         return ()
     needs = ("model.vocab", "model.positions", "model.max_positions", "batch.sequence_length")
-    errors.ask(lambda: check_prompts(prompts, new, vocab=config.model.vocab, longest=longest_text(config)), *needs)
+    vocab = config.model.vocab
+    errors.ask(lambda: check_prompts(prompts, new, vocab=vocab, max_positions=longest_text(config)), *needs)
     return prompts
 
 

@@ -36,8 +36,7 @@ from megastack.observe.ownership import Heartbeat
 from megastack.observe.status import read_status, update_status
 from megastack.observe.streams import best_effort_output, protect_output
 from megastack.observe.watchdog import read_reports
-from megastack.training.hooks import Hooks
-from megastack.training.state import RunResult
+from megastack.training.state import Hooks, RunResult
 
 RANKS_PER_CPU = 64
 """Most ranks that are started here for each CPU; more is a mistake, not a plan."""

@@ -21,8 +21,8 @@ from megastack.checkpoint.manifest import read_trainer
 from megastack.checkpoint.recovery import recover
 from megastack.config.compose import to_yaml
 from megastack.config.schema import TrainConfig
-from megastack.data.continuity import identity_errors
 from megastack.data.dataset import Dataset
+from megastack.data.resume import resume_errors
 from megastack.errors import ConfigError, ErrorLine, Violation
 from megastack.launch.continuing import resume_notes, weights_notes
 from megastack.launch.environment import job
@@ -137,7 +137,7 @@ def continues(resume: Resume | None) -> bool:
 
 
 def _check_identity(config: TrainConfig, dataset: Dataset | None, checkpoint: Path) -> None:
-    if dataset is not None and (found := identity_errors(read_trainer(checkpoint), identity(config, dataset))):
+    if dataset is not None and (found := resume_errors(read_trainer(checkpoint), identity(config, dataset))):
         raise ConfigError.of(found)
 
 

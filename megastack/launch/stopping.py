@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from megastack.observe.streams import say_at_once
-from megastack.training.signals import heeded
+from megastack.training.signals import handled_signals
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 REPEAT_S = 1.0
@@ -56,7 +56,7 @@ class StopForwarder:
 
     def __enter__(self) -> StopForwarder:
         if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._on_signal) for number in heeded(SIGNALS)}
+            self._former = {number: signal.signal(number, self._on_signal) for number in handled_signals(SIGNALS)}
         return self
 
     def check(self) -> None:

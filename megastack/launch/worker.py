@@ -43,10 +43,9 @@ from megastack.observe.failure import FailureRecord, any_failed
 from megastack.observe.folder import RunFolder
 from megastack.observe.ownership import Ownership, OwnershipGuard
 from megastack.observe.watchdog import JOINING, Watchdog
-from megastack.training.hooks import Hooks
 from megastack.training.loop import Loop
 from megastack.training.signals import StopRequest
-from megastack.training.state import RunResult
+from megastack.training.state import Hooks, RunResult
 
 REFUSALS = (ConfigError, CheckpointError, DataError, PlacementError, MeshError, ScheduleError)
 """What is the user's to mend, and no failure."""

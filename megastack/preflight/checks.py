@@ -26,8 +26,7 @@ from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.data.dataset import Dataset, DatasetSpec
 from megastack.data.sources import read_documents
-from megastack.data.token_files import TokenFile, open_token_files
-from megastack.data.token_ids import id_violations
+from megastack.data.token_files import TokenFile, id_violations, open_token_files
 from megastack.data.tokenizers import check_vocab
 from megastack.errors import ConfigError, ErrorLine, MegastackError, Violation
 from megastack.gradients.parameter_groups import check_patterns

@@ -1,11 +1,11 @@
-"""What the ranks bring to a step, compared before its first collectives.
+"""The inputs of a step compared over all ranks, before its first collective.
 
-Ranks that come with other shapes, another number of microbatches or another step would abort inside the transport, or
-wait for each other. A fingerprint travels with the small reduction at the end of the step before, so that it costs
-nothing; only where fingerprints differ are the values themselves exchanged, to say whose is different.
+Ranks with different shapes, microbatch counts or steps would abort inside the transport, or wait for each other. A
+fingerprint of the inputs therefore travels with the small reduction at the end of the step before, at no extra cost.
+Only if fingerprints differ do the ranks exchange the values themselves, to name the ranks that differ.
 
-A rank that cannot read its data has nothing to compare. Its error is no difference between ranks: it is kept until the
-step is due, and then raised on all ranks in the words of the rank that has it.
+A rank that cannot read its data has nothing to compare. Its error is not a difference between ranks: it is kept until
+the step is due, and then raised on all ranks with the message of the rank that has it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from megastack.errors import DataError, MegastackError, counted
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import describe_coordinates
 
+NO_FINGERPRINT = -(2.0**33)
+"""Below every fingerprint and its negative: the value from a rank that could not read its data."""
+
 
 @dataclass(frozen=True)
-class Signature:
-    """What must be the same on all ranks.
+class StepInputs:
+    """A summary of a step's inputs, which must be identical on all ranks.
 
     Attributes:
         step: 1-based.
-        shapes: of each microbatch's tokens.
-        masked: whether documents are told apart.
+        shapes: the shape of each microbatch's tokens.
+        masked: whether there are document masks.
         tokens: valid labels of the global batch.
         validation: samples and valid labels of the validation split.
     """
@@ -41,15 +44,15 @@ class Signature:
     validation: tuple[int, int]
 
     @classmethod
-    def of(cls, step: int, microbatches: Sequence[Microbatch], tokens: int, validation: tuple[int, int]) -> Signature:
-        """The signature of a step's microbatches."""
+    def of(cls, step: int, microbatches: Sequence[Microbatch], tokens: int, validation: tuple[int, int]) -> StepInputs:
+        """The summary of a step's microbatches."""
         shapes = tuple(tuple(microbatch.tokens_BS.shape) for microbatch in microbatches)
         masked = any(microbatch.documents_BS is not None for microbatch in microbatches)
         return cls(step, shapes, masked, tokens, validation)
 
     @property
     def fingerprint(self) -> float:
-        """A number that fp64 holds exactly."""
+        """A checksum that fp64 represents exactly."""
         return float(zlib.crc32(repr(self).encode()))
 
     def __str__(self) -> str:
@@ -62,48 +65,44 @@ class Signature:
         )
 
 
-ABSENT = -(2.0**33)
-"""Below every fingerprint and its negative: what a rank sends that could not read its data."""
+def fingerprint_bounds(inputs: StepInputs | None) -> tuple[float, float]:
+    """What a rank contributes to a maximum over the ranks, for :func:`fingerprints_differ`; None abstains."""
+    return (NO_FINGERPRINT, NO_FINGERPRINT) if inputs is None else (inputs.fingerprint, -inputs.fingerprint)
 
 
-def fingerprints(signature: Signature | None) -> tuple[float, float]:
-    """What a rank sends into a maximum over the ranks, for :func:`are_different`; None takes no part in it."""
-    return (ABSENT, ABSENT) if signature is None else (signature.fingerprint, -signature.fingerprint)
+def fingerprints_differ(highest: float, negated_lowest: float) -> bool:
+    """Whether ranks with inputs have different ones, from the maxima of :func:`fingerprint_bounds`."""
+    return highest != NO_FINGERPRINT and highest != -negated_lowest
 
 
-def are_different(most: float, least: float) -> bool:
-    """Whether the ranks that have a signature have different ones, from the maxima of :func:`fingerprints`."""
-    return most != ABSENT and most != -least
-
-
-def require_alike(own: Signature | None, mesh: Mesh) -> None:
-    """Compare the signatures of all ranks, which all call; a rank without one is not compared.
+def require_identical(inputs: StepInputs | None, mesh: Mesh) -> None:
+    """Compare the inputs of all ranks; every rank calls, and a rank without inputs is not compared.
 
     Raises:
-        DataError: on every rank, when they are not the same; about those that differ from most.
+        DataError: on every rank, if they are not identical; it names the ranks that differ from most.
     """
-    gathered = dict(zip(mesh.world.ranks, all_gather_objects(own, mesh.world), strict=True))
-    found = {rank: signature for rank, signature in gathered.items() if signature is not None}
+    gathered = dict(zip(mesh.world.ranks, all_gather_objects(inputs, mesh.world), strict=True))
+    found = {rank: each for rank, each in gathered.items() if each is not None}
     common = Counter(found.values()).most_common(1)[0][0] if found else None
-    odd = {rank: signature for rank, signature in found.items() if signature != common}
-    if odd:
-        lines = [f"{_named(rank, mesh)}: {signature}" for rank, signature in odd.items()]
+    different = {rank: each for rank, each in found.items() if each != common}
+    if different:
+        lines = [f"{_named(rank, mesh)}: {each}" for rank, each in different.items()]
         text = "\n".join([*lines, f"the other ranks: {common}"])
-        raise DataError(f"{text}\nall ranks need the same configuration and the same data").about(odd)
+        raise DataError(f"{text}\nall ranks need the same configuration and the same data").about(different)
 
 
-def require_data(own: Exception | None, step: int, mesh: Mesh) -> None:
-    """Raise what kept some ranks from reading the data of a 1-based step; all ranks call.
+def require_data(error: Exception | None, step: int, mesh: Mesh) -> None:
+    """Raise on every rank if any rank could not read the data of a 1-based step; every rank calls.
 
     Args:
-        own: the error of this rank, if it has one.
+        error: the error of this rank, if it has one.
         step: for the message.
         mesh: the ranks.
 
     Raises:
-        DataError: on every rank, if any rank has an error; it carries the ranks that do, with their messages.
+        DataError: on every rank, if any rank has an error; it carries those ranks and their messages.
     """
-    own_text = None if own is None else _text_of(own)
+    own_text = None if error is None else _text_of(error)
     by_rank = dict(zip(mesh.world.ranks, all_gather_objects(own_text, mesh.world), strict=True))
     failed: dict[str, list[int]] = {}
     for rank, text in by_rank.items():
@@ -111,7 +110,7 @@ def require_data(own: Exception | None, step: int, mesh: Mesh) -> None:
             failed.setdefault(text, []).append(rank)
     if failed:
         lines = [f"{_counted(ranks, mesh)}: step {step}: {text}" for text, ranks in failed.items()]
-        raise DataError("\n".join(lines)).about(sorted(rank for ranks in failed.values() for rank in ranks)) from own
+        raise DataError("\n".join(lines)).about(sorted(rank for ranks in failed.values() for rank in ranks)) from error
 
 
 def _text_of(error: Exception) -> str:
@@ -123,6 +122,6 @@ def _named(rank: int, mesh: Mesh) -> str:
 
 
 def _counted(ranks: Sequence[int], mesh: Mesh) -> str:
-    """The first of some ranks, and how many others there are."""
+    """The first of these ranks, and the number of others."""
     others = len(ranks) - 1
     return _named(ranks[0], mesh) + (f" and {others} other rank{'s' if others > 1 else ''}" if others else "")

@@ -1,16 +1,15 @@
 """Where a loss or gradient that is not finite came from, found after the step that had it.
 
-The step itself looks at nothing. Afterwards its parameters and gradients are still there, and the step is a function
-of its number: its forward is run once more, with a look at every module's output. All ranks take part and come to the
-same answer.
+The step itself checks no intermediate value. Afterwards its parameters and gradients are still there, and its data are
+a function of its number: the forward is run once more with a hook on every module's output. All ranks take part and
+reach the same result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +22,13 @@ from megastack.training.step import TrainStep
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where it began.
+class NonfiniteOrigin:
+    """Where the first value that was not finite was found.
 
     Attributes:
-        text: in words.
-        rank: the global rank, where one could be found.
-        coordinates: its place on the mesh, in words.
+        text: a description.
+        rank: the global rank, if it could be determined.
+        coordinates: its mesh coordinates, as text.
     """
 
     text: str
@@ -38,8 +37,8 @@ class Origin:
 
 
 @dataclass(frozen=True, order=True)
-class _Sight:
-    """The first value that was not finite on a rank, ordered by what can have caused what."""
+class _NonfiniteOutput:
+    """The first module output on a rank that was not finite, ordered by what can have caused what."""
 
     microbatch: int
     stage: int
@@ -49,50 +48,51 @@ class _Sight:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What one rank saw."""
+class _RankFindings:
+    """What was found on one rank."""
 
     rank: int
-    forward: _Sight | None
+    forward: _NonfiniteOutput | None
     microbatches: tuple[int, ...]
     weight: str | None
     gradient: str | None
 
 
-def locate(step: TrainStep, stages: Sequence[nn.Module], number: int) -> Origin:
-    """Find the origin of what was not finite in the 0-based step ``number``, just done and not applied.
+def locate_nonfinite(step: TrainStep, stages: Sequence[nn.Module], number: int) -> NonfiniteOrigin:
+    """Find the origin of a value that was not finite in the 0-based step ``number``, just run and not applied.
 
-    All ranks call. The module, rank and microbatch are the first of the forward. Where the forward is finite, the
-    parameter named is the one nearest to the loss: gradients further back are not finite either.
+    Every rank calls. The module, rank and microbatch are the first of the forward. If the forward is finite, the named
+    parameter is the one nearest to the loss, since gradients further back are not finite either.
     """
     mesh, pipeline = step.mesh, step.pipeline
-    reports = tuple(sorted(m for m, report in pipeline.reports.items() if not bool(torch.isfinite(report))))
+    losses = tuple(sorted(m for m, report in pipeline.reports.items() if not bool(torch.isfinite(report))))
     step.buckets.wait_parameters()
     weights = [pair for stage in stages for pair in stage.named_parameters()]
     gradients = dict(step.buckets.named_gradients())
-    gradient = _first_bad((name, gradients[name]) for name, _ in reversed(weights) if name in gradients)
+    gradient = _first_nonfinite((name, gradients[name]) for name, _ in reversed(weights) if name in gradients)
     microbatches = [microbatch.to(mesh.device) for microbatch in step.loader.step(number)]
-    with _watching(stages, pipeline, mesh.rank) as sights:
+    with _watching(stages, pipeline, mesh.rank) as outputs:
         pipeline.evaluate(microbatches)
-    own = _Found(mesh.rank, sights[0] if sights else None, reports, _first_bad(weights), gradient)
+    forward = outputs[0] if outputs else None
+    own = _RankFindings(mesh.rank, forward, losses, _first_nonfinite(weights), gradient)
     return _conclude(all_gather_objects(own, mesh.world), mesh)
 
 
-def _conclude(found: Sequence[_Found], mesh: Mesh) -> Origin:
-    """The same from the same sights, on every rank."""
-    sight = min((each.forward for each in found if each.forward is not None), default=None)
+def _conclude(found: Sequence[_RankFindings], mesh: Mesh) -> NonfiniteOrigin:
+    """The origin, which is the same on every rank since all have the same findings."""
+    output = min((each.forward for each in found if each.forward is not None), default=None)
     weight = next((each for each in found if each.weight is not None), None)
-    # The last stage comes first in the backward; of the ranks of a stage the lowest speaks.
+    # The last stage comes first in the backward; within a stage the lowest rank is named.
     bad = [each for each in found if each.gradient is not None]
     gradient = min(bad, key=lambda each: (-mesh.shape.coordinates(each.rank)[Axis.PP], each.rank), default=None)
-    lost = next((each for each in found if each.microbatches), None)
+    loss = next((each for each in found if each.microbatches), None)
     parts, rank = [], None
-    if sight is not None:
-        rank = sight.rank
-        parts.append(f"first in the output of {sight.module}, microbatch {sight.microbatch}")
-    elif lost is not None:
-        rank = lost.rank
-        parts.append(f"in the loss of microbatch {lost.microbatches[0]}")
+    if output is not None:
+        rank = output.rank
+        parts.append(f"first in the output of {output.module}, microbatch {output.microbatch}")
+    elif loss is not None:
+        rank = loss.rank
+        parts.append(f"in the loss of microbatch {loss.microbatches[0]}")
     if weight is not None:
         rank = weight.rank if rank is None else rank
         parts.append(f"the weight {weight.weight} is not finite")
@@ -100,39 +100,39 @@ def _conclude(found: Sequence[_Found], mesh: Mesh) -> Origin:
         rank = gradient.rank if rank is None else rank
         parts.append(f"first gradient {gradient.gradient}")
     if rank is None:
-        return Origin("; the forward, run again, is finite")
+        return NonfiniteOrigin("; the forward, run again, is finite")
     coordinates = describe_coordinates(mesh.shape.coordinates(rank))
-    return Origin(f", on rank {rank} ({coordinates}): {'; '.join(parts)}", rank, coordinates)
+    return NonfiniteOrigin(f", on rank {rank} ({coordinates}): {'; '.join(parts)}", rank, coordinates)
 
 
-def _first_bad(named: Any) -> str | None:
+def _first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     return next((name for name, x in named if not bool(torch.isfinite(x).all())), None)
 
 
 @contextmanager
-def _watching(stages: Sequence[nn.Module], pipeline: Pipeline, rank: int) -> Iterator[list[_Sight]]:
-    """While modules run, note the first whose output is not finite."""
-    sights: list[_Sight] = []
+def _watching(stages: Sequence[nn.Module], pipeline: Pipeline, rank: int) -> Iterator[list[_NonfiniteOutput]]:
+    """Within this context, record the first module whose output is not finite."""
+    outputs: list[_NonfiniteOutput] = []
     calls = 0
 
-    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, given: Any, output: Any) -> None:
+    def hook_for(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
             nonlocal calls
             calls += 1
             action = pipeline.current
-            if not sights and action is not None and not _finite(output):
-                sights.append(_Sight(action.microbatch or 0, action.stage, calls, rank, name or "the stage"))
+            if not outputs and action is not None and not _finite(output):
+                outputs.append(_NonfiniteOutput(action.microbatch or 0, action.stage, calls, rank, name or "the stage"))
 
         return hook
 
-    handles = [m.register_forward_hook(look(name)) for stage in stages for name, m in stage.named_modules()]
+    handles = [m.register_forward_hook(hook_for(name)) for stage in stages for name, m in stage.named_modules()]
     try:
-        yield sights
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _finite(output: Any) -> bool:
+def _finite(output: object) -> bool:
     parts = output if isinstance(output, tuple | list) else output.values() if isinstance(output, dict) else [output]
     return all(bool(torch.isfinite(x).all()) for x in parts if isinstance(x, Tensor) and x.is_floating_point())

@@ -1,7 +1,7 @@
-"""Turns what the loop did into rows, lines and the status file, on the one rank that records.
+"""The records of a run: rows of ``metrics.jsonl``, console lines and ``status.json``, written by one rank.
 
-The other ranks hold a :class:`Recorder` as well, one that returns the same rows and writes nothing; so the loop has no
-branch on who writes.
+The other ranks have a :class:`Recorder` as well, which returns the same rows and writes nothing, so the loop does not
+branch on which rank writes.
 """
 
 from __future__ import annotations
@@ -10,40 +10,47 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megastack.comm.ledger import Ledger
 from megastack.observe.console import Console
 from megastack.observe.metrics import MetricsWriter, Row, row
 from megastack.observe.status import write_status
-from megastack.training.nonfinite import Origin
+from megastack.training.nonfinite import NonfiniteOrigin
 from megastack.training.state import Progress, RunResult
 from megastack.training.step import StepOutcome
 
 Losses = tuple[float | None, float | None]
-"""Loss and gradient norm of a step; None where its global batch has no valid label."""
+"""Loss and gradient norm of a step; None if its global batch has no valid label."""
 
 STATUS_PERIOD_S = 1.0
-"""``status.json`` follows the steps of a running run, at most this often."""
+"""The shortest time between two updates of ``status.json`` while steps are running."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The wall time of a step, and the peak memory of any rank so far."""
+
+    seconds: float
+    memory_bytes: int
 
 
 @dataclass
 class Recorder:
-    """Rows for ``metrics.jsonl``, lines for the console, ``status.json``.
+    """Writes rows of ``metrics.jsonl``, console lines and ``status.json``, or nothing on ranks that do not record.
 
     Attributes:
         steps: the run's last step.
         devices: the number of ranks.
-        flops_per_token: model FLOPs of training on one token, forward and backward, by the 0-based step.
-        peak_flops: of one device, in the compute dtype; ``None`` where it is not known, and then there is no MFU.
+        flops_per_token: returns the model FLOPs of training on one token, forward and backward, at a 0-based step.
+        peak_flops: of one device, in the compute dtype; ``None`` if unknown, and then MFU is null.
         metrics: ``None`` on ranks that do not record.
-        status: the path of ``status.json``, ``None`` likewise.
-        pid: the process to signal when the run is to stop.
-        last_checkpoint: the newest one that the run can be resumed from.
-        elastic: what there is to say about this start of an elastic job, for the status.
-        guard: raises where this run may no longer write; called before it does.
-        baseline: nats per token of a bigram model on the validation split, computed when it is asked for.
-        stages: by the 0-based step at which it begins, what a later stage of the data is.
+        status: the path of ``status.json``; ``None`` on ranks that do not record.
+        pid: the process to signal to stop the run.
+        last_checkpoint: the newest checkpoint from which the run can be resumed.
+        elastic: a description of this start of an elastic job, for the status.
+        guard: called before every write; raises if this run may no longer write.
+        baseline: computes the nats per token of a bigram model on the validation split.
+        phases: descriptions of the later data phases, by the 0-based step at which each begins.
     """
 
     steps: int
@@ -59,14 +66,14 @@ class Recorder:
     elastic: str | None = None
     guard: Callable[[], None] | None = None
     baseline: Callable[[], float | None] | None = None
-    stages: Mapping[int, str] = field(default_factory=dict)
+    phases: Mapping[int, str] = field(default_factory=dict)
     _trained_s: float = 0.0
     _data_s: float = 0.0
     _validation_loss: float | None = None
     _status_at: float = 0.0
 
     def start(self, step: int) -> None:
-        """The run begins, or goes on from a checkpoint."""
+        """The run starts, or resumes from a checkpoint."""
         if self.last_checkpoint is None:
             self.event(step, "start", ranks=self.devices)
         else:
@@ -75,16 +82,16 @@ class Recorder:
 
     def step(self, step: int) -> None:
         """The 0-based ``step`` begins."""
-        if step in self.stages:
-            self.event(step, "stage", data=self.stages[step])
-            self.console.line(f"  after step {step}: {self.stages[step]}")
+        if step in self.phases:
+            self.event(step, "stage", data=self.phases[step])
+            self.console.line(f"  after step {step}: {self.phases[step]}")
 
-    def train(self, progress: Progress, outcome: StepOutcome, losses: Losses, spent: Spent, ledger: Ledger) -> Row:
-        """The row of a step that was just counted in ``progress``; ``losses`` are its loss and gradient norm."""
-        # The data of a step is read during the step before it, for the first step before any step begins.
+    def train(self, progress: Progress, outcome: StepOutcome, losses: Losses, cost: StepCost, ledger: Ledger) -> Row:
+        """The row of a step that ``progress`` already includes."""
+        # The data of a step are read during the step before; those of the first step before any step begins.
         before = 0.0 if self._trained_s else outcome.data_seconds
-        self._trained_s, self._data_s = self._trained_s + before + spent.seconds, self._data_s + outcome.data_seconds
-        fields = self._train_fields(progress, outcome, losses, spent)
+        self._trained_s, self._data_s = self._trained_s + before + cost.seconds, self._data_s + outcome.data_seconds
+        fields = self._train_fields(progress, outcome, losses, cost)
         entry = row("train", progress.step, fields | {"wire_bytes": wire_bytes(ledger)})
         if self._write(entry):
             if progress.step % self.log_every == 0 or progress.step == self.steps:
@@ -93,8 +100,10 @@ class Recorder:
                 self._running(progress.step)
         return entry
 
-    def _train_fields(self, progress: Progress, outcome: StepOutcome, losses: Losses, spent: Spent) -> dict[str, Any]:
-        rate = outcome.tokens / spent.seconds
+    def _train_fields(
+        self, progress: Progress, outcome: StepOutcome, losses: Losses, cost: StepCost
+    ) -> dict[str, object]:
+        rate = outcome.tokens / cost.seconds
         used = rate * self.flops_per_token(progress.step - 1) / self.devices
         return {
             "loss": losses[0],
@@ -104,10 +113,10 @@ class Recorder:
             "consumed_tokens": progress.consumed_tokens,
             "consumed_samples": progress.consumed_samples,
             "skipped": progress.skipped,
-            "step_time_s": spent.seconds,
+            "step_time_s": cost.seconds,
             "tokens_per_s": rate,
             "tokens_per_s_per_device": rate / self.devices,
-            "peak_memory_bytes": spent.memory_bytes,
+            "peak_memory_bytes": cost.memory_bytes,
             "mfu": used / self.peak_flops if self.peak_flops else None,
             "bubble": None,
             "step_bubble": None,
@@ -125,12 +134,12 @@ class Recorder:
         return entry
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """How a prompt goes on after ``step``."""
+        """The continuation of the sample prompt after ``step``."""
         self.event(step, "sample", prompt=prompt, text=text)
         self.console.line(f"  sample      {prompt}{text}")
 
     def checkpoint(self, step: int, path: Path, seconds: float, write_seconds: float) -> None:
-        """A published checkpoint: what it added to the run's wall time, and how long its writing took."""
+        """A published checkpoint: the time it added to training, and the time its writing took."""
         self.last_checkpoint = path
         self.event(step, "checkpoint", path=str(path), seconds=seconds, write_seconds=write_seconds)
         beside = f", written in {write_seconds:.2f} s beside training" if write_seconds > seconds else ""
@@ -138,21 +147,21 @@ class Recorder:
         self._running(step)
 
     def no_labels(self, step: int) -> None:
-        """A step whose global batch has no valid label, so that there is nothing to learn from it."""
+        """A step that is skipped because its global batch has no valid label."""
         self.event(step, "no_labels")
         self.console.line(f"  step {step} has no valid label; skipped")
 
-    def nonfinite(self, step: int, losses: tuple[float, float], origin: Origin) -> None:
-        """A loss or gradient norm that is not finite, and where it began; no origin is told of a scale too large."""
+    def nonfinite(self, step: int, losses: tuple[float, float], origin: NonfiniteOrigin) -> None:
+        """A loss or gradient norm that is not finite, and its origin; an overflowing loss scale has no origin."""
         fields = {"origin": origin.text.lstrip(",; ") or None, "rank": origin.rank, "coordinates": origin.coordinates}
         self.event(step, "nonfinite", loss=repr(losses[0]), grad_norm=repr(losses[1]), **fields)
 
-    def event(self, step: int, name: str, **fields: Any) -> None:
-        """Something that happened."""
+    def event(self, step: int, name: str, **fields: object) -> None:
+        """A row of kind ``event``."""
         self._write(row("event", step, {"name": name} | fields))
 
     def end(self, result: RunResult) -> None:
-        """The last row, the last lines, the final status."""
+        """Write the last row, the closing lines and the final status."""
         if result.status == "preempted":
             self.event(result.step, "preempt", reason=result.reason)
         spent = {"train_s": self._trained_s, "data_s": self._data_s}
@@ -165,7 +174,7 @@ class Recorder:
             self.metrics.close()
 
     def _write(self, entry: Row) -> bool:
-        """Write a row where this rank records; whether it does."""
+        """Write a row if this rank records; returns whether it does."""
         if self.metrics is not None:
             self._require_writable()
             self.metrics.write(entry)
@@ -179,7 +188,7 @@ class Recorder:
         self._status_at = time.monotonic()
         self._status("running", step=step)
 
-    def _status(self, status: str, **fields: Any) -> None:
+    def _status(self, status: str, **fields: object) -> None:
         if self.status is not None:
             self._require_writable()
             last = self.last_checkpoint
@@ -201,15 +210,7 @@ class Recorder:
         return [*lines, f"{result.status} after step {result.step}{why}; everything is in {result.folder}"]
 
 
-@dataclass(frozen=True)
-class Spent:
-    """What a step took: wall seconds, and the most memory that any rank has held so far."""
-
-    seconds: float
-    memory_bytes: int
-
-
 def wire_bytes(ledger: Ledger) -> Mapping[str, int]:
-    """The bytes on the wire of the recording rank, by axis."""
+    """Bytes on the wire of this rank, by axis."""
     axes = sorted({axis for axis, _ in ledger.records()})
     return {axis: ledger.total(axis=axis).wire_bytes for axis in axes}

@@ -1,7 +1,7 @@
-"""Requests to stop early: signals and the time limit, which may reach any one rank, at any time.
+"""Requests to stop early: signals and the time limit, which may reach any rank at any time.
 
-A handler only sets a flag. At the end of each step the ranks agree (one small reduction, which carries the peak memory
-as well), so that all of them stop after the same step.
+A signal handler only sets a flag. At the end of each step the ranks agree in one small reduction, which also carries
+the peak memory, so that all of them stop after the same step.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-TIME_IS_OVER = 999.0
+TIME_LIMIT = 999.0
+"""The code of a stop request for the time limit; above every signal number."""
 
 
 class StopRequest:
-    """This rank's wish to stop; a context in which signals are turned into it.
+    """A request of this rank to stop; as a context manager it installs signal handlers.
 
     Args:
-        limit_s: seconds from now on after which the run stops; ``None`` for no limit.
-        signals: what to listen to; handlers can be set in the main thread only, elsewhere none is.
+        limit_s: seconds from now after which the run stops; ``None`` for no limit.
+        signals: the signals to handle; only the main thread can install handlers, other threads install none.
     """
 
     def __init__(self, limit_s: float | None = None, signals: Sequence[signal.Signals] = ()) -> None:
@@ -32,7 +33,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._on_signal) for number in heeded(self._signals)}
+            self._former = {number: signal.signal(number, self._on_signal) for number in handled_signals(self._signals)}
         return self
 
     def __exit__(
@@ -46,18 +47,18 @@ class StopRequest:
 
     @property
     def code(self) -> float:
-        """0 for none, the number of the signal, or :data:`TIME_IS_OVER`."""
+        """0 for no request, the signal number, or :data:`TIME_LIMIT`."""
         if self._received is not None:
             return float(self._received)
-        over = self._deadline is not None and time.monotonic() >= self._deadline
-        return TIME_IS_OVER if over else 0.0
+        expired = self._deadline is not None and time.monotonic() >= self._deadline
+        return TIME_LIMIT if expired else 0.0
 
 
-def heeded(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Signals to listen to: all but SIGHUP where it is ignored, as ``nohup`` asks for."""
+def handled_signals(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """The signals to handle: all of them, except SIGHUP where it is ignored (``nohup``)."""
     return [number for number in signals if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def describe_stop(code: float) -> str:
-    """A request that the ranks agreed on, for people."""
-    return "the time limit is reached" if code == TIME_IS_OVER else f"received {signal.Signals(int(code)).name}"
+    """A text for the stop request that the ranks agreed on."""
+    return "the time limit is reached" if code == TIME_LIMIT else f"received {signal.Signals(int(code)).name}"

@@ -1,4 +1,4 @@
-"""One optimizer step, the same lines on one rank and on a thousand."""
+"""One optimizer step: the same lines on one rank and on a thousand."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from megastack.pipeline.runtime import Pipeline
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step gives back; tensors stay unread until the step is over.
+    """The result of a step; its tensors are not read before the step is over.
 
     Attributes:
         loss: mean nats per valid token of the global batch before the update, a scalar identical on all ranks; ``None``
             for a global batch without a valid token.
-        grad_norm: norm of the whole gradient before clipping, likewise.
+        grad_norm: norm of the whole gradient before clipping, likewise identical or ``None``.
         lr: the learning rate of the step.
         tokens: valid targets of the step, each once.
-        loss_scale: the scale under which the gradients were computed, ``None`` for none.
-        data_seconds: what this rank took to read its microbatches.
+        loss_scale: the scale with which the gradients were computed, ``None`` for none.
+        data_seconds: the time that this rank took to read its microbatches.
     """
 
     loss: Tensor | None
@@ -43,7 +43,7 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class StepData:
     """The data of a 0-based step: valid labels of the global batch, and this rank's microbatches on the host."""
 
     step: int
@@ -54,9 +54,9 @@ class Prepared:
 
 @dataclass
 class TrainStep:
-    """Everything that takes part in a step; built once, called once a step.
+    """Everything that takes part in a step; built once, called once per step.
 
-    ``on_gradients`` is called between the reduction of the gradients and their clipping, if there are gradients.
+    Calling it runs a step; ``on_gradients`` is called between the reduction of gradients and their clipping.
     """
 
     mesh: Mesh
@@ -67,21 +67,21 @@ class TrainStep:
     learning_rate: LearningRate
     clip_norm: float | None
     loss_scale: LossScale = field(default_factory=LossScale)
-    _prepared: Prepared | None = None
+    _prepared: StepData | None = None
 
-    def prepare(self, step: int) -> Prepared:
-        """The data of the 0-based ``step``, read once; for looking at what comes before it is needed."""
+    def prepare(self, step: int) -> StepData:
+        """Read the data of the 0-based ``step``, once; may be called ahead of the step."""
         if self._prepared is None or self._prepared.step != step:
             began, tokens = time.perf_counter(), self.loader.global_valid_tokens(step)
             microbatches = self.loader.step(step)
-            self._prepared = Prepared(step, tokens, microbatches, time.perf_counter() - began)
+            self._prepared = StepData(step, tokens, microbatches, time.perf_counter() - began)
         return self._prepared
 
     def __call__(self, step: int, on_gradients: Callable[[], None] | None = None) -> StepOutcome:
-        """Do the 0-based ``step``. Parameters stay as they are, on every rank, if loss or gradient are not finite.
+        """Run the 0-based ``step``. If loss or gradient are not finite, no rank changes its parameters.
 
         A global batch without a valid token has neither: nothing is computed and no state changes. Every rank knows
-        its count of tokens, so no rank waits for another.
+        the global count of tokens, so no rank waits for another.
         """
         data, rate = self.prepare(step), self.learning_rate.at(step)
         tokens, microbatches = data.tokens, [microbatch.to(self.mesh.device) for microbatch in data.microbatches]

@@ -5,25 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megastack.config.compose import compose
 from megastack.config.data_phases import source_text
-from megastack.data.blend import (
-    PERIOD,
-    BlendOrder,
-    Stretch,
-    check_weights,
-    continued,
-    history_json,
-    history_of,
-    missing_sources,
-    shares,
-)
+from megastack.data.blend import BlendOrder, shares
+from megastack.data.blend_weights import PERIOD, WeightChange, check_weights, normalized
 from megastack.data.dataset import ConcatDataset, Dataset, DatasetSpec, build_dataset
 from megastack.data.order import SampleOrder
-from megastack.data.shares import parts
 from megastack.errors import DataError
 from megastack.random import stream_key
 from tests.data.token_cases import write_by_hand
@@ -34,7 +22,7 @@ B = {"a": 0.6, "b": 0.0, "c": 0.4}
 
 
 def order(*stretches: tuple[int, dict[str, float]]) -> BlendOrder:
-    return BlendOrder(COUNTS, tuple(Stretch(begin, weights) for begin, weights in stretches), seed=5)
+    return BlendOrder(COUNTS, tuple(WeightChange(begin, weights) for begin, weights in stretches), seed=5)
 
 
 def test_every_source_has_its_part_at_every_point() -> None:
@@ -99,15 +87,8 @@ def test_weights_of_any_size_have_their_part(name: str) -> None:
         (count > 0) == (weight > 0) for count, weight in zip(counts, weights, strict=True)
     )
     assert np.allclose(counts / PERIOD, expected, atol=2 / PERIOD)
-    assert np.allclose(parts(weights), expected, atol=2 / PERIOD)
+    assert np.allclose(normalized(weights), expected, atol=2 / PERIOD)
     check_weights(weights, [1] * len(weights))
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(lambda weights: sum(weights) > 1e-300))
-def test_parts_of_ordinary_weights_are_the_plain_quotients_to_the_last_bit(weights: list[float]) -> None:
-    assert parts(weights) == pytest.approx([weight / sum(weights) for weight in weights], rel=1e-12)
-    if min((w for w in weights if w), default=1.0) > 1e-290:
-        assert parts(weights) == [weight / sum(weights) for weight in weights]
 
 
 def test_shares_are_whole_and_positive_however_many_small_sources_there_are() -> None:
@@ -130,15 +111,6 @@ def test_a_run_tells_what_it_draws_of_sources_with_huge_weights(tmp_path: Path) 
         ]
     )
     assert source_text(config) == "bin a 50.0% + bin b 50.0%"
-
-
-def test_the_history_of_weights_goes_through_a_checkpoint() -> None:
-    first = continued((), 0, A)
-    assert continued(first, 40, A) == first
-    second = continued(history_of(history_json(first)), 40, B)
-    assert second == (Stretch(0, A), Stretch(40, B))
-    assert continued(second, 40, A) == (Stretch(0, A),)  # the second weights were never used
-    assert missing_sources(second, A) == 0 and missing_sources(second, {"a": 1.0}) == 2
 
 
 def blended(tmp_path: Path, weights: tuple[float, float] = (1, 3), **options: Any) -> Dataset:

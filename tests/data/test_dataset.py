@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megastack.data.baseline import bigram_loss
 from megastack.data.dataset import build_dataset
 from megastack.data.packing import SingleSamples
+from megastack.data.validation import bigram_loss
 from megastack.errors import DataError
 
 

@@ -33,7 +33,7 @@ def test_every_width_is_read_and_sentences_make_documents(tmp_path: Path, code: 
     file = IndexedFile(write_by_hand(tmp_path / "c", DOCUMENTS, code, sentences=sentences))
     assert (file.tokens, file.documents) == (11, 4)
     assert documents_of(file) == DOCUMENTS
-    assert [file.cut(place) for place in range(13)] == [0, 3, 3, 3, 4, 9, 9, 9, 9, 9, 11, 11, 11]
+    assert [file.next_boundary(at) for at in range(13)] == [0, 3, 3, 3, 4, 9, 9, 9, 9, 9, 11, 11, 11]
     assert file.starts(1, 9).tolist() == [3, 4] and file.count(3, 10) == 3
 
 
@@ -87,15 +87,15 @@ def damaged(prefix: Path, suffix: str, change: object) -> str:
 @pytest.mark.parametrize(
     ("suffix", "change", "message"),
     [
-        (".bin", lambda raw: raw[:-4], "18 bytes where .* tells of 22"),
-        (".bin", lambda raw: raw[:-1], "no whole number of uint16 ids"),
-        (".bin", lambda raw: raw + b"xx", "24 bytes where .* tells of 22"),
-        (".idx", lambda raw: b"PK" + raw[2:], "no index of the MMIDIDX format"),
-        (".idx", lambda raw: raw[:20], "no index of the MMIDIDX format"),
-        (".idx", lambda raw: raw[:-8], "where its header tells of"),
+        (".bin", lambda raw: raw[:-4], "18 bytes, but .* describes 22"),
+        (".bin", lambda raw: raw[:-1], "not a multiple of the size of uint16 ids"),
+        (".bin", lambda raw: raw + b"xx", "24 bytes, but .* describes 22"),
+        (".idx", lambda raw: b"PK" + raw[2:], "not an MMIDIDX index"),
+        (".idx", lambda raw: raw[:20], "not an MMIDIDX index"),
+        (".idx", lambda raw: raw[:-8], "but its header describes"),
         (".idx", lambda raw: raw[:9] + b"\x02" + raw[10:], "version 2"),
         (".idx", lambda raw: raw[:17] + b"\x06" + raw[18:], "type 6"),
-        (".idx", lambda raw: raw[:34] + b"\x09" + raw[35:], "sequence 0 does not lie where"),
+        (".idx", lambda raw: raw[:34] + b"\x09" + raw[35:], "sequence 0 is not adjacent"),
         (".idx", lambda raw: raw[:-8] + bytes(8), "documents do not cover its 4 sequences"),
     ],
 )

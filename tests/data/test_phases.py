@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megastack.data.dataset import DataPhase, Dataset, DatasetSpec, build_dataset
-from megastack.data.phases import fresh_histories, phase_orders
+from megastack.data.phases import initial_histories, phase_orders
 from tests.data.token_cases import write_by_hand
 
 
@@ -31,12 +31,12 @@ def cut(folder: Path, weights: str, length: int = 4) -> Dataset:
 
 def consumed(data: Dataset, size: int, steps: int) -> list[tuple[int, np.ndarray]]:
     """Stage and first tokens of the samples of each step."""
-    orders = phase_orders(data, 3, fresh_histories(data, size), size)
+    orders = phase_orders(data, 3, initial_histories(data, size), size)
     found = []
     for step in range(steps):
-        at = sum(stage.from_step <= step for stage in data.stages) - 1
+        at = sum(stage.from_step <= step for stage in data.phases) - 1
         numbers = orders[at].many(step * size + np.arange(size, dtype=np.int64))
-        found.append((at, data.stages[at].data.train.samples.rows(numbers).tokens_BS[:, :4]))
+        found.append((at, data.phases[at].data.train.samples.rows(numbers).tokens_BS[:, :4]))
     return found
 
 
@@ -58,7 +58,7 @@ def test_a_source_goes_on_where_an_earlier_stage_left_it(
     stages: list[str], together: list[tuple[int, ...]], folder: Path
 ) -> None:
     first, *later = (cut(folder, weights) for weights in stages)
-    data = replace(first, later=tuple(DataPhase(3 * at, each) for at, each in enumerate(later, 1)))
+    data = replace(first, later_phases=tuple(DataPhase(3 * at, each) for at, each in enumerate(later, 1)))
     found = consumed(data, 8, 3 * len(stages))
     for group in together:
         rows = [tokens for at, tokens in found if at in group]
@@ -68,10 +68,10 @@ def test_a_source_goes_on_where_an_earlier_stage_left_it(
 def test_each_stage_is_gone_through_without_repeats_or_gaps(folder: Path) -> None:
     """A stage of another length begins at its own first entry, whatever step that is; an epoch has every sample."""
     first, second = cut(folder, "a"), cut(folder, "a", 7)
-    data = replace(first, later=(DataPhase(5, second),))
+    data = replace(first, later_phases=(DataPhase(5, second),))
     samples = second.train.samples
     epoch = len(samples)
-    (order,) = phase_orders(data, 3, fresh_histories(data, 8), 8)[1:]
+    (order,) = phase_orders(data, 3, initial_histories(data, 8), 8)[1:]
     assert sorted(order.many(40 + np.arange(epoch))) == list(range(epoch))
-    alone = phase_orders(second, 3, fresh_histories(second, 8), 8)[0]
+    alone = phase_orders(second, 3, initial_histories(second, 8), 8)[0]
     assert np.array_equal(order.many(40 + np.arange(3 * epoch)), alone.many(np.arange(3 * epoch)))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastack.corpus.make import make_token_file
+from megastack.corpus.tokenize import make_token_file
 from megastack.data.stream import tokenize
 from megastack.data.tokenizers import ByteTokenizer, check_vocab, least_vocab, load_tokenizer
 from megastack.errors import DataError
@@ -180,7 +180,7 @@ def test_a_piece_of_one_letter_that_is_the_end_cannot_be_text(tmp_path: Path) ->
     path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode([b"b"])[0].tolist()
-    with pytest.raises(DataError, match=r"makes a special token of the text 'a b'; use .*data\.allow_special_tokens"):
+    with pytest.raises(DataError, match=r"encodes the text 'a b' as a special token; use .*data\.allow_special_tokens"):
         tokenizer.encode([b"b a b"])
     assert tokenizer.end in load_tokenizer(path, allow_special_tokens=True).encode([b"b a b"])[0]
 

@@ -163,7 +163,7 @@ def test_it_stops_as_soon_as_every_text_has_ended() -> None:
     [
         ([[1] * 20], 5, "prompt 0: its 20 tokens and max_new_tokens=5 exceed the 24 positions .* max_new_tokens=4"),
         ([[1], [1] * 24], 1, "prompt 1: .* a prompt of at most 23 tokens"),
-        ([[1], []], 1, "prompt 1: has no token"),
+        ([[1], []], 1, "prompt 1: has no tokens"),
         ([[37]], 1, "prompt 0: id 37 is outside model.vocab=37"),
         ([[1]], 0, "max_new_tokens=0"),
         ([], 1, "no prompt"),

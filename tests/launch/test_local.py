@@ -14,7 +14,7 @@ import torch
 
 import megastack
 from megastack.checkpoint.reader import CheckpointReader
-from megastack.training.hooks import Hooks
+from megastack.training.state import Hooks
 from tests.faulty_mlp import fault
 from tests.tiny_runs import events, losses, overrides, rows, status, train
 

@@ -17,7 +17,7 @@ from megastack.launch.environment import job
 from megastack.observe import ownership
 from megastack.observe.claims import claim_path, newest_claim
 from megastack.observe.process import Process
-from megastack.training.hooks import Hooks
+from megastack.training.state import Hooks
 from tests.faulty_mlp import fault
 from tests.launch.test_external import join, torchrun
 from tests.observe.test_ownership import owned_by

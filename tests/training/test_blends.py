@@ -54,7 +54,7 @@ def test_weights_change_at_a_resume_without_repeating_or_losing_a_sample(folder:
     numbers += advance(second, 2)
     third = built(folder, "1 0 1", ("a", "b", "c"))
     third.restore(saved(second, folder / "two"))
-    assert [stretch.begin for stretch in third.blend] == [0, 2 * len(numbers[0]), 4 * len(numbers[0])]
+    assert [change.begin for change in third.blend] == [0, 2 * len(numbers[0]), 4 * len(numbers[0])]
     numbers += advance(third, 2)
     drawn = np.concatenate(numbers)
     assert len(set(drawn)) == len(drawn)

@@ -20,9 +20,8 @@ from megastack.checkpoint.reader import CheckpointReader
 from megastack.data.loader import Loader
 from megastack.mesh.mesh import Mesh
 from megastack.observe.folder import RunFolder
-from megastack.training.hooks import Hooks
 from megastack.training.signals import StopRequest
-from megastack.training.state import RunResult
+from megastack.training.state import Hooks, RunResult
 from tests.faulty_mlp import fault
 from tests.tiny_runs import events, losses, overrides, rows, status, train
 

@@ -19,9 +19,8 @@ from megastack.mesh.mesh import Mesh
 from megastack.observe.folder import RunFolder
 from megastack.testing.compare import TOLERANCES, differences
 from megastack.testing.training import composed, trace_layout
-from megastack.training.hooks import Hooks
 from megastack.training.signals import StopRequest
-from megastack.training.state import RunResult
+from megastack.training.state import Hooks, RunResult
 from tests.data.token_cases import write_by_hand
 from tests.tiny_runs import events, overrides, rows, status
 

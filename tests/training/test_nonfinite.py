@@ -13,11 +13,11 @@ from megastack.assemble.training import build_training
 from megastack.config.layout_rules import mesh_shape
 from megastack.mesh.mesh import Mesh
 from megastack.testing.ranks import run_ranks
-from megastack.training.nonfinite import Origin, locate
+from megastack.training.nonfinite import NonfiniteOrigin, locate_nonfinite
 from tests.tiny_runs import overrides
 
 
-def origin(folder: str, where: str, *more: str) -> Origin:
+def origin(folder: str, where: str, *more: str) -> NonfiniteOrigin:
     """One step on four ranks, poisoned on the last of them; what every rank finds."""
     choices = ("parallel.pp=2", "parallel.dp=2", "model.layers=4", "parallel.layers_per_stage=[2,2]", *more)
     config = megastack.compose([*overrides(Path(folder)), *choices])
@@ -41,7 +41,7 @@ def origin(folder: str, where: str, *more: str) -> Origin:
             block.mlp.down.weight.fill_(torch.inf)
     outcome = training.step(0)
     assert not (torch.isfinite(outcome.loss) and torch.isfinite(outcome.grad_norm))
-    return locate(training.step, training.stages, 0)
+    return locate_nonfinite(training.step, training.stages, 0)
 
 
 @pytest.mark.parametrize(

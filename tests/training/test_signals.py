@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 
-from megastack.training.signals import TIME_IS_OVER, StopRequest, describe_stop
+from megastack.training.signals import TIME_LIMIT, StopRequest, describe_stop
 
 
 def test_a_signal_is_a_wish_inside_and_what_it_was_outside():
@@ -20,8 +20,8 @@ def test_a_signal_is_a_wish_inside_and_what_it_was_outside():
 
 
 def test_the_time_limit_and_other_threads():
-    assert StopRequest(1000).code == 0 and StopRequest(0).code == TIME_IS_OVER
-    assert describe_stop(TIME_IS_OVER) == "the time limit is reached"
+    assert StopRequest(1000).code == 0 and StopRequest(0).code == TIME_LIMIT
+    assert describe_stop(TIME_LIMIT) == "the time limit is reached"
     errors = []
 
     def enter() -> None:

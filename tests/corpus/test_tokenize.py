@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megastack.cli import main
-from megastack.corpus import make
-from megastack.corpus.make import Made, make_token_file
-from megastack.corpus.units import BadLines, plan_units, read_unit
-from megastack.corpus.work import Part, Settings, tokenize_unit
+from megastack.corpus import tokenize
+from megastack.corpus.inputs import BadLines, plan_slices, read_slice
+from megastack.corpus.tokenize import TokenizeResult, make_token_file
+from megastack.corpus.worker import Settings, SliceOutput, tokenize_slice
 from megastack.data.dataset import build_dataset
 from megastack.data.sources import read_documents
 from megastack.errors import DataError
@@ -26,8 +26,8 @@ def lines(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def made(tmp_path: Path, *paths: Path, **options: Any) -> Made:
-    return make_token_file(paths, tmp_path / "out", **({"workers": 1, "unit_bytes": 300} | options))
+def made(tmp_path: Path, *paths: Path, **options: Any) -> TokenizeResult:
+    return make_token_file(paths, tmp_path / "out", **({"workers": 1, "slice_bytes": 300} | options))
 
 
 def texts_of(prefix: Path) -> list[str]:
@@ -41,9 +41,9 @@ def corpus(tmp_path: Path) -> Path:
     return lines(tmp_path / "a.jsonl", TEXTS)
 
 
-@pytest.mark.parametrize("unit_bytes", [23, 300, 10**6])
-def test_every_document_once_and_in_order_whatever_the_units(tmp_path: Path, corpus: Path, unit_bytes: int) -> None:
-    report = made(tmp_path, corpus, unit_bytes=unit_bytes)
+@pytest.mark.parametrize("slice_bytes", [23, 300, 10**6])
+def test_every_document_once_and_in_order_whatever_the_slices(tmp_path: Path, corpus: Path, slice_bytes: int) -> None:
+    report = made(tmp_path, corpus, slice_bytes=slice_bytes)
     assert texts_of(tmp_path / "out") == TEXTS
     assert (report.counts.documents, report.vocab, report.counts.largest_id) == (60, 256, 255)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx", "out.json"]
@@ -51,7 +51,7 @@ def test_every_document_once_and_in_order_whatever_the_units(tmp_path: Path, cor
 
 def test_processes_make_the_same_file_as_one(tmp_path: Path, corpus: Path) -> None:
     made(tmp_path, corpus)
-    make_token_file([corpus], tmp_path / "two", workers=2, unit_bytes=500)
+    make_token_file([corpus], tmp_path / "two", workers=2, slice_bytes=500)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"two{suffix}").read_bytes() == (tmp_path / f"out{suffix}").read_bytes()
 
@@ -59,9 +59,9 @@ def test_processes_make_the_same_file_as_one(tmp_path: Path, corpus: Path) -> No
 def test_running_text_is_cut_as_the_text_source_cuts_it(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf" + "\n\n".join("word " * (n % 90) for n in range(300)).encode())
-    made(tmp_path, path, unit_bytes=10**6)
+    made(tmp_path, path, slice_bytes=10**6)
     assert texts_of(tmp_path / "out") == [document.decode() for document in read_documents("text", [path])]
-    parts = [d for unit in plan_units([path], 1000) for d in read_unit(unit, "text", BadLines())]
+    parts = [d for each in plan_slices([path], 1000) for d in read_slice(each, "text", BadLines())]
     assert b"".join(parts) == path.read_bytes().removeprefix(b"\xef\xbb\xbf")
 
 
@@ -74,15 +74,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-@pytest.mark.parametrize("unit_bytes", [100, 10**6])
-def test_a_bad_line_is_refused_by_file_and_line_or_counted(tmp_path: Path, line: str, unit_bytes: int) -> None:
+@pytest.mark.parametrize("slice_bytes", [100, 10**6])
+def test_a_bad_line_is_refused_by_file_and_line_or_counted(tmp_path: Path, line: str, slice_bytes: int) -> None:
     path = lines(tmp_path / "a.jsonl", TEXTS[:20])
     rows = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*rows[:7], line, "\n", *rows[7:], line]))
     with pytest.raises(DataError, match=r"a\.jsonl:8\b.*" + BAD[line]):
-        made(tmp_path, path, unit_bytes=unit_bytes)
+        made(tmp_path, path, slice_bytes=slice_bytes)
     assert not (tmp_path / "out.idx").exists()
-    report = make_token_file([path], tmp_path / "kept", skip_bad=True, workers=1, unit_bytes=unit_bytes)
+    report = make_token_file([path], tmp_path / "kept", skip_bad=True, workers=1, slice_bytes=slice_bytes)
     assert (report.counts.skipped, texts_of(tmp_path / "kept")) == (2, TEXTS[:20])
     assert "a.jsonl:8" in str(report.counts.first_bad)
 
@@ -101,8 +101,8 @@ def test_a_line_that_is_not_utf8(tmp_path: Path, name: str, head: bytes) -> None
 def test_a_second_try_goes_on_where_the_first_was_stopped(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    straight = make_token_file([corpus], tmp_path / "straight", workers=1, unit_bytes=300)
-    real, calls = make.tokenize_unit, []
+    straight = make_token_file([corpus], tmp_path / "straight", workers=1, slice_bytes=300)
+    real, calls = tokenize.tokenize_slice, []
 
     def stopping(*job: Any) -> Any:
         calls.append(job)
@@ -110,7 +110,7 @@ def test_a_second_try_goes_on_where_the_first_was_stopped(
             raise KeyboardInterrupt
         return real(*job)
 
-    monkeypatch.setattr(make, "tokenize_unit", stopping)
+    monkeypatch.setattr(tokenize, "tokenize_slice", stopping)
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path, corpus)
     assert not (tmp_path / "out.idx").exists()
@@ -128,7 +128,7 @@ def test_parts_of_other_input_or_settings_are_not_mixed(tmp_path: Path, corpus: 
     for paths in ([corpus, bad], [bad]):
         with pytest.raises(DataError):
             made(tmp_path, *paths)
-    with pytest.raises(DataError, match="holds parts of other input or settings"):
+    with pytest.raises(DataError, match="has parts of other input or settings"):
         made(tmp_path, corpus)
 
 
@@ -157,7 +157,11 @@ def test_what_is_noted_beside_the_file_refuses_a_small_vocabulary(tmp_path: Path
 def test_inputs_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x")
     (tmp_path / "empty.txt").write_text("")
-    for name, message in {"gone.txt": "cannot be read", "a.csv": "of no known kind", "empty.txt": "is empty"}.items():
+    for name, message in {
+        "gone.txt": "cannot be read",
+        "a.csv": "is not a known kind of file",
+        "empty.txt": "is empty",
+    }.items():
         with pytest.raises(DataError, match=message):
             made(tmp_path, tmp_path / name)
 
@@ -174,7 +178,7 @@ EMPTY = {
 @pytest.mark.parametrize("place", ["deep/er/out", "out"])
 def test_an_output_without_tokens_is_rejected_and_nothing_is_left(tmp_path: Path, name: str, place: str) -> None:
     (tmp_path / name).write_text(EMPTY[name])
-    for skip, message in ((False, "is empty|holds no token"), (True, rf"holds no token \(1 empty file, .*{name}\)")):
+    for skip, message in ((False, "is empty|has no tokens"), (True, rf"has no tokens \(1 empty file, .*{name}\)")):
         with pytest.raises(DataError, match=message):
             make_token_file([tmp_path / name], tmp_path / place, skip_bad=skip, workers=1)
         assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -207,7 +211,7 @@ def test_a_file_of_bad_lines_alone_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: is not JSON"):
         made(tmp_path, tmp_path / "a.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-    with pytest.raises(DataError, match=r"holds no token \(3 bad lines, the first: .*a\.jsonl:1: is not JSON"):
+    with pytest.raises(DataError, match=r"has no tokens \(3 bad lines, the first: .*a\.jsonl:1: is not JSON"):
         made(tmp_path, tmp_path / "a.jsonl", skip_bad=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -217,9 +221,9 @@ def test_after_a_refused_line_the_parts_serve_a_try_that_skips_it_and_not_the_re
     path.write_text(path.read_text() + "not json\n")
     with pytest.raises(DataError, match="is not JSON"):
         made(tmp_path, path)
-    units = plan_units([path], 300)
+    slices = plan_slices([path], 300)
     settings = Settings("byte", "", "<u2", "text", True)
-    tokenize_unit(units[-1], settings, Part(str(tmp_path / "out.parts" / f"{len(units) - 1:08}")))
+    tokenize_slice(slices[-1], settings, SliceOutput(str(tmp_path / "out.parts" / f"{len(slices) - 1:08}")))
     with pytest.raises(DataError, match="is not JSON"):
         made(tmp_path, path)
     report = made(tmp_path, path, skip_bad=True)
@@ -232,7 +236,7 @@ def test_text_that_a_tokenizer_makes_no_token_of_is_no_output(tmp_path: Path) ->
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text(" \n\t\n")
-    with pytest.raises(DataError, match="holds no token"):
+    with pytest.raises(DataError, match="has no tokens"):
         made(tmp_path, tmp_path / "a.txt", tokenizer=str(tmp_path / "tokenizer.json"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "tokenizer.json"]
     made(tmp_path, tmp_path / "a.txt")
@@ -249,7 +253,7 @@ def test_parquet_without_rows(tmp_path: Path, groups: int) -> None:
         for _ in range(groups):
             writer.write_table(table)
     for skip in (False, True):
-        with pytest.raises(DataError, match=r"is empty|holds no token"):
+        with pytest.raises(DataError, match=r"is empty|has no tokens"):
             made(tmp_path, tmp_path / "a.parquet", skip_bad=skip)
         assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
     report = made(tmp_path, tmp_path / "a.parquet", lines(tmp_path / "b.jsonl", TEXTS), skip_bad=True)
@@ -264,7 +268,7 @@ def test_parquet_columns(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"body": [*TEXTS[:9], None]}), path, row_group_size=4)
     with pytest.raises(DataError, match=r"no column 'text'; use --field with one of body"):
         made(tmp_path, path)
-    with pytest.raises(DataError, match="row 2 of row group 3 has no text in 'body'"):
+    with pytest.raises(DataError, match="row 2 of row group 3 has no text in column 'body'"):
         make_token_file([path], tmp_path / "no", field="body", workers=1)
     report = make_token_file([path], tmp_path / "yes", field="body", skip_bad=True, workers=1)
     assert (report.counts.skipped, report.parts, texts_of(tmp_path / "yes")) == (1, 3, TEXTS[:9])

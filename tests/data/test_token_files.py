@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastack.data.token_files import ArrayFile, open_token_files
-from megastack.data.token_ids import id_violations, pieces
+from megastack.data.token_files import ArrayFile, id_violations, open_token_files, pieces
+from megastack.errors import DataError
 from tests.data.token_cases import write_by_hand
 
 FAR = [[1] * 70_000, [2, 3, 999, 4], [5] * 10]
@@ -27,7 +27,7 @@ class Huge:
     tokens: int
     dtype: np.dtype = field(default_factory=lambda: np.dtype("i4"))
     name: str = "huge"
-    places: int = 1
+    boundaries: int = 1
     seen: list[tuple[int, int]] = field(default_factory=list)
 
     def read(self, begin: int, end: int) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_a_type_that_the_vocabulary_holds_altogether_is_not_read() -> None:
 
 def test_what_is_read_of_a_large_file_is_bounded_and_spread_over_it() -> None:
     large, small = Huge(10**11), Huge(1000)
-    assert not id_violations([large, small], 256, most=1 << 20)
+    assert not id_violations([large, small], 256, limit=1 << 20)
     assert small.seen == [(0, 1000)]
     assert sum(end - begin for begin, end in large.seen) <= 1 << 20
     assert large.seen[0][0] == 0 and large.seen[-1][1] == 10**11
@@ -77,11 +77,11 @@ def test_of_a_large_file_the_note_beside_it_counts_if_it_is_its_own(tmp_path: Pa
     files = open_token_files([write_by_hand(tmp_path / "a", [[1] * 200_000], 8)])
     note = tmp_path / "a.json"
     note.write_text(json.dumps({"largest_id": 999, "tokens": 200_000}))
-    (found,) = id_violations(files, 256, most=1 << 16)
-    assert str(found).startswith("model.vocab=256: token id 999 in") and "a.json says" in str(found)
+    (found,) = id_violations(files, 256, limit=1 << 16)
+    assert str(found).startswith("model.vocab=256: token id 999 in") and "recorded in" in str(found)
     assert not id_violations(files, 256), "a file that is read whole speaks for itself"
     note.write_text(json.dumps({"largest_id": 999, "tokens": 5}))
-    assert not id_violations(files, 256, most=1 << 16)
+    assert not id_violations(files, 256, limit=1 << 16)
 
 
 @given(st.integers(0, 10**7), st.integers(0, 10**7))
@@ -91,3 +91,26 @@ def test_pieces_lie_apart_within_the_file_and_the_bound(tokens: int, most: int) 
     assert all(a[1] <= b[0] for a, b in pairwise(found))
     total = sum(end - begin for begin, end in found)
     assert total == tokens if most >= tokens else total <= max(most, 1 << 16)
+
+
+def test_prefixes_files_folders_and_patterns(tmp_path: Path) -> None:
+    for name in ("b", "a.v1"):
+        write_by_hand(tmp_path / "x", [[1]], 8)
+        (tmp_path / "x.bin").rename(tmp_path / f"{name}.bin")
+        (tmp_path / "x.idx").rename(tmp_path / f"{name}.idx")
+    names = [[tmp_path], [tmp_path / "*.idx"], [tmp_path / "a.v1.bin", tmp_path / "b.idx"]]
+    names.append([tmp_path / "a.v1", tmp_path / "b"])
+    for paths in names:
+        assert [Path(file.name).name for file in open_token_files(paths)] == ["a.v1", "b"]
+
+
+def test_what_is_no_token_file_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "f.npy", np.zeros(3))
+    write_by_hand(tmp_path / "none", [], 8)
+    (tmp_path / "empty").mkdir()
+    twice = [tmp_path / "none", tmp_path / "none.bin"]
+    cases = {"integers": [tmp_path / "f.npy"], "has no tokens": [tmp_path / "none"], "named twice": twice}
+    cases |= {"without .idx": [tmp_path / "empty"], "does not exist": [tmp_path / "gone"], r"paths=\[\]": []}
+    for message, paths in cases.items():
+        with pytest.raises(DataError, match=message):
+            open_token_files(paths)

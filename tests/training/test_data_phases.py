@@ -141,12 +141,12 @@ def test_weights_may_change_in_the_stage_that_goes_on_and_not_in_one_that_is_ove
     save(path, before.state(), before.mesh).wait()
     changed = training(1, 5)
     changed.restore(path)
-    assert [[stretch.begin for stretch in history] for history in changed.histories] == [[0], [8, 12]]
+    assert [[change.begin for change in history] for history in changed.histories] == [[0], [8, 12]]
     loader = changed.step.loader
     assert isinstance(loader, PhasedLoader)
     numbers = np.concatenate([loader.sample_numbers(step) for step in range(6)])
     assert len(set(numbers.tolist())) == 24
-    with pytest.raises(CheckpointError, match=r"data\.blend: its stage is over, other weights would do nothing"):
+    with pytest.raises(CheckpointError, match=r"data\.blend: its phase is over, so new weights would have no effect"):
         training(3, 2).restore(path)
 
 

@@ -1,4 +1,4 @@
-"""What one process does: the tokens of one unit, into files that carry their name only when they are whole."""
+"""The work of one process: tokenize one slice of the input into files that are renamed into place when complete."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from megastack.corpus.units import BadLines, Unit, read_unit
-from megastack.data.tokenizers import Tokenizer, ended, load_tokenizer
+from megastack.corpus.inputs import BadLines, InputSlice, read_slice
+from megastack.data.tokenizers import Tokenizer, append_end, load_tokenizer
 
 _BATCH_BYTES, _BATCH = 1 << 20, 1024
-"""A batch for the tokenizer ends with the document that reaches either."""
+"""A batch for the tokenizer ends with the document that reaches either limit."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the tokens of a unit: `digest` is of the tokenizer's file, `dtype` the type of ids in the file."""
+    """Everything that determines the tokens; `digest` is of the tokenizer's file, `dtype` the type of stored ids."""
 
     tokenizer: str
     digest: str
@@ -33,7 +33,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a unit held, or several; `first_bad` is what was wrong with the first line that was left out."""
+    """Counts of one or more slices; `first_bad` is the error of the first bad line that was skipped."""
 
     documents: int = 0
     tokens: int = 0
@@ -54,8 +54,8 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The files of a finished unit: ids, lengths of documents, and counts, written last."""
+class SliceOutput:
+    """The files of one finished slice: ids, document lengths, and counts, which are written last."""
 
     stem: str
 
@@ -71,60 +71,60 @@ class Part:
     def counts(self) -> Path:
         return Path(self.stem + ".json")
 
-    def usable(self, settings: Settings) -> Counts | None:
-        """The counts of a part that is whole; None for one that is not, or left out lines that are to be refused."""
+    def read_counts(self, settings: Settings) -> Counts | None:
+        """The counts of a complete output; None if it is incomplete, or skipped lines that `settings` do not allow."""
         width = np.dtype(settings.dtype).itemsize
         try:
             counts = Counts(**json.loads(self.counts.read_text(encoding="utf-8")))
-            whole = self.ids.stat().st_size == counts.tokens * width and self.lengths.is_file()
+            complete = self.ids.stat().st_size == counts.tokens * width and self.lengths.is_file()
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-        return counts if whole and (settings.skip or not counts.skipped) else None
+        return counts if complete and (settings.skip or not counts.skipped) else None
 
 
-def tokenize_unit(unit: Unit, settings: Settings, part: Part) -> Counts:
-    """Write the part of a unit.
+def tokenize_slice(input_slice: InputSlice, settings: Settings, output: SliceOutput) -> Counts:
+    """Write the output of a slice.
 
-    Raises :class:`DataError` for a bad line that is not to be left out.
+    Raises :class:`DataError` for a bad line unless bad lines are skipped.
     """
     bad, lengths, total = BadLines(settings.skip), [np.empty(0, "<i4")], Counts()
     tokenizer, dtype = _tokenizer(settings), np.dtype(settings.dtype)
-    with open(f"{part.ids}.part", "wb") as out:
-        for batch in _batches(read_unit(unit, settings.field, bad)):
+    with open(f"{output.ids}.part", "wb") as out:
+        for batch in _batches(read_slice(input_slice, settings.field, bad)):
             ids, sizes = _encoded(tokenizer, batch)
             out.write(ids.astype(dtype).tobytes())
             lengths.append(sizes)
             largest = int(ids.max()) if len(ids) else -1
             total += Counts(len(sizes), len(ids), sum(map(len, batch)), largest_id=largest)
     total += Counts(skipped=bad.count, first_bad=bad.first)
-    os.replace(f"{part.ids}.part", part.ids)
-    with open(part.lengths, "wb") as file:
+    os.replace(f"{output.ids}.part", output.ids)
+    with open(output.lengths, "wb") as file:
         np.save(file, np.concatenate(lengths))
-    unfinished = part.counts.with_suffix(".part")
+    unfinished = output.counts.with_suffix(".part")
     unfinished.write_text(json.dumps(asdict(total)), encoding="utf-8")
-    os.replace(unfinished, part.counts)
+    os.replace(unfinished, output.counts)
     return total
 
 
 def start_worker() -> None:
-    """Set up a process of the pool: one thread for the tokenizer, and only the parent is asked to stop."""
+    """Set up a process of the pool: one thread for the tokenizer, and interrupts handled by the parent alone."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @cache
 def _tokenizer(settings: Settings) -> Tokenizer:
-    """The tokenizer, loaded once in a process as long as its file stays what it was."""
+    """The tokenizer, loaded once per process and file content."""
     return load_tokenizer(settings.tokenizer, allow_special_tokens=settings.allow_special_tokens)
 
 
 def _encoded(tokenizer: Tokenizer, batch: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of all documents back to back, each with its end, and the length of each; empty ones left out."""
-    encoded = [ended(ids, tokenizer.end) for ids in tokenizer.encode(batch) if len(ids)]
-    return _joined(encoded), np.array([len(ids) for ids in encoded], "<i4")
+    """The ids of all documents back to back with their end ids, and the length of each, without empty ones."""
+    encoded = [append_end(ids, tokenizer.end) for ids in tokenizer.encode(batch) if len(ids)]
+    return _concatenated(encoded), np.array([len(ids) for ids in encoded], "<i4")
 
 
-def _joined(pieces: list[np.ndarray]) -> np.ndarray:
+def _concatenated(pieces: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 
