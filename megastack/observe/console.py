@@ -25,7 +25,7 @@ LOGGER = "megastack"
 
 
 class Console:
-    """Writes to the screen on one rank and nowhere on the others. A screen that takes nothing raises nothing."""
+    """Console output of one rank; disabled on the others. Never raises."""
 
     def __init__(self, *, enabled: bool = True, stderr: bool = False) -> None:
         self._rich = RichConsole(
@@ -37,15 +37,15 @@ class Console:
         )
 
     def line(self, text: str, style: str = "") -> None:
-        """One line (or several)."""
+        """Print a line, or several."""
         self._rich.print(Text(printable(text), style=style))
 
     def text(self, text: str, style: str = "") -> None:
-        """Text as it comes, without an end of line."""
+        """Print text without a final newline."""
         self._rich.print(Text(printable(text), style=style), end="")
 
     def train(self, row: Mapping[str, Any], steps: int) -> None:
-        """The line of a training step."""
+        """Print the line of a training step."""
         self._rich.print(
             Text.assemble(
                 (f"step {row['step']:>{len(str(steps))}}/{steps}", "bold"),
@@ -55,7 +55,7 @@ class Console:
         )
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Aligned columns; as wide as they need to be, so that paths stay whole."""
+        """Print aligned columns, never truncated."""
         shown = [[printable(cell) for cell in row] for row in (header, *rows)]
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
         for at, cells in enumerate(shown):
@@ -63,14 +63,14 @@ class Console:
             self.line(text.rstrip(), style="bold" if at == 0 else "")
 
     def validation(self, row: Mapping[str, Any]) -> None:
-        """The line of a validation."""
+        """Print the line of a validation."""
         loss = number(row["loss"], ".4f")
         text = f"  validation  loss {loss}  over {counted(row['samples'], 'sample')}, {counted(row['tokens'], 'token')}"
         self.line(text, style="cyan")
 
 
 def number(value: float | None, format_spec: str) -> str:
-    """A number for a column; a value that was not finite shows as a dash."""
+    """A number for a column; None, as for values that are not finite, becomes a dash."""
     return "–" if value is None else format(value, format_spec)
 
 

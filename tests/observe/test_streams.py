@@ -15,7 +15,7 @@ import pytest
 
 import megastack
 from megastack.observe.console import Console, set_up_logging
-from megastack.observe.streams import BestEffortStream, best_effort_output, release_output, say_at_once
+from megastack.observe.streams import BestEffortStream, best_effort_output, release_output, write_stderr
 from tests.tiny_runs import overrides, rows, status, train
 
 ROOT = Path(megastack.__file__).resolve().parent.parent
@@ -135,7 +135,7 @@ def test_the_descriptor_of_standard_error_may_be_closed() -> None:
     kept = os.dup(2)
     os.close(2)
     try:
-        say_at_once("×")
+        write_stderr("×")
     finally:
         os.dup2(kept, 2)
         os.close(kept)

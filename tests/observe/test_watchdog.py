@@ -41,7 +41,7 @@ def test_a_rank_that_is_stuck_elsewhere_says_where() -> None:
     found = [report(0, reduction, counts), report(1, None, {reduction.line: 6}, 9.0), report(2, reduction, counts)]
     missing = find_missing_ranks(found, 3)
     assert missing is not None and (missing.rank, missing.operation) == (1, "tp all_reduce 7 of [8]")
-    assert missing.lines[-1] == "[rank 1 | pp1 dp0 tp0] called nothing for 9 s in training step 3, at a.py:7 in f"
+    assert missing.lines[-1] == "[rank 1 | pp1 dp0 tp0] issued no operation for 9 s in training step 3, at a.py:7 in f"
 
 
 def test_nobody_is_missing_where_all_came_or_wait_in_a_circle() -> None:
@@ -84,7 +84,7 @@ def test_the_thread_writes_when_nothing_moves_and_the_report_stays_as_it_was(tmp
         others_failed.set()
         flight_recorder.end_wait()
         watchdog.write()
-    assert (found.waiting, found.doing, found.who) == (operation, "training step 3", "[rank 1 | pp1 dp0 tp0]")
+    assert (found.waiting, found.doing, found.label) == (operation, "training step 3", "[rank 1 | pp1 dp0 tp0]")
     assert found.seconds >= 0.25 and found.actions == ["1F0"] * 4 and "test_watchdog.py" in found.stack[-1]
     assert json.loads(path.read_text())["waiting"] is not None
 
