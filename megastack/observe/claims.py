@@ -71,7 +71,7 @@ NO_JOB = Job()
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim to a folder as it was read; the default stands for no claim.
+    """A claim to a folder as it was read; the default means that there is no claim.
 
     Attributes:
         number: its position in the sequence.

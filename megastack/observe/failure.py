@@ -1,6 +1,6 @@
 """Failure reports: what a failing rank writes before it exits, with time, mesh coordinates, action and traceback.
 
-The launcher sorts the reports. A secondary (peer) failure, an error that only says that another rank is gone
+The launcher sorts the reports. A secondary (peer) failure, an error that only reports that another rank is gone
 ("connection closed"), comes after primary failures and after ranks that died without a report.
 """
 
@@ -33,8 +33,8 @@ class FailureRecord:
         error: class and message.
         trace: the traceback.
         message: the message without the class.
-        echo: whether it is a secondary failure, which only says that another rank is gone.
-        refused: whether the run was rejected for an error of the user's before anything was trained.
+        echo: whether it is a secondary failure, which only reports that another rank is gone.
+        refused: whether the run was rejected because of a user error before training.
         blames: other ranks that the error is about.
     """
 

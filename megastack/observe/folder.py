@@ -153,7 +153,7 @@ def claim(
     base = Path(directory)
     base = base if base.name not in ("", "..") else base.resolve()  # relative to the current folder
     if not base.name:
-        raise IsADirectoryError(f"{base} is not a folder of its own")
+        raise IsADirectoryError(f"{base} cannot be a run folder")
     if base.exists() and not base.is_dir():
         raise NotADirectoryError(f"{base} is a file, not a folder")
     for number in itertools.count(1):

@@ -260,7 +260,7 @@ class MissingRank:
 def find_missing_ranks(reports: Sequence[RankState], world_size: int) -> MissingRank | None:
     """Find the rank that others wait for, from the reports of all ranks that could write one.
 
-    If no rank waits on the host, as with NCCL, the most recent operations stand for the awaited ones.
+    If no rank waits on the host, as with NCCL, the most recent operations are used as the awaited ones.
 
     Returns:
         ``None`` if no rank waits, or if ranks wait for each other in a cycle.

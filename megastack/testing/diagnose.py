@@ -30,7 +30,7 @@ OWN_CODE = (
     "its inputs match the reference on every rank, so the error is in its own code: it depends on the rank, or treats "
     "this rank's part (an index, a size, a mean, the rows of a parameter) as the whole"
 )
-"""What remains to be said of a wrong output if the module is pure and no signature matches."""
+"""The cause of a wrong output if the module is pure and no signature matches."""
 BUFFER = (
     "it is probably updated from this rank's data alone; reduce what updates it, for example with "
     "megastack.comm.collectives.all_reduce"
@@ -40,7 +40,7 @@ RankMismatch = tuple[RankReport, Mismatch]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known besides the numbers of a training.
+    """Facts about a layout besides the numbers of its training.
 
     Attributes:
         names: all parameters and buffers in the order of their use.

@@ -222,7 +222,7 @@ def _innermost_user_module(name: str, candidates: Collection[str], classes: Modu
 
 @dataclass(frozen=True)
 class Deviation:
-    """A module at fault as one rank sees it: the tensors it produced, beside the reference."""
+    """A module at fault on one rank: the tensors it produced, compared with the reference."""
 
     faulty: FaultyModule
     tensors: Mapping[TensorKey, ComparedTensor]

@@ -23,7 +23,7 @@ from megastack.mesh.shape import Axis
 from megastack.placement.placement import Placement
 
 TensorKey = int | str
-"""Where a tensor stands among arguments or results: a position or keyword, followed by the keys inside a container."""
+"""The position of a tensor among arguments or results: an index or keyword, then the keys inside a container."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ def tensors_in(values: Iterable[tuple[TensorKey, object]]) -> Iterator[tuple[Ten
 
 
 def output_tensors(output: object) -> Iterator[tuple[TensorKey, Tensor]]:
-    """The tensors of a result; each element of a tuple or list is a result of its own."""
+    """The tensors of a result; each element of a tuple or list is a separate result."""
     return tensors_in(enumerate(output if isinstance(output, tuple | list) else [output]))
 
 

@@ -2,7 +2,7 @@
 
 Each checked module is called again with the inputs of its first call. If the state of every random number generator is
 restored, the output must be the same; otherwise the module keeps state between calls or is not deterministic, and two
-runs tell which. If one generator is then put into another state, the output must still be the same; otherwise the
+runs show which. If one generator is then put into another state, the output must still be the same; otherwise the
 module draws from that generator, whose numbers depend on what each process drew before.
 """
 

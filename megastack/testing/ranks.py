@@ -6,7 +6,7 @@ function and arguments: closures and lambdas, as function or argument, local cla
 a notebook. Function and arguments alone decide which of the two is used. Ranks run on one thread, since a child forked
 from a parent that used several threads cannot use several itself. The parent must not hold a process group.
 
-If ranks do not return, each is asked for its stack, to tell a rank that waits for others from the rank they wait for. A
+If ranks do not return, their stacks show which of them wait for other ranks and which do not. A
 rank that is blocked in the transport runs no Python code, so ``faulthandler`` writes the stack of its main thread from
 a signal handler in C. A stopped process writes nothing.
 """

@@ -138,7 +138,7 @@ class Verifier:
         found = legal_layouts(self.config, ranks)
         if not found:
             raise ConfigError(
-                f"--ranks={ranks}: no layout of {counted(ranks, 'rank')} is legal for this model and batch"
+                f"--ranks={ranks}: no layout of {counted(ranks, 'rank')} is valid for this model and batch"
             )
         return found
 
@@ -244,7 +244,7 @@ class Verifier:
 def failure_summary(failure: RankFailure) -> str:
     """A failure in a few lines: the rank, its error, and the location in the user's code and then in the package."""
     lines = [line.strip() for line in str(failure).splitlines()]
-    if failure.error is None:  # it died or did not return; then each rank has a line that says where it is
+    if failure.error is None:  # it died or did not return; each hung rank has a line with its location
         return "\n".join([lines[0], *(line for line in lines[1:] if line.startswith("rank "))])
     error = traceback.format_exception_only(failure.error)[-1].strip()
     locations = [line for line in lines if line.startswith("File ") and "/site-packages/" not in line]

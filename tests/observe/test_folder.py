@@ -49,5 +49,5 @@ def test_the_current_folder_is_named_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "job")
     assert claim(".", "unused").path == tmp_path / "job"
     assert claim(".", "unused").path == tmp_path / "job-2"
-    with pytest.raises(OSError, match="not a folder of its own"):
+    with pytest.raises(OSError, match="cannot be a run folder"):
         claim("/", "unused")
