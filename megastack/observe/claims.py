@@ -22,7 +22,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megastack.observe.files import cannot_write, replace_text
 from megastack.observe.process import Process
@@ -50,7 +49,7 @@ class Job:
     requeues: int = 0
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Job:
+    def from_record(cls, record: Mapping[str, object]) -> Job:
         """The inverse of ``asdict``.
 
         Raises:

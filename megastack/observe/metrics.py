@@ -41,7 +41,7 @@ def tensorboard_installed() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-def row(kind: str, step: int, fields: Mapping[str, Any]) -> Row:
+def row(kind: str, step: int, fields: Mapping[str, object]) -> Row:
     """A row of ``metrics.jsonl`` with the present time, and null for values that are not finite."""
     return {"kind": kind, "step": step, "time": time.time()} | {name: _plain(value) for name, value in fields.items()}
 
@@ -91,7 +91,7 @@ def scalars(entry: Row) -> dict[str, float]:
     return {tag: value for tag, value in found.items() if value is not None}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

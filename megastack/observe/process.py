@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from megastack.records import integer, number, string
 
@@ -63,7 +62,7 @@ class Process:
         return f"{self.host} {self.boot} {self.namespace} {self.pid} {self.ticks}"
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Process:
+    def from_record(cls, record: Mapping[str, object]) -> Process:
         """The inverse of :meth:`as_json`.
 
         Raises:
@@ -73,7 +72,7 @@ class Process:
         pid, ticks = integer(record, "pid", least=1, most=2**31), integer(record, "ticks")
         return cls(**words, pid=pid, ticks=ticks, started=number(record, "started", least=0))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The process as a JSON object."""
         return asdict(self)
 

@@ -15,7 +15,7 @@ FIELDS = ("status", "step", "checkpoint", "reason", "rank", "coordinates", "exit
 EXIT_CODES = {"completed": 0, "preempted": 75, "failed": 1, "diverged": 1}
 
 
-def write_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
+def write_status(path: Path, status: str, **fields: object) -> dict[str, Any]:
     """Replace the file atomically and return the record; omitted fields are null."""
     unknown = set(fields) - set(FIELDS)
     assert not unknown, unknown
@@ -25,7 +25,7 @@ def write_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
     return record
 
 
-def update_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
+def update_status(path: Path, status: str, **fields: object) -> dict[str, Any]:
     """Like :func:`write_status`, but an omitted step, checkpoint, pid or start keeps its value."""
     previous = read_status(path) or {}
     kept = {name: previous.get(name) for name in ("step", "checkpoint", "pid", "start")}

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from megastack.comm.flight_recorder import FlightRecorder, Operation
 from megastack.mesh.shape import Axis, describe_coordinates
@@ -69,7 +68,7 @@ class RankState:
     last: Operation | None = None
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> RankState:
+    def from_record(cls, record: Mapping[str, object]) -> RankState:
         """The inverse of ``dataclasses.asdict``, from parsed JSON.
 
         Raises:
@@ -108,7 +107,7 @@ class RankState:
         return f"{self.label} issued no operation for {self.seconds:.0f} s in {self.doing}{where}"
 
 
-def _operation(record: Mapping[str, Any], name: str) -> Operation | None:
+def _operation(record: Mapping[str, object], name: str) -> Operation | None:
     """An operation of a record, or null.
 
     Raises:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,8 +96,8 @@ class CallRecorder:
         }
 
     def _before(
-        self, name: str, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, name: str, module: nn.Module, arguments: tuple[object, ...], named: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Record the inputs and pass the module an alias of each, so that a gradient belongs to this use only.
 
         A recomputed call is recorded once. It receives aliases each time, since a recomputation must repeat the first
@@ -126,7 +125,7 @@ class CallRecorder:
             if parameter.dim() == 1 and name not in self.vectors and not isinstance(parameter, DTensor):
                 self.vectors[name] = parameter.detach().clone()
 
-    def _after(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    def _after(self, name: str, module: nn.Module, arguments: tuple[object, ...], output: object) -> None:
         call = self._open.pop(name, None)
         if self.trace is None or call is None:
             return
@@ -175,7 +174,7 @@ class ModuleTracer:
             stage.register_forward_pre_hook(self._start)
         self.recorder = CallRecorder((name, x) for stage in stages for name, x in stage.named_modules() if name)
 
-    def _start(self, stage: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def _start(self, stage: nn.Module, arguments: tuple[object, ...]) -> None:
         microbatch = next(value for value in arguments if isinstance(value, Microbatch))
         first = microbatch.step == 0 and torch.is_grad_enabled()
         self.recorder.trace = self.traces.get(int(microbatch.samples_B[0])) if first else None

@@ -84,6 +84,7 @@ def assert_parity(
     spec = TrainingSpec(steps, dtype, optimizer, sequence_parallel, batch, sequence, hidden)
     reference = run_ranks(lambda: _trace(factory, MeshShape(), spec), 1, timeout=timeout)[0]
     trace = run_ranks(lambda: _trace(factory, shape, spec), shape.world_size, timeout=timeout)[0]
+    assert reference is not None and trace is not None
     adam_fp32 = optimizer == "adamw" and dtype == torch.float32
     found = differences(reference, trace, tolerance=TOLERANCES[dtype], adam_fp32=adam_fp32)
     if found:

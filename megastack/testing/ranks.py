@@ -19,7 +19,6 @@ import faulthandler
 import gc
 import io
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import re
@@ -29,18 +28,22 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from megastack.comm.peer_failure import is_peer_failure, is_transport
 from megastack.errors import MegastackError
+
+T = TypeVar("T")
 
 POOL_SIZE = 8
 _GRACE_S = 2.0
@@ -78,14 +81,14 @@ class _RankTask:
 
 @dataclass(frozen=True)
 class _Outcome:
-    value: Any = None
+    value: object = None
     error: BaseException | None = None
     trace: str = ""
     time: float = 0.0
     is_secondary: bool = False
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(fn: Callable[..., T], world_size: int, *args: object, timeout: float = 60) -> list[T]:
     """Call ``fn(*args)`` on ``world_size`` gloo ranks and return the results by rank.
 
     Inside, ``Mesh.from_environment(MeshShape(...))`` finds the process group. Results are pickled.
@@ -107,14 +110,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     pool = _holder.get(world_size) if call else _Pool(world_size, lambda: fn(*args))
     tasks = [_RankTask(call, rank, world_size, folder, tuple(sys.path), timeout) for rank in range(world_size)]
     try:
-        return pool.run(tasks, timeout)
+        return cast("list[T]", pool.run(tasks, timeout))
     finally:
         if not call:
             pool.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes | None:
+def _pickled_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes | None:
     """A module-level function and its arguments, pickled for the pool; None if only a fork can inherit them."""
     if not isinstance(fn, FunctionType | type):
         return None
@@ -129,7 +132,7 @@ def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes | None
 class _PoolPickler(pickle.Pickler):
     """Pickles only those functions and classes that any process can import by name."""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, FunctionType | type):
             module = sys.modules.get(obj.__module__)
             spec = getattr(module, "__spec__", None)
@@ -141,11 +144,11 @@ class _PoolPickler(pickle.Pickler):
 class _Pool:
     """Forked ranks, each connected by a pipe."""
 
-    def __init__(self, size: int, fn: Callable[[], Any] | None = None) -> None:
+    def __init__(self, size: int, fn: Callable[[], object] | None = None) -> None:
         self.size = size
         self.broken = False
-        self._pipes: list[multiprocessing.connection.Connection] = []
-        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._processes: list[ForkProcess] = []
         for _ in range(size):
             mine, theirs = _fork.Pipe()
             process = _fork.Process(target=_serve, args=(theirs, [*self._pipes, mine], fn), daemon=True)
@@ -154,7 +157,7 @@ class _Pool:
             self._pipes.append(mine)
             self._processes.append(process)
 
-    def run(self, tasks: Sequence[_RankTask], timeout: float) -> list[Any]:
+    def run(self, tasks: Sequence[_RankTask], timeout: float) -> list[object]:
         try:
             for pipe, task in zip(self._pipes, tasks, strict=False):
                 pipe.send_bytes(pickle.dumps(task))
@@ -165,17 +168,20 @@ class _Pool:
         failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.trace}
         missing = [rank for rank in range(len(tasks)) if rank not in outcomes]
         if failed or missing:
-            hung = _hung_ranks(tasks[0].folder, {rank: self._processes[rank].pid for rank in missing})
+            hung = _hung_ranks(tasks[0].folder, self._pids(missing))
             self.close()
             raise _failure(failed, hung, timeout)
         return [outcomes[rank].value for rank in range(len(tasks))]
+
+    def _pids(self, ranks: Iterable[int]) -> dict[int, int]:
+        return {rank: pid for rank in ranks if (pid := self._processes[rank].pid) is not None}
 
     def _collect(self, count: int, deadline: float) -> dict[int, _Outcome]:
         """Outcomes by rank, until all returned, the deadline passed, or the grace period after a failure is over."""
         waiting, outcomes = {self._pipes[rank]: rank for rank in range(count)}, {}
         while waiting and (left := deadline - time.monotonic()) > 0:
-            for ready in multiprocessing.connection.wait(list(waiting), left):
-                rank = waiting.pop(cast(multiprocessing.connection.Connection, ready))
+            for ready in wait(list(waiting), left):
+                rank = waiting.pop(cast(Connection, ready))
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].trace:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -313,7 +319,11 @@ def _timeout_failure(
     return RankFailure(f"{summary}{locations}{trace}", named[0].rank)
 
 
-def _serve(pipe: multiprocessing.connection.Connection, others: list[Any], inherited: Callable[[], Any] | None) -> None:
+def _serve(
+    pipe: Connection,
+    others: list[Connection],
+    inherited: Callable[[], object] | None,
+) -> None:
     """Run tasks until the pipe closes."""
     gc.freeze()  # objects of the parent may have destructors that wait for threads that were not forked
     for other in others:
@@ -327,7 +337,7 @@ def _serve(pipe: multiprocessing.connection.Connection, others: list[Any], inher
         pipe.send_bytes(_pickled(_perform(task, inherited)))
 
 
-def _perform(task: _RankTask, inherited: Callable[[], Any] | None) -> _Outcome:
+def _perform(task: _RankTask, inherited: Callable[[], object] | None) -> _Outcome:
     try:
         sys.path[:] = list(task.path)
         fn, args = pickle.loads(task.call) if task.call else (inherited, ())

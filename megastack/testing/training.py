@@ -71,7 +71,8 @@ def trace_layout(config: TrainConfig, steps: int, *, dataset: Dataset | None = N
         timeout: seconds after which the ranks are killed.
     """
     world = mesh_shape(config).world_size
-    trace: Trace = run_ranks(_trace_on_rank, world, config, steps, dataset, timeout=timeout)[0]
+    trace = run_ranks(_trace_on_rank, world, config, steps, dataset, timeout=timeout)[0]
+    assert trace is not None
     return trace
 
 

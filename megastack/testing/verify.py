@@ -115,9 +115,7 @@ class Verifier:
         """
         runs, steps, dataset = _runs(self.alone), self.steps, self.dataset
         try:
-            traces: dict[str, Trace] = run_ranks(
-                lambda: reference_traces(runs, steps, dataset), 1, timeout=self._timeout
-            )[0]
+            traces = run_ranks(lambda: reference_traces(runs, steps, dataset), 1, timeout=self._timeout)[0]
         except RankFailure as failure:
             if isinstance(failure.error, REFUSALS):
                 raise failure.error from None
