@@ -25,7 +25,7 @@ NEVER_ONE = {
     ("comm/collectives.py", "buffer.numel()"),  # an assertion
     ("layers/cache.py", "seen"),  # an assertion
     ("layers/loss.py", "logits_BSV.shape[-1]"),  # a padded vocabulary
-    ("layers/loss.py", "group.size"),  # a single rank holds all columns
+    ("layers/loss.py", "group.size"),  # one rank has all columns
     ("config/overrides.py", "MOST_JOBS"),
     ("config/overrides.py", "jobs"),  # more than the limit
     ("config/text_rules.py", "LONGEST_NAME"),
@@ -43,8 +43,8 @@ NEVER_ONE = {
     ("interop/hub_config.py", "length"),  # longer than the window
     ("interop/proof.py", "SEQUENCES"),
     ("launch/local.py", "RANKS_PER_CPU * cpus"),
-    ("launch/weights.py", "shape.world_size"),  # one has a separate text
-    ("mesh/mesh.py", "seen"),  # more than one GPU
+    ("launch/weights.py", "shape.world_size"),  # one has a text of its own
+    ("mesh/mesh.py", "seen"),  # several GPUs
     ("mesh/mesh.py", "shape.world_size"),  # one needs no launcher
     ("pipeline/split.py", "stages"),  # more than blocks
     ("placement/boxes.py", "shard.copies"),  # only where there are several
