@@ -50,7 +50,7 @@ NEVER_ONE = {
     ("placement/boxes.py", "shard.copies"),  # only where there are several
     ("plan/describe.py", "human(layout.parameters)"),
     ("testing/layouts.py", "schedule.chunks"),  # only where there are several
-    ("testing/verify_command.py", "len(verdicts)"),  # one has a separate text
+    ("testing/verify_command.py", "len(verdicts)"),  # one has a text of its own
 }
 
 NOT_A_COUNT = {
