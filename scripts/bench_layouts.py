@@ -1,9 +1,9 @@
-"""Megastack beside torch's own blocks and DeepSpeed, layout by layout: ``python scripts/bench_layouts.py --page``.
+"""Compare megastack with torch and DeepSpeed, layout by layout: ``python scripts/bench_layouts.py --page``.
 
-Both sides train the same model from the same values on the same batches in the same processes, step by step in turn, so
-that whatever else the machine does hits both; the losses are compared. Prints a table, writes all figures as JSON and,
-with ``--page``, the table of ``docs/benchmarks/layouts.md``, which explains them. Exits 1 if the losses differ.
-Rows beside DeepSpeed need the package ``deepspeed`` and are left out where it is missing.
+Both sides train the same model from the same initial values on the same batches, step by step in turn, so that other
+load on the machine affects both; their losses are compared. Prints a table, writes all figures as JSON and, with
+``--page``, updates the table of ``docs/benchmarks/layouts.md``, which explains them. Exits with 1 if the losses differ.
+Comparisons with DeepSpeed need the package ``deepspeed`` and are skipped without it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOSS_TOLERANCE = 1e-4
 
 
 def main() -> int:
-    """Measure the chosen layouts one after another."""
+    """Measure the selected layouts one after another."""
     options = _options()
     limit_threads()
     before, results = os.getloadavg()[0], []
@@ -60,13 +60,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     available = [name for name, layout in LAYOUTS.items() if layout.is_available]
     parser.add_argument("layouts", nargs="*", default=available, metavar="LAYOUT", help=f"of {', '.join(LAYOUTS)}")
-    parser.add_argument("--pairs", type=int, default=10, help="timed steps of each side, besides those of warm-up")
-    parser.add_argument("--json", type=Path, default=Path("outputs/bench_layouts.json"), help="where the figures go")
-    parser.add_argument("--earlier", type=Path, help="figures that such a run left, for the layouts left out now")
-    parser.add_argument("--page", action="store_true", help="write the table of docs/benchmarks/layouts.md")
+    parser.add_argument("--pairs", type=int, default=10, help="timed steps of each side, after the warm-up")
+    parser.add_argument("--json", type=Path, default=Path("outputs/bench_layouts.json"), help="file for the figures")
+    parser.add_argument("--earlier", type=Path, help="figures of an earlier run, for layouts that are not measured now")
+    parser.add_argument("--page", action="store_true", help="update docs/benchmarks/layouts.md")
     options = parser.parse_args()
     if unknown := set(options.layouts) - set(LAYOUTS):
-        parser.error(f"no layout {', '.join(sorted(unknown))}; use {', '.join(LAYOUTS)}")
+        parser.error(f"unknown layout {', '.join(sorted(unknown))}; use {', '.join(LAYOUTS)}")
     if missing := [name for name in options.layouts if name not in available]:
         parser.error(f"{', '.join(missing)}: needs the package deepspeed; use {', '.join(available)}")
     return options
@@ -85,7 +85,7 @@ def _machine(cores: int, load_before: float) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's name where the system tells it."""
+    """The name of the processor, if known."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,12 +1,12 @@
-"""The default number of CPU threads against one: ``python scripts/bench_threads.py``, best on an idle machine.
+"""Compare the default number of CPU threads with one: ``python scripts/bench_threads.py``, on an idle machine.
 
 Two figures, each a ratio of step times, default over ``launch.threads_per_rank=1``:
 
-- *busy*: with one busy process per CPU, for a small and a wide model; at most 1.2 is wanted;
-- *idle*: with hidden 1,024 and nothing else on the machine; at most 0.75 is wanted on two CPUs or more.
+- *busy*: with one busy process per CPU, for a small and a wide model; the target is at most 1.2;
+- *idle*: with hidden 1,024 and an idle machine; the target is at most 0.75 on two CPUs or more.
 
-Runs of both sides alternate, so that whatever else the machine does hits both. Prints the median ratio of the rounds
-with the smallest and the largest, and what the ranks' logs say about the choice. Exits 1 if a figure is missed.
+Runs of both sides alternate, so that other load on the machine affects both. Prints the median ratio of the rounds with
+the smallest and the largest, and the choice of threads from the ranks' logs. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ CHOSEN = re.compile(r"\d+ threads? \(.*\)")
 
 
 def main() -> int:
-    """Measure the chosen figures one after another."""
+    """Measure the selected figures one after another."""
     options = _options()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
     environment["PYTHONPATH"] = str(ROOT)
     cpus, missed = len(os.sched_getaffinity(0)), False
     print(f"{cpus} CPUs, load {os.getloadavg()[0]:.1f} before the first run, {options.steps} steps a run")
     for name in options.figures or FIGURES:
-        overrides, busy, wanted = FIGURES[name]
+        overrides, busy, target = FIGURES[name]
         with _busy(cpus if busy else 0):
             ratios = [_round(name, overrides, options.steps, environment) for _ in range(options.rounds)]
         ratio = statistics.median(ratios)
-        missed |= ratio > wanted
-        print(f"{name}: {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), at most {wanted} wanted", flush=True)
+        missed |= ratio > target
+        print(f"{name}: {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), target at most {target}", flush=True)
     return int(missed)
 
 
@@ -56,13 +56,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", nargs="*", choices=[*FIGURES, []], metavar="FIGURE", help=f"of {list(FIGURES)}")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of a run, besides those of warm-up")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of a run, after the warm-up")
     return parser.parse_args()
 
 
 @contextlib.contextmanager
 def _busy(count: int) -> Iterator[None]:
-    """A context with busy processes, one on each CPU as the system places them."""
+    """A context with ``count`` busy processes."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -80,7 +80,7 @@ def _round(name: str, overrides: tuple[str, ...], steps: int, environment: dict[
 
 
 def _run(overrides: tuple[str, ...], steps: int, environment: dict[str, str]) -> tuple[str, float]:
-    """The threads that a run chose, in words, and the median of its step times."""
+    """The choice of threads of a run, as logged, and its median step time."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "megastack.cli", "train", *overrides, *QUIET]

@@ -1,11 +1,11 @@
-"""How fast token files are made and read: against the bare tokenizer, and against what training takes.
+"""Speed of making token files, compared with the bare tokenizer, and of reading them, compared with training.
 
     python scripts/bench_tokenize.py [--megabytes 24] [--workers 2] [--tokenizer tokenizer.json] [--json FILE]
 
 The text is the built-in one, shuffled by document and repeated; without --tokenizer a byte-level BPE of 8,000 ids is
-trained on it first. Bare is the batch encoder of the `tokenizers` package on the same documents, held in memory, in as
-many processes of one thread; `megastack tokenize` also reads, parses, ends documents, writes and joins. Both times
-begin before their processes start.
+trained on it first. The bare tokenizer is the batch encoder of the `tokenizers` package on the same documents in
+memory, in the same number of single-threaded processes; `megastack tokenize` also reads, parses, ends documents, writes
+and joins. Both times include the start of the processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCH = 1024
 
 
 def encode(tokenizer: str, texts: list[str]) -> int:
-    """The tokens of some texts, by the bare encoder."""
+    """The number of tokens of some texts, with the bare encoder."""
     import tokenizers
 
     loaded = tokenizers.Tokenizer.from_file(tokenizer)
@@ -44,7 +44,7 @@ def encode(tokenizer: str, texts: list[str]) -> int:
 
 
 def bare(tokenizer: str, texts: list[str], workers: int) -> tuple[float, int]:
-    """Seconds and tokens."""
+    """The seconds and the number of tokens of the bare encoder."""
     began = time.perf_counter()
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as pool:
         tokens = sum(pool.map(encode, [tokenizer] * workers, [texts[at::workers] for at in range(workers)]))
@@ -52,7 +52,7 @@ def bare(tokenizer: str, texts: list[str], workers: int) -> tuple[float, int]:
 
 
 def trained(folder: Path, texts: list[str]) -> str:
-    """A byte-level BPE of 8,000 ids."""
+    """Train a byte-level BPE of 8,000 ids; the path of its file."""
     import tokenizers
 
     made = tokenizers.ByteLevelBPETokenizer()
@@ -62,7 +62,7 @@ def trained(folder: Path, texts: list[str]) -> str:
 
 
 def loader_rate(prefix: Path, vocab: int, length: int) -> float:
-    """Tokens a second of the loader, all its checks and tensors included."""
+    """Tokens per second of the loader, including its checks and tensors."""
     data = build_dataset(source="bin", paths=[prefix], sequence_length=length, vocab=vocab)
     loader = Loader(data.train.samples, global_size=32, micro_size=4, vocab=vocab)
     began, steps = time.perf_counter(), 0
@@ -73,7 +73,7 @@ def loader_rate(prefix: Path, vocab: int, length: int) -> float:
 
 
 def training_rate(steps: int = 4) -> float:
-    """Tokens a second of the small Llama on one rank of this machine."""
+    """Tokens per second of training the small Llama on one rank of this machine."""
     config = compose(["experiment=laptop", *(f"parallel.{axis}=1" for axis in ("dp", "tp", "pp"))])
     training = build_training(config, Mesh.single())
     training.step(0)

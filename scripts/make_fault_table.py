@@ -1,7 +1,7 @@
-"""Run the cells of the fault matrix, one after another, and write the table of ``docs/failures.md``.
+"""Run the cells of the fault-injection matrix and write the table of ``docs/failures.md``.
 
-``python scripts/make_fault_table.py dp3 tp4 SIGSTOP sleep`` runs the cells of these layouts and kinds only, and keeps
-the other rows. All cells take about twenty minutes. The exit code is 1 if a cell does not end as it should.
+``python scripts/make_fault_table.py dp3 tp4 SIGSTOP sleep`` runs only the cells of these layouts and kinds, and keeps
+the other rows. All cells take about twenty minutes. The exit code is 1 if a cell does not end as expected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- begin of the fault matrix -->\n", "<!-- end of the fault matr
 
 
 def main() -> int:
-    """Run the cells of the layouts and kinds that are named, or of all, and put them into the table of the page."""
+    """Run the cells of the given layouts and kinds, or all, and update the table of the page."""
     torch.set_num_threads(1)
     named = set(sys.argv[1:])
     layouts, kinds = named & {*RANKS} or {*RANKS}, named & {*KINDS} or {*KINDS}
@@ -35,8 +35,8 @@ def main() -> int:
     for number, cell in enumerate(cells, 1):
         endings[cell] = f"– ({cell.impossible})" if cell.impossible else ""
         if not cell.impossible:
-            endings[cell], fine = run(cell)
-            wrong += not fine
+            endings[cell], expected = run(cell)
+            wrong += not expected
         sys.stderr.write(f"{number}/{len(cells)}  {cell}: {endings[cell]}\n")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     old, _, after = rest.partition(END)
@@ -47,12 +47,12 @@ def main() -> int:
 
 
 def row_name(line: str) -> tuple[str, ...]:
-    """The first three columns, which say what the row is about."""
+    """The first three columns, which identify the row."""
     return tuple(part.strip() for part in line.split("|")[1:4])
 
 
 def order(line: str) -> tuple[int, int, str]:
-    """Where a row stands: the head first, then by layout and kind."""
+    """The sort key of a row: the header first, then by layout and kind."""
     layout, kind, rank = row_name(line)
     if layout not in RANKS:
         return -1, layout == "---", ""
@@ -60,7 +60,7 @@ def order(line: str) -> tuple[int, int, str]:
 
 
 def run(cell: Cell) -> tuple[str, bool]:
-    """How a cell ended, in words, and whether that is right."""
+    """How a cell ended, as text, and whether that is as expected."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ending = run_cell(folder, cell)
@@ -69,7 +69,7 @@ def run(cell: Cell) -> tuple[str, bool]:
 
 
 def table(endings: Mapping[Cell, str]) -> str:
-    """The endings, a row for each fault on each rank."""
+    """The endings, one row for each fault on each rank."""
     rows = [["layout", "fault", "rank", *PHASES], ["---"] * (3 + len(PHASES))]
     for cell in endings:
         if cell.phase == PHASES[0]:

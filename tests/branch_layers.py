@@ -1,4 +1,4 @@
-"""An MLP of which each data rank uses other parameters."""
+"""MLPs whose data ranks use different parameters, or that have a parameter that another run did not have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BranchMLP(ParallelMLP):
 
 
 class GainMLP(ParallelMLP):
-    """Scales its output by a gain that another run had not."""
+    """Scales its output by a gain, which another run did not have."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Any, **options: Any) -> None:
         super().__init__(hidden, ffn, mesh, **options)

@@ -1,4 +1,4 @@
-"""An MLP with buffers of every kind that its forward updates, and layers whose buffers are wrong in one way each."""
+"""An MLP whose forward updates buffers of every kind, and layers with one error in their buffers each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megastack.placement.placement import Ones, Placement, Shard, Zeros
 
 
 class TrackingMLP(ParallelMLP):
-    """Keeps a running mean of its output, and one of its inner features, which tp cuts; both shape what it computes.
+    """Keeps a running mean of its output, and one of its inner features, sharded over tp; its output depends on both.
 
-    ``mean``, ``count`` and ``seen`` are not declared: every rank has them whole. ``level`` and ``gain`` are, the first
-    with values from here, the second without. ``scratch`` is in no checkpoint.
+    ``mean``, ``count`` and ``seen`` are not declared, so every rank holds them whole. ``level`` and ``gain`` are, the
+    first with initial values from here, the second without. ``scratch`` is not saved in checkpoints.
     """
 
     def __init__(self, hidden: int, ffn: int, mesh: Any, **options: Any) -> None:
@@ -59,7 +59,7 @@ class TrackingMLP(ParallelMLP):
 
 
 class StrayMLP(TrackingMLP):
-    """Its running mean covers this rank's samples alone."""
+    """Its running mean covers only the samples of this rank."""
 
     def _track(self, name: str, x: Tensor) -> None:
         with torch.no_grad():
@@ -67,7 +67,7 @@ class StrayMLP(TrackingMLP):
 
 
 class BlankMLP(ParallelMLP):
-    """Builds a buffer on the meta device and says nothing of its values."""
+    """Builds a buffer on the meta device without declaring its values."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Any, **options: Any) -> None:
         super().__init__(hidden, ffn, mesh, **options)
@@ -82,7 +82,7 @@ class DeclaredBlankMLP(BlankMLP):
 
 
 class HiddenMLP(ParallelMLP):
-    """A buffer that counts what this rank alone has seen, and that nothing else depends on."""
+    """A buffer that differs between ranks and does not affect the output."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Any, **options: Any) -> None:
         super().__init__(hidden, ffn, mesh, **options)

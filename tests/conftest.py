@@ -1,6 +1,6 @@
-"""One thread in the parent, so that the ranks it forks are safe; no deadlines for properties, which test no speed.
+"""One thread in the parent, so that it can fork ranks safely, and no deadlines for property tests.
 
-A test that hangs is ended by ``timeout`` of ``pyproject.toml``; one that runs every cell of a matrix may take hours.
+``timeout`` in ``pyproject.toml`` ends a test that hangs; tests marked ``full`` may take hours.
 """
 
 import pytest
@@ -13,7 +13,7 @@ settings.load_profile("megastack")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let tests of every cell take their time."""
+    """Remove the time-out of tests marked ``full``."""
     for item in items:
         if item.get_closest_marker("full") is not None:
             item.add_marker(pytest.mark.timeout(0))

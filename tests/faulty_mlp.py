@@ -1,4 +1,4 @@
-"""An MLP that misbehaves on one rank in one step, for runs that have to survive it or end well."""
+"""An MLP that fails on one rank in one step, for tests of failing runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from megastack.mesh.shape import Axis
 
 
 class FaultyMLP(ParallelMLP):
-    """Does ``what`` in the forward of 0-based step ``at`` on the last rank of the pipeline, tensor and data axes.
-
-    ``slow`` makes every forward of every rank take that many seconds longer.
+    """Does ``what`` in the forward of 0-based step ``at``, on the last rank of the pipeline, tensor and data axes.
 
     ``what`` is ``raise``, ``kill`` (SIGKILL to itself), ``term`` (SIGTERM to itself), ``launcher`` (SIGINT to its
-    parent), ``hang`` (for ever), ``stop`` (SIGSTOP to itself) or ``poison`` (its output with NaN); ``in_validation``
-    does it there, not in training.
+    parent), ``hang``, ``stop`` (SIGSTOP to itself) or ``poison`` (NaN output). With ``in_validation`` it happens in
+    validation instead. ``slow`` adds this many seconds to every forward of every rank.
     """
 
     def __init__(
@@ -46,10 +44,10 @@ class FaultyMLP(ParallelMLP):
             if self.what == "poison":
                 return super().forward(hidden_BSD, context) * torch.nan
             self.armed = False
-            self.misbehave()
+            self.fail()
         return super().forward(hidden_BSD, context)
 
-    def misbehave(self) -> None:
+    def fail(self) -> None:
         match self.what:
             case "raise":
                 raise ValueError("the layer broke")
@@ -68,6 +66,6 @@ class FaultyMLP(ParallelMLP):
 
 
 def fault(what: str, **more: Any) -> str:
-    """The override that puts the layer in."""
+    """The override that selects the layer."""
     extra = "".join(f", {name}: {str(value).lower()}" for name, value in more.items())
     return f"model.mlp={{_target_: tests.faulty_mlp.FaultyMLP, what: {what}{extra}}}"

@@ -1,4 +1,4 @@
-"""Layers whose parameters have few elements, none, or are not there at all."""
+"""Layers with parameters of few elements or of none, and a block without parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = {"one": (1,), "three": (3,), "empty": (0,), "rows": (0, 8)}
 
 
 class OddMLP(ParallelMLP):
-    """Scales its output by small parameters, and by what an empty one adds to it."""
+    """Scales its output by small parameters and by empty ones."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Mesh, **options: Any) -> None:
         super().__init__(hidden, ffn, mesh, **options)
@@ -32,7 +32,7 @@ class OddMLP(ParallelMLP):
 
 
 class ScalarMLP(ParallelMLP):
-    """Has a scale without dims."""
+    """Has a parameter without dims."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Mesh, **options: Any) -> None:
         super().__init__(hidden, ffn, mesh, **options)

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": {"gradients", "placement"},
     "data": {"random", "batch"},
     "checkpoint": {"placement", "comm", "mesh", "records", "observe.printable"},
-    "observe": {"records", "mesh.shape", "comm.group", "comm.objects", "comm.flight_recorder"},
+    "observe": {"records", "mesh.shape", "comm.flight_recorder"},
     "config": {"mesh.shape", "pipeline.schedules", "layers.rules", "data.blend_weights"},
     "training": {
         "batch",

@@ -1,4 +1,4 @@
-"""Numbers and their nouns agree: a count that may be 1 is never written before a fixed plural."""
+"""Numbers and nouns agree: a count that may be 1 never stands before a fixed plural."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ NEVER_ONE = {
     ("pipeline/split.py", "stages"),  # more than blocks
     ("placement/boxes.py", "shard.copies"),  # only where there are several
     ("plan/describe.py", "human(layout.parameters)"),
-    ("testing/variants.py", "schedule.chunks"),  # only where there are several
+    ("testing/layouts.py", "schedule.chunks"),  # only where there are several
     ("testing/verify_command.py", "len(verdicts)"),  # one has a text of its own
 }
 
 NOT_A_COUNT = {
     ("interop/hub_config.py", "absent"),
-    ("testing/parity_cause.py", "classes.label(blame.module)"),
+    ("testing/parity.py", "classes.label(faulty.module)"),
     ("data/indexed.py", "self.dtype"),
     ("data/sources.py", "source"),
     ("pipeline/schedule.py", "rank"),
@@ -64,7 +64,7 @@ NOT_A_COUNT = {
 
 
 def plurals() -> Iterator[tuple[str, str]]:
-    """The file and the expression of each f-string that has a plural right after a value that may be a number."""
+    """The file and expression of each f-string in which a plural follows a value that may be a number."""
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for value, text in pairwise(node.values) if isinstance(node, ast.JoinedStr) else ():
@@ -75,10 +75,10 @@ def plurals() -> Iterator[tuple[str, str]]:
                     yield str(path.relative_to(ROOT)), source
 
 
-def test_a_count_that_may_be_one_is_written_with_its_noun_by_one_function() -> None:
+def test_a_count_that_may_be_one_is_formatted_by_counted() -> None:
     found = set(plurals())
     assert not sorted(found - NEVER_ONE - NOT_A_COUNT)
-    assert not sorted((NEVER_ONE | NOT_A_COUNT) - found), "listed and not there"
+    assert not sorted((NEVER_ONE | NOT_A_COUNT) - found), "listed but not found"
 
 
 @pytest.mark.parametrize(
@@ -96,5 +96,5 @@ def test_counted(count: float, expected: str) -> None:
     assert counted(count, "rank") == expected
 
 
-def test_a_noun_with_a_plural_of_its_own() -> None:
+def test_a_noun_with_an_irregular_plural() -> None:
     assert [counted(n, "batch", "batches") for n in (1, 3_000_000)] == ["1 batch", "3,000,000 batches"]

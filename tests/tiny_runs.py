@@ -1,4 +1,4 @@
-"""Training runs of a second: a tiny model on a tiny file, in this process or with ranks forked from it."""
+"""Training runs that take a second: a tiny model on a tiny file, with ranks forked from this process."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ def text(folder: Path) -> Path:
 
 
 def overrides(folder: Path) -> list[str]:
-    """The choices that make a run tiny; its folder is ``folder/run`` unless it is given another."""
+    """The overrides that make a run tiny; its folder is ``folder/run`` unless ``run.dir`` is overridden."""
     data = ["data.source=jsonl", f"data.paths=[{text(folder)}]", "data.validation_fraction=0.2"]
-    place = [
+    run = [
         f"run.dir={folder / 'run'}",
         f"run.root={folder}",
         "observe.tensorboard=false",
         "launch.threads_per_rank=1",
     ]
-    return ["experiment=parity", *MODEL, *BATCH, *data, *place]
+    return ["experiment=parity", *MODEL, *BATCH, *data, *run]
 
 
 def train(folder: Path, *more: str) -> int:
-    """``megastack train`` with ranks forked from this process; returns the exit code."""
+    """Run ``megastack train`` in this process and return the exit code."""
     return main(["train", *overrides(folder), *more])
 
 
 def rows(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    """The rows of a run folder, the last one of each step."""
+    """The last row of each step of a run."""
     return read_metrics(RunFolder(run).metrics, kind)
 
 
 def events(run: Path) -> list[dict[str, Any]]:
-    """All event rows in the order they were written."""
+    """All event rows, in order."""
     lines = [json.loads(line) for line in RunFolder(run).metrics.read_text().splitlines()]
     return [row for row in lines if row["kind"] == "event"]
 
 
 def losses(run: Path) -> list[float]:
-    """The training losses of a run folder by step."""
+    """The training losses of a run, by step."""
     return [row["loss"] for row in rows(run)]
 
 

@@ -1,5 +1,5 @@
-"""The composition root: from a configuration and a mesh to a run that is ready to go.
+"""The composition root: builds a run from a configuration and a mesh.
 
-Only here do configuration, mesh, model and parallel code meet. It decides nothing about mathematics; it hands each part
-its plain arguments.
+Only this package sees configuration, mesh, model and parallel code together. It contains no mathematics; it passes each
+part its plain arguments.
 """

@@ -1,4 +1,4 @@
-"""The data of a configuration and of its later stages, and the loader that serves it to one data-parallel rank."""
+"""The data of a configuration and of its later phases, and the loader of one data-parallel rank."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ def configured_tokenizer(config: TrainConfig) -> Tokenizer:
     """The tokenizer of a configuration, for its data and for prompts.
 
     Raises:
-        DataError: there is no such tokenizer.
+        DataError: the tokenizer does not exist or cannot be read.
     """
     return load_tokenizer(config.data.tokenizer, allow_special_tokens=config.data.allow_special_tokens)
 
 
 def read_dataset(config: TrainConfig) -> Dataset:
-    """The training and validation data of a configuration and of its later stages; needs no process group.
+    """The training and validation data of a configuration and of its later phases; needs no process group.
 
     Raises:
-        DataError: about the first stage that cannot be used.
+        DataError: the data of a phase cannot be used; the message names the first such phase.
     """
     streams: Streams = {}
     first, *later = phase_configs(config)
-    data = _read_stage(first.config, streams, scored=True)
-    return replace(data, later_phases=tuple(_read_later(stage, at, streams) for at, stage in enumerate(later)))
+    data = _read_phase(first.config, streams, require_validation=True)
+    return replace(data, later_phases=tuple(_read_later(phase, index, streams) for index, phase in enumerate(later)))
 
 
-def _read_later(stage: PhaseConfig, at: int, streams: Streams) -> DataPhase:
+def _read_later(phase: PhaseConfig, index: int, streams: Streams) -> DataPhase:
     try:
-        return DataPhase(stage.from_step, _read_stage(stage.config, streams, scored=False))
+        return DataPhase(phase.from_step, _read_phase(phase.config, streams, require_validation=False))
     except DataError as error:
-        raise DataError(f"data.phases[{at}], after step {stage.from_step}: {error}") from error
+        raise DataError(f"data.phases[{index}], after step {phase.from_step}: {error}") from error
 
 
-def _read_stage(config: TrainConfig, streams: Streams, *, scored: bool) -> Dataset:
+def _read_phase(config: TrainConfig, streams: Streams, *, require_validation: bool) -> Dataset:
     data = config.data
     return build_dataset(
         source=data.source,
@@ -58,30 +58,30 @@ def _read_stage(config: TrainConfig, streams: Streams, *, scored: bool) -> Datas
         sequence_length=config.batch.sequence_length,
         vocab=config.model.vocab,
         streams=streams,
-        require_validation=scored,
+        require_validation=require_validation,
     )
 
 
 def build_loader(
     config: TrainConfig, dataset: Dataset, histories: BlendHistories, batch: Mapping[str, int]
 ) -> Loader | PhasedLoader:
-    """What serves a data-parallel rank its microbatches.
+    """The loader of a data-parallel rank's microbatches.
 
     Args:
-        config: the run's.
+        config: of the run.
         dataset: its data.
-        histories: the weights of blends so far, by stage.
+        histories: the blend weights so far, by phase.
         batch: ``micro_size``, ``dp_rank``, ``dp_size`` and ``vocab``.
     """
     global_size = config.batch.global_size
     orders = phase_orders(dataset, config.seed, histories, global_size)
     parts = [
-        Loader(stage.data.train.samples, global_size=global_size, order=order, **batch)
-        for stage, order in zip(dataset.phases, orders, strict=True)
+        Loader(phase.data.train.samples, global_size=global_size, order=order, **batch)
+        for phase, order in zip(dataset.phases, orders, strict=True)
     ]
-    return PhasedLoader([stage.from_step for stage in dataset.phases], parts) if dataset.later_phases else parts[0]
+    return PhasedLoader([phase.from_step for phase in dataset.phases], parts) if dataset.later_phases else parts[0]
 
 
 def identity(config: TrainConfig, dataset: Dataset, histories: BlendHistories = ()) -> dict[str, Any]:
-    """What has to stay as it is from a run to its resume, since sample order and dropout follow from it."""
+    """What must not change between a run and its resume, since sample order and dropout follow from it."""
     return data_state(dataset, seed=config.seed, global_size=config.batch.global_size, histories=histories)

@@ -1,4 +1,4 @@
-"""Stages that no longer train, and what continues prompts with them."""
+"""Pipeline stages for inference, and the generator that uses them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from megastack.placement.buffers import share_buffers_
 
 
 def inference_stages(config: TrainConfig, stages: Sequence[Decoder]) -> list[Decoder]:
-    """Stages that use the same weights on sequences of any length: whole on every tp rank, no dropout, no recompute."""
+    """Stages with the same weights for sequences of any length: no sequence parallelism, dropout or recomputation."""
     parallel = replace(config.parallel, sequence_parallel=False)
     plain = replace(config, parallel=parallel, recompute=RecomputeOptions())
     with torch.device("meta"):
-        twins = [
+        copies = [
             Decoder(plain, stage.mesh, layers=stage.layers, embedding=stage.has_embedding, head=stage.has_head)
             for stage in stages
         ]
-    for twin, stage in zip(twins, stages, strict=True):
-        twin.load_state_dict(stage.state_dict(), assign=True)
-        share_buffers_(twin, stage)
-    return [twin.eval().requires_grad_(False) for twin in twins]
+    for copy, stage in zip(copies, stages, strict=True):
+        copy.load_state_dict(stage.state_dict(), assign=True)
+        share_buffers_(copy, stage)
+    return [copy.eval().requires_grad_(False) for copy in copies]
 
 
 def build_generator(config: TrainConfig, mesh: Mesh, stages: Sequence[Decoder], schedule: Schedule) -> Generator:
-    """What continues prompts with the current weights of these stages; all ranks call."""
+    """The generator that continues prompts with the current weights of these stages; all ranks call."""
     return Generator(
         inference_stages(config, stages),
         schedule,
@@ -43,5 +43,5 @@ def build_generator(config: TrainConfig, mesh: Mesh, stages: Sequence[Decoder], 
 
 
 def longest_text(config: TrainConfig) -> int | None:
-    """Positions that the model has; None where they are computed and there is no last one."""
+    """The longest sequence of a model with learned positions; None for computed positions, which have no limit."""
     return max_positions(config) if config.model.positions == "learned" else None

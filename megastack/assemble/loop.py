@@ -1,4 +1,4 @@
-"""The loop around a training: what it records, saves, dumps and says on the way."""
+"""The training loop of a run, with what it records, saves, dumps and prints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megastack.training.signals import StopRequest
 from megastack.training.state import Hooks
 
 SAMPLE_TOKENS = 32
-"""Tokens that a sample during training adds to its prompt."""
+"""Tokens that are generated for the sample prompt during training."""
 
 
 def build_loop(
@@ -41,17 +41,17 @@ def build_loop(
     start: str | None = None,
     guard: OwnershipGuard | None = None,
 ) -> Loop:
-    """The loop of a run; the mesh's first rank records.
+    """The loop of a run; the first rank of the mesh writes its records.
 
     Args:
-        training: in the state that the run starts from.
-        folder: what it writes into.
+        training: in the state from which the run starts.
+        folder: the run folder.
         stop: this rank's requests to stop.
-        hooks: what to call on the way.
-        resumed: the checkpoint that the state came from.
-        pid: the process to signal when the run is to stop; this one if not given.
-        start: what there is to say about this start of an elastic job.
-        guard: raises where the run folder has another owner by now.
+        hooks: the user's callbacks.
+        resumed: the checkpoint that was restored.
+        pid: the process to signal to stop the run; this one by default.
+        start: a description of this start of an elastic job.
+        guard: raises if the run folder has another owner by now.
     """
     config, mesh = training.config, training.mesh
     return Loop(
@@ -90,28 +90,29 @@ def _recorder(
     guard: OwnershipGuard | None,
 ) -> Recorder:
     config, mesh = training.config, training.mesh
-    records = mesh.rank == 0
-    wanted = config.observe.tensorboard
-    tensorboard = tensorboard_installed() if wanted is None else wanted
-    split = training.dataset
-    size, chosen = split.vocab, training.validation.chosen
-    stages = phase_configs(config)
-    flops = {stage.from_step: flops_per_token(stage.config) for stage in stages}
+    writes = mesh.rank == 0
+    tensorboard = config.observe.tensorboard
+    if tensorboard is None:
+        tensorboard = tensorboard_installed()
+    dataset = training.dataset
+    vocab, chosen = dataset.vocab, training.validation.chosen
+    phases = phase_configs(config)
+    flops = {phase.from_step: flops_per_token(phase.config) for phase in phases}
     return Recorder(
         steps=config.run.steps,
         devices=mesh.shape.world_size,
-        flops_per_token=lambda step: flops[phase_at(stages, step).from_step],
+        flops_per_token=lambda step: flops[phase_at(phases, step).from_step],
         peak_flops=peak_flops(mesh.device, config.precision.compute),
-        console=Console(enabled=records),
+        console=Console(enabled=writes),
         log_every=config.run.log_every,
-        metrics=MetricsWriter(folder.metrics, tensorboard=tensorboard) if records else None,
-        status=folder.status if records else None,
+        metrics=MetricsWriter(folder.metrics, tensorboard=tensorboard) if writes else None,
+        status=folder.status if writes else None,
         pid=os.getpid() if pid is None else pid,
         last_checkpoint=resumed,
-        phases={stage.from_step: str(stage) for stage in stages[1:]},
+        phases={phase.from_step: str(phase) for phase in phases[1:]},
         elastic=start,
-        guard=guard if records else None,
-        baseline=lambda: bigram_loss(split.train.samples, split.validation.samples, size, chosen=chosen),
+        guard=guard if writes else None,
+        baseline=lambda: bigram_loss(dataset.train.samples, dataset.validation.samples, vocab, chosen=chosen),
     )
 
 
@@ -131,7 +132,11 @@ def _checkpoint_manager(
 
 
 def _sampler(training: Training) -> Callable[[], tuple[str, str]] | None:
-    """A function that continues the run's prompt, refused here if the model cannot take it."""
+    """A function that continues the sample prompt of the run.
+
+    Raises:
+        ConfigError: the model cannot continue this prompt.
+    """
     text = training.config.run.sample_prompt
     if text is None:
         return None
@@ -144,35 +149,35 @@ def _sampler(training: Training) -> Callable[[], tuple[str, str]] | None:
     except ConfigError as error:
         raise ConfigError(f"run.sample_prompt={text!r}: {error}") from None
 
-    said = False
+    noted = False
 
     def sample() -> tuple[str, str]:
-        nonlocal said
+        nonlocal noted
         generator = training.generator()
-        if generator.uncached_because is not None and not said:
-            said = True
+        if generator.uncached_because is not None and not noted:
+            noted = True
             Console(enabled=training.mesh.rank == 0).line(
                 f"note      samples without a cache: {generator.uncached_because}"
             )
-        (done,) = generator([prompt], max_new_tokens=new, end=tokenizer.end)
-        return text, tokenizer.decode([*prompt, *done.ids])[len(tokenizer.decode(prompt)) :]
+        (completion,) = generator([prompt], max_new_tokens=new, end=tokenizer.end)
+        return text, tokenizer.decode([*prompt, *completion.ids])[len(tokenizer.decode(prompt)) :]
 
     return sample
 
 
 def _dumper(training: Training, folder: RunFolder) -> Callable[[int, str], None]:
-    held: list[StateItem] = []
+    gradients: list[StateItem] = []
 
     def dump(step: int, what: str) -> None:
         if what == "gradients":
-            held[:] = [
+            gradients[:] = [
                 StateItem(item.name, item.shape, tuple((box, part.clone()) for box, part in item.boxes))
                 for item in training.gradient_items()
             ]
             return
         weights = training.weight_items()
         named = [StateItem(f"weights/{item.name.removeprefix('model/')}", item.shape, item.boxes) for item in weights]
-        write_dump(folder.dump(step), [*held, *named], training.mesh)
-        held.clear()
+        write_dump(folder.dump(step), [*gradients, *named], training.mesh)
+        gradients.clear()
 
     return dump

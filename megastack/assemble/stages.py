@@ -1,4 +1,4 @@
-"""This rank's part of the model: its pipeline stages with their initial values, or with those of a checkpoint."""
+"""This rank's pipeline stages, with their initial values or with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def build_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> list[Decoder]:
-    """This rank's stages with their initial values, tied embeddings shared where one rank holds both ends."""
+    """This rank's stages with their initial values; a rank that holds both ends of a tied embedding shares it."""
     slices = stage_slices(config, schedule.stages)
     stages = [_stage(config, mesh, slices[index]) for index in schedule.rank_stages(mesh[Axis.PP].rank)]
     first, last = stages[0], stages[-1]
@@ -42,7 +42,7 @@ def load_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule, checkpoint:
     """This rank's stages with the weights of a checkpoint, in the dtypes of the configuration.
 
     Raises:
-        CheckpointError: it is damaged, or not of this model.
+        CheckpointError: the checkpoint is corrupt or belongs to another model.
     """
     stages = build_stages(config, mesh, schedule)
     load(checkpoint, State(model_items(stages, mesh)), mesh, weights_only=True, cast=True)

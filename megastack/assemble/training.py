@@ -1,4 +1,4 @@
-"""Everything that a step and a validation need, on one rank."""
+"""The parts of a training on one rank: model, data, gradients, optimizer, training step and validation."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megastack.config.convert import to_plain
 from megastack.config.schema import TrainConfig
 from megastack.data.blend_weights import History
 from megastack.data.dataset import Dataset
+from megastack.data.loader import Loader
 from megastack.data.phases import BlendHistories, PhasedLoader, initial_histories, phase_orders
 from megastack.data.resume import restored_histories, resume_errors
 from megastack.data.validation import ValidationBatches
@@ -40,12 +41,12 @@ from megastack.training.state import Progress
 from megastack.training.step import TrainStep
 
 STARTS = "optimizer_starts"
-"""In a trainer's state: by parameter, the updates done before it was trained, where there were any."""
+"""Key in the trainer state: by parameter, the number of updates before it was first trained, if any."""
 
 
 @dataclass
 class Training:
-    """The parts of a training run on one rank, before anything is trained or written."""
+    """The parts of a training on one rank."""
 
     config: TrainConfig
     mesh: Mesh
@@ -59,7 +60,7 @@ class Training:
 
     @property
     def blend(self) -> History:
-        """The weights of the first stage's blend so far, empty without one."""
+        """The blend weights of the first data phase so far; empty without a blend."""
         return self.histories[0]
 
     def state(self) -> State:
@@ -81,29 +82,29 @@ class Training:
         return State(items, trainer | ({STARTS: optimizer.starts} if optimizer.starts else {}))
 
     def weight_items(self) -> list[StateItem]:
-        """The weights and persistent buffers as checkpoint items; gathers that are under way are waited for."""
+        """Weights and persistent buffers as checkpoint items, after waiting for pending gathers of parameters."""
         self.step.buckets.wait_parameters()
         placements = stage_placements(self.stages)
         weights = box_items("model", self.step.buckets.weights(), placements, self.mesh)
         return [*weights, *buffer_items(self.stages, self.mesh)]
 
     def gradient_items(self) -> list[StateItem]:
-        """The gradients as checkpoint items, complete after their reduction."""
+        """The reduced gradients as checkpoint items."""
         placements = stage_placements(self.stages)
         return items_of("gradients", self.step.buckets.named_gradients(), placements, self.mesh)
 
     def generator(self) -> Generator:
-        """Continues prompts with the weights as they are now; all ranks call, between steps."""
+        """A generator that continues prompts with the current weights; all ranks call, between steps."""
         self.step.buckets.wait_parameters()
         return build_generator(self.config, self.mesh, self.stages, self.schedule)
 
     def restore(self, path: Path) -> None:
-        """Continue from a checkpoint: weights, moments and progress.
+        """Restore weights, moments and progress from a checkpoint.
 
-        Where the checkpoint need not have everything, a parameter without moments there starts as in a new run.
+        With ``checkpoint.strict=false``, a parameter without moments in the checkpoint starts as in a new run.
 
         Raises:
-            CheckpointError: it does not fit, or its seed, data or batch are not this run's.
+            CheckpointError: the checkpoint does not fit, or its seed, data or batch differ from this run's.
         """
         state = self.state()
         report = load(path, state, self.mesh, strict=self.config.checkpoint.strict)
@@ -118,7 +119,7 @@ class Training:
             part.order = order
 
     def _restore_optimizer(self, missing: Sequence[str], starts: Mapping[str, int]) -> None:
-        """Update counts and main parameters after a load that found some names missing; identical on all ranks."""
+        """Restore step counts and main parameters after a load; ``missing`` names are identical on all ranks."""
         optimizer = self.step.optimizer
         steps = int(optimizer.steps)
         fresh = {name for kind in optimizer.kinds for name in _after(f"optim/{kind}/", missing)}
@@ -128,34 +129,25 @@ class Training:
         optimizer.copy_main_to_model()
 
     def load_weights(self, path: Path) -> None:
-        """Start from the weights of a checkpoint, in this run's dtypes, everything else fresh."""
+        """Load only the weights of a checkpoint, in the dtypes of this run; everything else starts as in a new run."""
         load(path, self.state(), self.mesh, strict=self.config.checkpoint.strict, weights_only=True, cast=True)
         self.step.optimizer.copy_model_to_main()
 
 
 def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = None) -> Training:
-    """Build everything that a step and a validation need; communicates only to open groups and agree on names.
+    """Build the parts of a training; communicates only to open groups and to agree on names.
 
     Args:
-        config: a legal configuration.
-        mesh: the ranks.
-        dataset: the data of the configuration, where it was read already.
+        config: a valid configuration.
+        mesh: the mesh.
+        dataset: the data of the configuration, if already read.
     """
     schedule = configured_schedule(config, mesh.shape)
     stages = build_stages(config, mesh, schedule)
     buckets = build_gradients(config, stages, mesh)
     dataset = dataset or read_dataset(config)
-    dp = mesh[Axis.DP]
-    where = {"dp_rank": dp.rank, "dp_size": dp.size, "vocab": config.model.vocab}
-    batch = {"micro_size": config.batch.micro_size} | where
     histories = initial_histories(dataset, config.batch.global_size)
-    loader = build_loader(config, dataset, histories, batch)
-    validation = ValidationBatches(
-        dataset.validation.samples,
-        microbatches=loader.microbatches,
-        limit=config.run.validate_samples,
-        **batch,
-    )
+    loader, validation = _batches(config, mesh, dataset, histories)
     step = TrainStep(
         mesh=mesh,
         loader=loader,
@@ -169,6 +161,24 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     return Training(config, mesh, schedule, stages, step, Progress(), dataset, validation, histories)
 
 
+def _batches(
+    config: TrainConfig, mesh: Mesh, dataset: Dataset, histories: BlendHistories
+) -> tuple[Loader | PhasedLoader, ValidationBatches]:
+    """The training and validation microbatches of this data-parallel rank."""
+    dp = mesh[Axis.DP]
+    batch = {
+        "micro_size": config.batch.micro_size,
+        "dp_rank": dp.rank,
+        "dp_size": dp.size,
+        "vocab": config.model.vocab,
+    }
+    loader = build_loader(config, dataset, histories, batch)
+    validation = ValidationBatches(
+        dataset.validation.samples, microbatches=loader.microbatches, limit=config.run.validate_samples, **batch
+    )
+    return loader, validation
+
+
 def _after(prefix: str, names: Sequence[str]) -> list[str]:
-    """What follows a prefix in the names that have it."""
+    """The names that have a prefix, without it."""
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -29,3 +30,16 @@ def gather_objects(value: T, group: AxisGroup) -> list[T]:
     with group.blocks("gather_object"):
         dist.gather_object(value, values, dst=group.ranks[0], group=group.group)
     return cast("list[T]", values or [])
+
+
+def average_by_key(values: Mapping[str, float], group: AxisGroup) -> dict[str, float]:
+    """The mean of each key over the ranks that have it, on every rank of the group, with sorted keys.
+
+    For figures of your own, in a hook for example. Ranks may have different keys, in any order, or none. Every rank of
+    the group calls; one exchange whatever the keys.
+    """
+    collected: dict[str, list[float]] = {}
+    for theirs in all_gather_objects(dict(values), group):
+        for key, value in theirs.items():
+            collected.setdefault(key, []).append(value)
+    return {key: sum(collected[key]) / len(collected[key]) for key in sorted(collected)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megastack.mesh.shape import MeshShape, describe_coordinates
 from megastack.observe.failure import FailureRecord, silent_ranks
-from megastack.observe.watchdog import MOST_OF_IT, Missing, RankState, find_missing_ranks
+from megastack.observe.watchdog import TIMEOUT_FRACTION, MissingRank, RankState, find_missing_ranks
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def account_of(
     missing = find_missing_ranks(reports, shape.world_size)
     silent = silent_ranks(records, shape.world_size)
     named = next(((rank, record.message) for record in records for rank in record.blames if rank in silent), None)
-    if missing is not None and missing.waited_s >= MOST_OF_IT * timeout_s:
+    if missing is not None and missing.waited_s >= TIMEOUT_FRACTION * timeout_s:
         named = missing.rank, _how_it_was_missed(missing, timeout_s)
     if named is None:
-        timed_out = any(report.seconds >= MOST_OF_IT * timeout_s for report in reports)
+        timed_out = any(report.seconds >= TIMEOUT_FRACTION * timeout_s for report in reports)
         candidates = _without_record(silent, seen, any_record=bool(records), timed_out=timed_out)
         preferred = [seen.first, *([missing.rank] if missing is not None else []), *candidates]
         named = next(((rank, _how_it_died(rank, seen)) for rank in preferred if rank in candidates), None)
@@ -87,7 +87,7 @@ def _without_record(silent: Sequence[int], seen: Seen, *, any_record: bool, time
     return ended or ([] if any_record else outlasted)
 
 
-def _how_it_was_missed(late: Missing, timeout_s: float) -> str:
+def _how_it_was_missed(late: MissingRank, timeout_s: float) -> str:
     what = "join" if late.operation is None else f"arrive at {late.operation}"
     return f"did not {what} within launch.timeout_s={timeout_s:g}"
 

@@ -272,7 +272,7 @@ def _await_accounts(folder: RunFolder, ranks: int, timeout_s: float) -> None:
 def _first_to_tell(folder: RunFolder) -> bool:
     """Whether no other rank has begun to tell."""
     try:
-        folder.told.touch(exist_ok=False)
+        folder.report_marker.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:

@@ -225,7 +225,7 @@ def _describe(folder: RunFolder, config: TrainConfig, overrides: Sequence[str]) 
         return  # each start has its own
     for record in (*folder.failures.glob("rank_*.json"), *folder.watch.glob("rank_*.json")):
         record.unlink()
-    folder.told.unlink(missing_ok=True)
+    folder.report_marker.unlink(missing_ok=True)
 
 
 def _notes(config: TrainConfig, resume: Resume, dataset: Dataset, weights: Path | None) -> tuple[str, ...]:

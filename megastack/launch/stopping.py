@@ -18,7 +18,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from megastack.observe.streams import say_at_once
+from megastack.observe.streams import write_stderr
 from megastack.training.signals import handled_signals
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -89,7 +89,7 @@ class StopForwarder:
             return
         self.received = name
         hint = " (a second SIGINT kills them)" if name is signal.SIGINT else ""
-        say_at_once(f"{name.name}: the ranks finish their step, save and stop{hint}\n")
+        write_stderr(f"{name.name}: the ranks finish their step, save and stop{hint}\n")
         self._thread = threading.Thread(target=self._press, args=(name,), daemon=True)
         self._thread.start()
 

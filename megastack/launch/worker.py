@@ -38,9 +38,9 @@ from megastack.launch.threads import choose_threads
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
+from megastack.observe.console import set_up_logging
 from megastack.observe.failure import FailureRecord, any_failed
 from megastack.observe.folder import RunFolder
-from megastack.observe.logging import set_up_logging
 from megastack.observe.ownership import Ownership, OwnershipGuard
 from megastack.observe.watchdog import JOINING, Watchdog
 from megastack.training.loop import Loop

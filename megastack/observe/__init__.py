@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics, logs, status."""
+"""Records and output of a run: metrics, logs, status, failure reports, the run folder and its owner."""

@@ -1,12 +1,13 @@
-"""Claims to a run folder, as files: who may write into it is whoever made the claim with the highest number.
+"""Claims to a run folder, as files: the process with the highest-numbered claim may write into the folder.
 
-``owner/`` holds ``claim_00000001.json``, ``claim_00000002.json``, …. A claim is held until it says that it was
-released; the next owner creates the next number. A claim is written beside and then linked to its name, which fails
-where the name exists: of any number of processes that want the next number, one gets it, and the others find it there.
-Link and exclusive creation are atomic on network file systems too, where locks (``fcntl``, ``flock``) may be local.
+``owner/`` holds ``claim_00000001.json``, ``claim_00000002.json``, …. A claim is valid until it is marked as released;
+the next owner creates the next number. A claim is written to a temporary file and then linked to its name, which fails
+if the name exists: of any number of processes that compete for a number, exactly one gets it. Link and exclusive
+creation are atomic on network file systems too, where locks (``fcntl``, ``flock``) may be local.
 
-The highest claim is never removed, so numbers are not used again: a process that was stopped between looking and
-claiming cannot take a folder from a later owner. Either its number is taken, or it finds a higher one and withdraws.
+The highest claim is never removed, so numbers are not reused. A process that was stopped between reading the claims
+and creating its own cannot take the folder from a later owner: either its number is taken, or it finds a higher one and
+withdraws.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from megastack.observe.files import cannot_write, replace_text
 from megastack.observe.process import Process
@@ -36,12 +36,12 @@ _STALE_S = 0.05
 
 @dataclass(frozen=True)
 class Job:
-    """What starts of one job have in common.
+    """The job that a process belongs to, which is the same for its restarts.
 
     Attributes:
-        group: equal for all starts by one elastic agent or rendezvous, each of which replaces the one before.
-        batch: the batch system's job.
-        requeues: how often that was put back into the queue.
+        group: identifies an elastic agent or rendezvous; each start in it replaces the previous one.
+        batch: the job id of the batch system.
+        requeues: how often the batch system requeued the job.
     """
 
     group: str | None = None
@@ -49,17 +49,17 @@ class Job:
     requeues: int = 0
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Job:
+    def from_record(cls, record: Mapping[str, object]) -> Job:
         """The inverse of ``asdict``.
 
         Raises:
-            RecordError: it is not such a record.
+            RecordError: the record is not a valid job.
         """
         group, batch = (None if record.get(name) is None else string(record, name) for name in ("group", "batch"))
         return cls(group, batch, integer(record, "requeues"))
 
     def supersedes(self, earlier: Job) -> bool:
-        """Whether a start of this job replaces that one, even where its process cannot be known to be gone."""
+        """Whether a start of this job replaces an earlier one, even if the earlier process may still be running."""
         if self.group is not None and self.group == earlier.group:
             return True
         return self.batch is not None and self.batch == earlier.batch and self.requeues > earlier.requeues
@@ -70,15 +70,15 @@ NO_JOB = Job()
 
 @dataclass(frozen=True)
 class Claim:
-    """The highest claim to a folder, as it was found; number 0 and released where there is none.
+    """A claim to a folder as it was read; the default means that there is no claim.
 
     Attributes:
-        number: its place in the sequence.
-        mark: differs once the file has been touched.
+        number: its position in the sequence.
+        mark: changes whenever the file is touched.
         token: unique to this owner.
-        owner: the process; ``None`` where the claim cannot be read.
-        job: what the process is a start of.
-        released: whether the folder was given back.
+        owner: the process; ``None`` if the claim cannot be read.
+        job: the job of the process.
+        released: whether the owner released the folder.
     """
 
     number: int = 0
@@ -98,7 +98,7 @@ def claim_path(folder: Path, number: int) -> Path:
 
 
 def highest(folder: Path) -> int:
-    """The number of the claim that counts; 0 where there is none."""
+    """The number of the highest claim; 0 if there is none."""
     try:
         names = os.listdir(folder / FOLDER)
     except (FileNotFoundError, NotADirectoryError):
@@ -107,22 +107,22 @@ def highest(folder: Path) -> int:
 
 
 def newest_claim(folder: Path) -> Claim:
-    """The claim that counts."""
+    """The highest claim."""
     while number := highest(folder):
         try:
             return read_claim(folder, number)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
-            time.sleep(_STALE_S)  # a later one has taken its place, and the listing was an old one
+            time.sleep(_STALE_S)  # the listing was stale: a later claim has replaced it
     return Claim()
 
 
 def read_claim(folder: Path, number: int) -> Claim:
-    """One claim; opened to be looked at, since a network file system may answer a mere ``stat`` from a cache.
+    """Read a claim; the file is opened, since a network file system may answer a mere ``stat`` from a cache.
 
     Raises:
-        OSError: it is not there, or cannot be read.
+        OSError: it does not exist or cannot be read.
     """
     with open(claim_path(folder, number), "rb") as file:
         stat, text = os.fstat(file.fileno()), file.read()
@@ -136,10 +136,13 @@ def read_claim(folder: Path, number: int) -> Claim:
 
 
 def create_claim(folder: Path, number: int, job: Job) -> str | None:
-    """Create a claim of this process; its token, or ``None`` where somebody has that number or a later one.
+    """Create a claim of this process.
+
+    Returns:
+        Its token, or ``None`` if another process has that number or a higher one.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: it cannot be written; no file remains.
     """
     claims, token = folder / FOLDER, uuid.uuid4().hex
     made = not claims.exists()
@@ -153,15 +156,15 @@ def create_claim(folder: Path, number: int, job: Job) -> str | None:
                 claims.rmdir()
         raise cannot_write(claim_path(folder, number), error) from error
     if created and highest(folder) > number:
-        claim_path(folder, number).unlink(missing_ok=True)  # the owner of the later one has removed this number before
+        claim_path(folder, number).unlink(missing_ok=True)  # the later owner removed this number before
         return None
     if created:
-        _tidy(claims, number)
+        _remove_stale(claims, number)
     return token if created else None
 
 
 def release_claim(folder: Path, number: int, token: str) -> None:
-    """Note that a claim is released, unless it has become somebody else's.
+    """Mark a claim as released, unless it belongs to another process by now.
 
     Raises:
         OSError: it cannot be read or written.
@@ -174,7 +177,7 @@ def release_claim(folder: Path, number: int, token: str) -> None:
 
 
 def _create(folder: Path, number: int, text: str, token: str) -> bool:
-    """Create the file with its content, or find it there; without links on the file system the content comes second."""
+    """Create the file with its content, unless it exists; in two steps on a file system without links."""
     target, part = claim_path(folder, number), folder / FOLDER / f"{_PART}{token}"
     try:
         part.write_text(text, encoding="utf-8")
@@ -185,12 +188,12 @@ def _create(folder: Path, number: int, text: str, token: str) -> bool:
                 raise
             _write_new(target, text)
         return True
-    except FileExistsError:  # perhaps this one's: the answer to a link that succeeded can get lost on the network
+    except FileExistsError:  # perhaps by this process: the reply to a successful link can be lost on the network
         with contextlib.suppress(FileNotFoundError):
             return read_claim(folder, number).token == token
         return False
     except FileNotFoundError:
-        return False  # a faster process has tidied up
+        return False  # a faster process has removed the temporary file
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
@@ -206,8 +209,8 @@ def _write_new(path: Path, text: str) -> None:
             raise
 
 
-def _tidy(claims: Path, number: int) -> None:
-    """Remove earlier claims, and what processes left that were killed while they claimed."""
+def _remove_stale(claims: Path, number: int) -> None:
+    """Remove earlier claims, and temporary files of processes that were killed while claiming."""
     for name in os.listdir(claims):
         match = _CLAIM.fullmatch(name)
         if name.startswith(_PART) or (match and int(match[1]) < number):

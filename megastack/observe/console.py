@@ -1,24 +1,31 @@
-"""What a person sees of a run: short lines from one rank, without colours where nobody would see them.
+"""The console output of a run, from one rank, and the log file of each rank.
 
-Rich decides about colours (``NO_COLOR`` and whether the output is a terminal); lines are never wrapped or re-flowed, so
-that they can be searched. Control characters in a text are written out, see :mod:`megastack.observe.printable`.
+Rich decides about colours (``NO_COLOR``, and whether the output is a terminal). Lines are never wrapped, so that they
+can be searched. Control characters are escaped, see :mod:`megastack.observe.printable`.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.text import Text
 
 from megastack.errors import counted
+from megastack.mesh.shape import Axis, describe_coordinates
+from megastack.observe.files import cannot_write
 from megastack.observe.printable import printable
 from megastack.observe.streams import standard_error, standard_output
 
+LOGGER = "megastack"
+
 
 class Console:
-    """Writes to the screen on one rank and nowhere on the others. A screen that takes nothing raises nothing."""
+    """Console output of one rank; disabled on the others. Never raises."""
 
     def __init__(self, *, enabled: bool = True, stderr: bool = False) -> None:
         self._rich = RichConsole(
@@ -30,15 +37,15 @@ class Console:
         )
 
     def line(self, text: str, style: str = "") -> None:
-        """One line (or several)."""
+        """Print a line, or several."""
         self._rich.print(Text(printable(text), style=style))
 
     def text(self, text: str, style: str = "") -> None:
-        """Text as it comes, without an end of line."""
+        """Print text without a final newline."""
         self._rich.print(Text(printable(text), style=style), end="")
 
     def train(self, row: Mapping[str, Any], steps: int) -> None:
-        """The line of a training step."""
+        """Print the line of a training step."""
         self._rich.print(
             Text.assemble(
                 (f"step {row['step']:>{len(str(steps))}}/{steps}", "bold"),
@@ -48,7 +55,7 @@ class Console:
         )
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Aligned columns; as wide as they need to be, so that paths stay whole."""
+        """Print aligned columns, never truncated."""
         shown = [[printable(cell) for cell in row] for row in (header, *rows)]
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
         for at, cells in enumerate(shown):
@@ -56,12 +63,55 @@ class Console:
             self.line(text.rstrip(), style="bold" if at == 0 else "")
 
     def validation(self, row: Mapping[str, Any]) -> None:
-        """The line of a validation."""
+        """Print the line of a validation."""
         loss = number(row["loss"], ".4f")
         text = f"  validation  loss {loss}  over {counted(row['samples'], 'sample')}, {counted(row['tokens'], 'token')}"
         self.line(text, style="cyan")
 
 
 def number(value: float | None, format_spec: str) -> str:
-    """A number for a column; a value that was not finite shows as a dash."""
+    """A number for a column; None, as for values that are not finite, becomes a dash."""
     return "–" if value is None else format(value, format_spec)
+
+
+class _EscapingFormatter(logging.Formatter):
+    """Escapes control characters, for the screen and for anything that displays the file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+class _LogFile(logging.FileHandler):
+    """Raises where a record cannot be written, for example on a full disk, instead of printing a note."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            raise cannot_write(Path(self.baseFilename), error) from error
+        super().handleError(record)
+
+
+def set_up_logging(path: Path, rank: int, coordinates: Mapping[Axis, int]) -> logging.Logger:
+    """Send this process's log to its own file, and warnings to the console as well.
+
+    Args:
+        path: the rank's log file; its folder is created.
+        rank: the global rank.
+        coordinates: its mesh coordinates, for the prefix ``[rank 5 | pp1 dp0 tp1]``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f"[rank {rank} | {describe_coordinates(coordinates)}]"
+    logger = logging.getLogger(LOGGER)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
+    file.setFormatter(_EscapingFormatter(f"%(asctime)s %(levelname)s {prefix} %(message)s"))
+    screen = logging.StreamHandler(standard_error())
+    screen.setLevel(logging.WARNING)
+    screen.setFormatter(_EscapingFormatter(f"{prefix} %(levelname)s %(message)s"))
+    logger.addHandler(file)
+    logger.addHandler(screen)
+    return logger

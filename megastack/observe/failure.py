@@ -1,7 +1,7 @@
-"""The record that a failing rank leaves before it goes: when, where on the mesh, doing what, and its own traceback.
+"""Failure reports: what a failing rank writes before it exits, with time, mesh coordinates, action and traceback.
 
-A launcher sorts these records. A rank whose error only echoes that another one is gone ("connection closed") comes
-after those that failed by themselves, and after those that died without writing anything.
+The launcher sorts the reports. A secondary (peer) failure, an error that only reports that another rank is gone
+("connection closed"), comes after primary failures and after ranks that died without a report.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ TRACE_KEPT = 10_000
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """One rank's account of its failure.
+    """The failure report of one rank.
 
     Attributes:
         rank: the global rank.
-        coordinates: its place on the mesh, in words.
+        coordinates: its mesh coordinates, as text.
         time_ns: unix time.
         step: completed optimizer steps.
-        action: what it was doing.
+        action: what the rank was doing.
         error: class and message.
-        trace: its traceback.
-        message: the message alone.
-        echo: the error says no more than that another rank is gone.
-        refused: nothing was trained yet, and the error is the user's to mend.
+        trace: the traceback.
+        message: the message without the class.
+        echo: whether it is a secondary failure, which only reports that another rank is gone.
+        refused: whether the run was rejected because of a user error before training.
         blames: other ranks that the error is about.
     """
 
@@ -62,7 +62,7 @@ class FailureRecord:
         echo: bool = False,
         refused: bool = False,
     ) -> FailureRecord:
-        """The account of ``error``, now."""
+        """The report of ``error``, with the present time."""
         return cls(
             rank=rank,
             coordinates=describe_coordinates(coordinates),
@@ -79,7 +79,7 @@ class FailureRecord:
 
     @classmethod
     def read(cls, path: Path) -> FailureRecord | None:
-        """The record in a file; ``None`` where there is none to be read."""
+        """The report in a file; ``None`` if it is missing or invalid."""
         try:
             record = read_record(path)
             for name in ("rank", "time_ns", "step"):
@@ -91,44 +91,44 @@ class FailureRecord:
             return None
 
     def write(self, path: Path) -> None:
-        """Write the record; readers see all of it or nothing."""
+        """Write the report atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def shortened(self) -> FailureRecord:
-        """The record for a pipe, which must not fill up: of a long traceback only the end."""
+        """The report with only the end of long texts, so that it fits into a pipe."""
         return replace(
             self, trace=self.trace[-TRACE_KEPT:], error=self.error[-TRACE_KEPT:], message=self.message[-TRACE_KEPT:]
         )
 
     def summary(self) -> str:
-        """The account in one line (or as many as the error has)."""
+        """The report without its traceback; one line unless the error has several."""
         return f"[rank {self.rank} | {self.coordinates}] failed in {self.action}: {self.error}"
 
     def describe(self) -> str:
-        """The account for a person, its traceback first, so that the last lines say who, where and what."""
+        """The traceback followed by the summary, so that the last lines name the rank, the action and the error."""
         return f"{self.trace.rstrip()}\n{self.summary()}"
 
 
 def read_failures(folder: Path) -> list[FailureRecord]:
-    """The records in a folder, in order of importance (:func:`by_cause`)."""
+    """The reports in a folder, in the order of :func:`by_cause`."""
     found = [FailureRecord.read(path) for path in folder.glob("rank_*.json")]
     return by_cause(record for record in found if record is not None)
 
 
 def any_failed(folder: Path) -> bool:
-    """Whether a rank has left a record in a folder."""
+    """Whether a folder holds a report."""
     return any(folder.glob("rank_*"))
 
 
 def by_cause(records: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """Ranks that failed by themselves first, the earliest first."""
+    """Primary failures first, then secondary ones, each by time."""
     return sorted(records, key=lambda record: (record.echo, record.time_ns))
 
 
 def silent_ranks(records: Sequence[FailureRecord], world_size: int) -> list[int]:
-    """The ranks that ended without a word, where no rank gave a cause of its own; else none."""
+    """The ranks without a report, if all reports are secondary failures; otherwise none."""
     if any(not record.echo for record in records):
         return []
-    heard = {record.rank for record in records}
-    return [rank for rank in range(world_size) if rank not in heard]
+    reporting = {record.rank for record in records}
+    return [rank for rank in range(world_size) if rank not in reporting]

@@ -1,4 +1,4 @@
-"""Files of a run that are written while it runs: whole or as they were before, also when the disk is full."""
+"""Atomic writes: a file of a run is replaced or extended completely or not at all, even if the disk is full."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BLOCK = 1 << 16
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file at once; readers see all of it or what was there before.
+    """Replace a file atomically.
 
     Raises:
-        OSError: naming the file; the old one stays and nothing else is left.
+        OSError: naming the file, which is unchanged; no temporary file remains.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -29,22 +29,22 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class LineFile:
-    """A file of JSON lines to which whole lines are appended, each at once.
+    """A file of JSON lines, to which each line is appended completely or not at all.
 
-    A process that is killed, or a machine that loses power, can leave a part of a line or null bytes at the end. They
-    are removed before anything is appended, so that the next line stands by itself.
+    If the process is killed or the machine loses power, the file may end with a partial line or with null bytes. They
+    are removed before the first append, so that the next line is valid.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("a+b", buffering=0)
-        self._remove_torn_line()
+        self._remove_partial_line()
 
     def append(self, line: str) -> None:
         """Append one line.
 
         Raises:
-            OSError: naming the file, which is as it was before.
+            OSError: naming the file, which is unchanged.
         """
         rest, before = memoryview(f"{line}\n".encode()), os.fstat(self._file.fileno()).st_size
         try:
@@ -59,15 +59,15 @@ class LineFile:
         """Close the file."""
         self._file.close()
 
-    def _remove_torn_line(self) -> None:
+    def _remove_partial_line(self) -> None:
         begin, tail = self._after_last_line()
         if record_of(tail) is not None:
-            self._file.write(b"\n")  # all but the end of the line was written
+            self._file.write(b"\n")  # only the newline is missing
         elif tail:
             self._file.truncate(begin)
 
     def _after_last_line(self) -> tuple[int, bytes]:
-        """Where the last whole line ends, and what follows it."""
+        """The offset after the last complete line, and the bytes that follow."""
         tail, begin = b"", os.fstat(self._file.fileno()).st_size
         while begin and b"\n" not in tail:
             end, begin = begin, max(0, begin - _BLOCK)
@@ -77,7 +77,7 @@ class LineFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; a line that a crash or a loss of power cut short is passed over.
+    """The objects in a file of JSON lines; lines that a crash or a loss of power truncated are skipped.
 
     Raises:
         OSError: the file cannot be read.
@@ -87,7 +87,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def record_of(text: bytes) -> dict[str, Any] | None:
-    """The JSON object that a text holds, between null bytes as a loss of power may leave them; ``None`` for others."""
+    """The JSON object in a text, ignoring surrounding null bytes; ``None`` if there is none."""
     try:
         return parse_record(text.strip(b"\0"))
     except RecordError:
@@ -95,5 +95,5 @@ def record_of(text: bytes) -> dict[str, Any] | None:
 
 
 def cannot_write(path: Path, error: OSError) -> OSError:
-    """``error`` with the name of the file that it is about, which writing does not tell."""
+    """``error`` with the name of the file, which errors of writing lack."""
     return OSError(error.errno, f"cannot write: {error.strerror}", str(path))

@@ -1,8 +1,8 @@
-"""The run folder: its layout, and how one is taken.
+"""The run folder: the paths inside it, and how a run claims one.
 
-``config.yaml``, ``.hydra/``, ``metrics.jsonl``, TensorBoard events, ``checkpoints/``, ``logs/``, ``dump/``,
-``status.json`` and ``owner/`` live in it. A folder is created exclusively: of runs that start in the same second each
-gets its own. One that is there belongs to one process at a time (:mod:`megastack.observe.ownership`).
+It holds ``config.yaml``, ``.hydra/``, ``metrics.jsonl``, TensorBoard events, ``checkpoints/``, ``logs/``, ``dump/``,
+``status.json`` and ``owner/``. A folder is created exclusively, so runs that start in the same second get different
+ones. An existing folder belongs to one process at a time (:mod:`megastack.observe.ownership`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        restart: of an elastic job; each start has its own place for accounts of failures.
+        restart: of an elastic job; each start has its own folder for failure reports.
     """
 
     path: Path
@@ -38,12 +38,12 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line."""
+        """Metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
     def status(self) -> Path:
-        """The truth about how the run stands or ended."""
+        """The state of the run, or how it ended."""
         return self.path / "status.json"
 
     @property
@@ -57,30 +57,30 @@ class RunFolder:
 
     @property
     def hydra(self) -> Path:
-        """The command line's choices."""
+        """The choices of the command line."""
         return self.path / ".hydra"
 
     @property
     def failures(self) -> Path:
-        """What ranks wrote about their own failures."""
-        return self._of_this_start("failures")
+        """The folder of failure reports."""
+        return self._of_restart("failures")
 
     @property
     def starts(self) -> Path:
-        """The starts of an elastic job, a line each."""
+        """The starts of an elastic job, one line each."""
         return self.path / "starts.jsonl"
 
     @property
-    def told(self) -> Path:
-        """Made by the rank that puts the accounts of all together, where no launcher does."""
+    def report_marker(self) -> Path:
+        """Created by the rank that reports the failure for all ranks, where there is no launcher of ours."""
         return self.failures / "told"
 
     @property
     def watch(self) -> Path:
-        """Where ranks stood when they waited in vain, or failed."""
-        return self._of_this_start("watch")
+        """The folder of the watchdogs' reports of ranks that hung or failed."""
+        return self._of_restart("watch")
 
-    def _of_this_start(self, name: str) -> Path:
+    def _of_restart(self, name: str) -> Path:
         return self.path / name / f"restart_{self.restart}" if self.restart else self.path / name
 
     def log(self, rank: int) -> Path:
@@ -88,11 +88,11 @@ class RunFolder:
         return self.path / "logs" / f"rank_{rank:05d}.log"
 
     def failure(self, rank: int) -> Path:
-        """What one rank wrote about its own failure."""
+        """The failure report of one rank."""
         return self.failures / f"rank_{rank:05d}.json"
 
     def report(self, rank: int) -> Path:
-        """Where one rank stood."""
+        """The watchdog report of one rank."""
         return self.watch / f"rank_{rank:05d}.json"
 
     def dump(self, step: int) -> Path:
@@ -102,13 +102,13 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class TakenFolder:
-    """A run folder that a start owns.
+    """A run folder that this process owns.
 
     Attributes:
         path: the folder.
-        ownership: of this start.
-        made: the folders that were made for it, outermost first.
-        empty: whether there was nothing in it.
+        ownership: the claim to it.
+        made: the folders that were created for it, outermost first.
+        empty: whether it was empty.
     """
 
     path: Path
@@ -117,7 +117,7 @@ class TakenFolder:
     empty: bool = True
 
     def undo(self) -> None:
-        """Leave the folder as it was before a start that cannot go on: what it wrote into an empty one goes."""
+        """Undo a start that cannot continue: release the claim, and delete what was written into an empty folder."""
         if not self.empty:
             return self.ownership.discard() if self.ownership.number == 1 else self.ownership.release()
         folder = RunFolder(self.path)
@@ -133,29 +133,27 @@ class TakenFolder:
 def claim(
     directory: str | Path | None, root: str | Path, now: float | None = None, *, job: Job = NO_JOB
 ) -> TakenFolder:
-    """Create the folder of a new run.
-
-    A folder belongs to whoever makes the first claim to it, so an empty one that was there will do, for one run.
+    """Create and claim the folder of a new run; an existing empty folder without a claim is used as well.
 
     Args:
-        directory: ``run.dir``; ``None`` makes ``root/<date>/<time>``.
+        directory: ``run.dir``; ``None`` creates ``root/<date>/<time>``.
         root: ``run.root``.
         now: unix seconds, for the name.
-        job: what this is a start of.
+        job: the job that this process belongs to.
 
     Returns:
-        The folder, which no other run has; a taken name gets ``-2``, ``-3``, …
+        The folder; if the name is taken, ``-2``, ``-3``, … is appended.
 
     Raises:
-        OSError: it cannot be made, or what is there is not a folder.
+        OSError: it cannot be created, or the path is not a folder.
     """
     if directory is None:
         moment = time.localtime(now)
         directory = Path(root) / time.strftime("%Y-%m-%d", moment) / time.strftime("%H-%M-%S", moment)
     base = Path(directory)
-    base = base if base.name not in ("", "..") else base.resolve()  # as of the current folder
+    base = base if base.name not in ("", "..") else base.resolve()  # relative to the current folder
     if not base.name:
-        raise IsADirectoryError(f"{base} is not a folder of its own")
+        raise IsADirectoryError(f"{base} cannot be a run folder")
     if base.exists() and not base.is_dir():
         raise NotADirectoryError(f"{base} is a file, not a folder")
     for number in itertools.count(1):
@@ -166,11 +164,11 @@ def claim(
 
 
 def claim_exactly(directory: str | Path, job: Job = NO_JOB) -> TakenFolder:
-    """Claim a run folder under its own name, making it where it is not there; what it holds stays.
+    """Claim a run folder of exactly this name, creating it if needed; its contents stay.
 
     Raises:
-        FolderInUse: it has an owner that lives.
-        OSError: it cannot be made or claimed; nothing is left of the attempt.
+        FolderInUse: its owner is alive.
+        OSError: it cannot be created or claimed; no trace of the attempt remains.
     """
     path = Path(directory)
     made = _make(path)
@@ -183,7 +181,7 @@ def claim_exactly(directory: str | Path, job: Job = NO_JOB) -> TakenFolder:
 
 
 def _take(path: Path, job: Job) -> TakenFolder | None:
-    """Claim a folder that is new or empty and unclaimed."""
+    """Claim a folder that is new, or empty and unclaimed."""
     made = _make(path)
     try:
         if not path.is_dir() or any(path.iterdir()):
@@ -197,16 +195,19 @@ def _take(path: Path, job: Job) -> TakenFolder | None:
 
 
 def _make(path: Path) -> tuple[Path, ...]:
-    """Make a folder and those above it; the ones that were not there, outermost first.
+    """Create a folder and its missing parents.
+
+    Returns:
+        The folders that were created, outermost first.
 
     Raises:
-        OSError: one cannot be made; none is left.
+        OSError: one cannot be created; the others are removed again.
     """
     missing = list(itertools.takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
     made: list[Path] = []
     try:
         for folder in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another start was faster
+            with contextlib.suppress(FileExistsError):  # another process was faster
                 folder.mkdir()
                 made.append(folder)
     except OSError:
@@ -216,6 +217,6 @@ def _make(path: Path) -> tuple[Path, ...]:
 
 
 def _remove_empty(made: Sequence[Path]) -> None:
-    with contextlib.suppress(OSError):  # not empty: somebody else's
+    with contextlib.suppress(OSError):  # not empty, so another process uses it
         for path in reversed(made):
             path.rmdir()

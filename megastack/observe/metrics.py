@@ -1,7 +1,7 @@
-"""``metrics.jsonl`` and TensorBoard: one writer, one row a line, floats by ``repr`` so that they read back exactly.
+"""``metrics.jsonl`` and TensorBoard: one writer, one row per line, floats by ``repr`` so that they read back exactly.
 
-A row never holds a made-up number: what was not measured is null, and so is what is not finite. After a resume, rows
-beyond the resumed step are superseded; :func:`read_metrics` keeps the last row of each step.
+Values that were not measured or are not finite are null. After a resume, rows beyond the resumed step are superseded;
+:func:`read_metrics` keeps the last row of each step.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ TAGS = {
     "step_bubble": "perf/step_bubble",
     "peak_memory_bytes": "mem/peak_bytes",
 }
-"""TensorBoard's tag of each scalar of a training row."""
+"""The TensorBoard tag of each scalar of a training row."""
 
 
 def tensorboard_installed() -> bool:
-    """Whether ``tensorboard`` can be imported."""
+    """Whether ``tensorboard`` is installed."""
     return importlib.util.find_spec("tensorboard") is not None
 
 
-def row(kind: str, step: int, fields: Mapping[str, Any]) -> Row:
-    """A row of ``metrics.jsonl`` as it reads back: with its time, and null for what is not finite."""
+def row(kind: str, step: int, fields: Mapping[str, object]) -> Row:
+    """A row of ``metrics.jsonl`` with the present time, and null for values that are not finite."""
     return {"kind": kind, "step": step, "time": time.time()} | {name: _plain(value) for name, value in fields.items()}
 
 
 class MetricsWriter:
-    """Writes the rows of one run; made on one rank only.
+    """Writes the rows of a run, on one rank.
 
     Args:
         path: ``metrics.jsonl``; rows are appended.
-        tensorboard: whether to write TensorBoard events beside it.
+        tensorboard: whether to write TensorBoard events too.
     """
 
     def __init__(self, path: Path, *, tensorboard: bool) -> None:
@@ -66,7 +66,7 @@ class MetricsWriter:
         """Append a row, and its scalars to TensorBoard.
 
         Raises:
-            OSError: the row cannot be written; the file ends with the row before.
+            OSError: the row cannot be written; the file is unchanged.
         """
         self._file.append(json.dumps(entry, allow_nan=False))
         if self._events is not None:
@@ -91,7 +91,7 @@ def scalars(entry: Row) -> dict[str, float]:
     return {tag: value for tag, value in found.items() if value is not None}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -100,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path, kind: str = "train") -> list[Row]:
-    """The rows of a kind by ascending step, the last one of each step; a line that is not a row is passed over."""
+    """The last row of each step, of one kind, by ascending step; lines that are not valid rows are skipped."""
     rows: dict[int, Row] = {}
     for found in read_records(path):
         with contextlib.suppress(RecordError):

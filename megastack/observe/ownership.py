@@ -1,12 +1,12 @@
-"""Who may write into a run folder: one process at a time, whatever machines the others are on.
+"""Ownership of a run folder: one process at a time may write into it, on any machine.
 
-Where the owner has released the folder or is dead, the next claim takes it (:mod:`megastack.observe.claims`). An owner
-is dead if its process is gone, where this machine and this container can tell (:mod:`megastack.observe.process`).
-Anywhere else it is dead once its claim has not changed for :data:`LIMIT_S`: the owner touches it every
-:data:`HEARTBEAT_S`, which takes no room on a full disk, and the observer watches by its own clock, so that clocks need
-not agree. A later start of the same job supersedes an earlier one, which may still run where its launcher lost it.
+If the owner has released the folder or is dead, the next claim takes it over (:mod:`megastack.observe.claims`). An
+owner in the same container of the same machine is dead if its process has ended (:mod:`megastack.observe.process`).
+Any other owner counts as dead when its claim has not changed for :data:`LIMIT_S`. The owner touches its claim every
+:data:`HEARTBEAT_S`, which works on a full disk too, and the observer uses its own clock, so clocks need not agree. A
+later start of the same job supersedes an earlier one, which may still run if its launcher lost it.
 
-An owner that was superseded learns it from :meth:`Ownership.require`, which it calls before it writes.
+A superseded owner detects this in :meth:`Ownership.require`, which it calls before it writes.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from megastack.observe.process import Process
 HEARTBEAT_S = 10.0
 """How often an owner touches its claim."""
 LIMIT_S = 60.0
-"""An owner that cannot be looked up is dead when its claim has not changed for so long."""
-LOOKS_EVERY_S = 0.5
-CHECKED_S = 1.0
-"""For how long an owner relies on its last look, where nothing is published."""
+"""An owner whose process cannot be checked counts as dead after this long without a change of its claim."""
+POLL_S = 0.5
+RECHECK_S = 1.0
+"""How long an owner relies on its last check, unless it is about to publish a checkpoint."""
 
 
 class FolderInUse(MegastackError):
-    """A run folder has a living owner; the text says which."""
+    """The owner of a run folder is alive; the message names it."""
 
 
 class TakenOver(MegastackError):
-    """This run owned its folder, and a later owner has it now."""
+    """A later owner has taken over the folder of this run."""
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """A claim to a run folder; a small value that all ranks of the run hold.
+    """A claim to a run folder; a value that every rank of the run holds.
 
     Attributes:
         folder: the run folder.
@@ -65,14 +65,14 @@ class Ownership:
 
     @property
     def held(self) -> bool:
-        """Whether no later claim has taken the place of this one."""
+        """Whether there is no later claim."""
         try:
             return highest(self.folder) <= self.number
         except OSError:
-            return True  # a file system that does not answer tells nothing
+            return True  # an unreachable file system proves nothing
 
     def require(self) -> None:
-        """Call before anything is written that others rely on.
+        """Check the ownership; call before writing anything that others rely on.
 
         Raises:
             TakenOver: there is a later owner.
@@ -82,28 +82,28 @@ class Ownership:
             raise TakenOver(f"{self.folder}: was taken over by {later}; this run ends and writes nothing more there")
 
     def release(self) -> None:
-        """Give the folder back; a claim that cannot be written is left to be taken over."""
+        """Release the folder; if the claim cannot be written, the next start takes it over."""
         if self.held:
             with contextlib.suppress(OSError):
                 release_claim(self.folder, self.number, self.token)
 
     def discard(self) -> None:
-        """Remove the claim to a folder that is to be removed itself."""
+        """Remove the claim to a folder that will be removed."""
         with contextlib.suppress(OSError):
             claim_path(self.folder, self.number).unlink()
             (self.folder / FOLDER).rmdir()
 
 
 class Heartbeat:
-    """A context in which a claim is touched from a thread; at its end the claim is released, whatever the end is.
+    """A context in which a thread touches a claim; on exit, however it happens, the claim is released.
 
-    The claim stays this process's: a forked child neither touches nor releases it.
+    A forked child neither touches nor releases the claim.
     """
 
     def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
         self._pid = os.getpid()
-        self._over = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
@@ -115,48 +115,48 @@ class Heartbeat:
     ) -> None:
         if os.getpid() != self._pid:
             return
-        self._over.set()
+        self._stop.set()
         self._thread.join()
         self._ownership.release()
 
     def _beat(self) -> None:
         path = claim_path(self._ownership.folder, self._ownership.number)
-        while not self._over.wait(HEARTBEAT_S):
+        while not self._stop.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):  # a later owner removes it
                 os.utime(path)
 
 
 class OwnershipGuard:
-    """Calls :meth:`Ownership.require`; where nothing is published, at most once in :data:`CHECKED_S`."""
+    """Checks the ownership at most once in :data:`RECHECK_S`, or with :meth:`now` at once."""
 
     def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
-        self._looked: float | None = None
+        self._checked: float | None = None
 
     def __call__(self) -> None:
-        """Look, if the last look is old.
+        """Check, unless the last check is recent.
 
         Raises:
             TakenOver: there is a later owner.
         """
-        if self._looked is None or time.monotonic() - self._looked >= CHECKED_S:
+        if self._checked is None or time.monotonic() - self._checked >= RECHECK_S:
             self.now()
 
     def now(self) -> None:
-        """Look.
+        """Check at once.
 
         Raises:
             TakenOver: there is a later owner.
         """
-        began = time.monotonic()
+        now = time.monotonic()
         self._ownership.require()
-        self._looked = began
+        self._checked = now
 
 
 def living_owner(folder: Path, job: Job) -> Claim | None:
-    """The claim that keeps a start of ``job`` out of a run folder; ``None`` where it is free. Writes nothing.
+    """The claim that keeps a start of ``job`` out of a run folder; ``None`` if the folder is free. Writes nothing.
 
-    Takes up to :data:`LIMIT_S` where the owner is on another machine or in another container.
+    Waits up to :data:`LIMIT_S` if the owner is on another machine or in another container.
     """
     claim = newest_claim(folder)
     if claim.released or job.supersedes(claim.job):
@@ -171,7 +171,7 @@ def take_ownership(folder: Path, job: Job) -> Ownership:
     """Claim an existing run folder that is free.
 
     Raises:
-        FolderInUse: it has an owner that lives, or another start was faster.
+        FolderInUse: its owner is alive, or another start was faster.
         OSError: the claim cannot be written.
     """
     while True:
@@ -193,10 +193,10 @@ def claim_new(folder: Path, job: Job) -> Ownership | None:
 
 
 def _watch(folder: Path, claim: Claim) -> Claim | None:
-    """The claim of an owner that touches it, or of a later one, within the limit."""
+    """The claim if its owner touches it within the limit, or a later claim; ``None`` if the owner is dead."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        time.sleep(min(LOOKS_EVERY_S, LIMIT_S / 10))
+        time.sleep(min(POLL_S, LIMIT_S / 10))
         now = newest_claim(folder)
         if now.released:
             return None

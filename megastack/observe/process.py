@@ -1,8 +1,7 @@
-"""The identity of a process, so that another one can tell whether it is still running.
+"""The identity of a process, from which another process can determine whether it is still running.
 
-A process id alone says little: it is used again, it means another process in another container, and nothing on another
-machine. With the kernel's boot id and the id namespace beside it, it is known where the number is valid; with the time
-at which the process started, that it is the same process.
+A process id alone is not enough: ids are reused, and they differ between containers and machines. The kernel's boot id
+and the pid namespace identify where the id is valid, and the start time distinguishes processes with the same id.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from megastack.records import integer, number, string
 
@@ -28,12 +26,12 @@ class Process:
     """A process.
 
     Attributes:
-        host: the host's name, for people; it decides nothing.
-        boot: the kernel's boot id; empty where the system has none.
-        namespace: of process ids, which a container has its own of; empty where the system has none.
+        host: the host name, for display only.
+        boot: the kernel's boot id; empty if the system has none.
+        namespace: the pid namespace, which differs between containers; empty if the system has none.
         pid: the process id.
-        ticks: when it started, in clock ticks since boot; 0 where that cannot be known.
-        started: when it started, unix seconds.
+        ticks: the start time in clock ticks since boot; 0 if unknown.
+        started: the start time in unix seconds.
     """
 
     host: str
@@ -50,7 +48,7 @@ class Process:
 
     @classmethod
     def parent(cls) -> Process:
-        """The process that started this one."""
+        """The parent of this process."""
         return cls._of(os.getppid())
 
     @classmethod
@@ -60,29 +58,29 @@ class Process:
 
     @property
     def key(self) -> str:
-        """A text that no other process has, on this machine or another."""
+        """A text that identifies the process among those of all machines."""
         return f"{self.host} {self.boot} {self.namespace} {self.pid} {self.ticks}"
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Process:
+    def from_record(cls, record: Mapping[str, object]) -> Process:
         """The inverse of :meth:`as_json`.
 
         Raises:
-            RecordError: it is not such a record.
+            RecordError: the record is not a valid process.
         """
         words = {name: string(record, name) for name in ("host", "boot", "namespace")}
         pid, ticks = integer(record, "pid", least=1, most=2**31), integer(record, "ticks")
         return cls(**words, pid=pid, ticks=ticks, started=number(record, "started", least=0))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The process as a JSON object."""
         return asdict(self)
 
     def is_alive(self, observer: Process) -> bool | None:
-        """Whether it is running, as far as ``observer``, this process, can tell; ``None`` where it cannot.
+        """Whether it is running, as seen by ``observer``, the calling process; ``None`` if that cannot be determined.
 
-        It cannot where the process id is not one of its own kernel and namespace, whatever the host is called, nor of
-        itself: a program that replaced itself (``exec``) keeps id and start time.
+        It cannot for a process of another kernel or pid namespace, nor for the observer itself: a program that replaced
+        itself (``exec``) keeps id and start time.
         """
         same_place = (self.boot, self.namespace) == (observer.boot, observer.namespace) and bool(self.boot)
         if not same_place or (self.pid, self.ticks) == (observer.pid, observer.ticks):
@@ -114,10 +112,10 @@ def _exists(pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State and start time of a process; ``None`` where they cannot be read."""
+    """State and start time of a process; ``None`` if they cannot be read."""
     try:
         text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-        fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+        fields = text.rpartition(")")[2].split()  # the name before it may contain anything
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
         return None
@@ -136,7 +134,7 @@ def _namespace() -> str:
 
 
 def _unix_time(ticks: int) -> float:
-    """When a process started; now, where that is not known."""
+    """When a process started; the present time if that is unknown."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = (PROC / "stat").read_text(encoding="ascii").splitlines()
         booted = int(next(line for line in lines if line.startswith("btime ")).split()[1])

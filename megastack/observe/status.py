@@ -1,4 +1,4 @@
-"""``status.json``: how a run stands or ended, whatever exit code its launcher could pass on."""
+"""``status.json``: the state of a run or how it ended, also where a launcher does not pass on the exit code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FIELDS = ("status", "step", "checkpoint", "reason", "rank", "coordinates", "exit
 EXIT_CODES = {"completed": 0, "preempted": 75, "failed": 1, "diverged": 1}
 
 
-def write_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
-    """Replace the file at once; fields that are not given are null. Returns the record."""
+def write_status(path: Path, status: str, **fields: object) -> dict[str, Any]:
+    """Replace the file atomically and return the record; omitted fields are null."""
     unknown = set(fields) - set(FIELDS)
     assert not unknown, unknown
     record = dict.fromkeys(FIELDS) | {"pid": os.getpid(), "exit_code": EXIT_CODES.get(status)} | fields
@@ -25,15 +25,15 @@ def write_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
     return record
 
 
-def update_status(path: Path, status: str, **fields: Any) -> dict[str, Any]:
-    """Like :func:`write_status`, but step, checkpoint, pid and start that are not given stay as they are."""
-    former = read_status(path) or {}
-    kept = {name: former.get(name) for name in ("step", "checkpoint", "pid", "start")}
+def update_status(path: Path, status: str, **fields: object) -> dict[str, Any]:
+    """Like :func:`write_status`, but an omitted step, checkpoint, pid or start keeps its value."""
+    previous = read_status(path) or {}
+    kept = {name: previous.get(name) for name in ("step", "checkpoint", "pid", "start")}
     return write_status(path, status, **kept | fields)
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
-    """The record with all its fields, or ``None`` where there is none to be read."""
+    """The record with all fields; ``None`` if it is missing or invalid."""
     try:
         record = dict.fromkeys(FIELDS) | read_record(path)
         string(record, "status")

@@ -1,8 +1,8 @@
-"""Standard output and standard error that never raise: the screen is optional, records and exit codes are not.
+"""Standard output and standard error that never raise, since a run must not fail because of its console output.
 
-A reader may close its end of a pipe (``megastack train | head -1``), a disk behind standard output may fill up, a
-terminal may be gone or may lack a character. :class:`BestEffortStream` writes what it can. After the first failed write
-it discards the rest, and it replaces characters that the encoding of the stream does not have.
+The reader of a pipe may exit (``megastack train | head -1``), the disk behind standard output may be full, the terminal
+may be gone or may lack a character. :class:`BestEffortStream` writes what it can: it discards everything after the
+first failed write, and replaces characters that the encoding lacks.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, cast
 
 PLAIN = {"×": "x", "·": "*", "…": "...", "–": "-", "→": "->"}
-"""What stands for the characters of our own messages where the encoding has none; for others it is a question mark."""
+"""Replacements for characters of our own messages that an encoding lacks; others become a question mark."""
 
 
 class BestEffortStream:
-    """A text stream on top of another one; it behaves like that one, but writing and flushing never raise.
+    """A wrapper of a text stream whose writes and flushes never raise.
 
     Args:
-        stream: where to write; ``None``, as :data:`sys.stdout` is when its descriptor was closed, discards everything.
+        stream: the stream; ``None``, as :data:`sys.stdout` is if its descriptor was closed, discards everything.
 
     Attributes:
-        error: why nothing is written any more, ``None`` as long as writing works.
+        error: the first error, after which nothing is written; ``None`` as long as writing works.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -33,20 +33,20 @@ class BestEffortStream:
         self.error: Exception | None = None
 
     def write(self, text: str) -> int:
-        """Write as much of ``text`` as the stream takes."""
+        """Write ``text`` if the stream works."""
         try:
             self._attempt(lambda: self._stream.write(text))
         except UnicodeEncodeError:
             self._attempt(lambda: self._stream.write(_encodable(text, self._stream.encoding or "ascii")))
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         """Write several texts."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Hand on what is buffered."""
+        """Flush the buffer."""
         self._attempt(self._stream.flush)
 
     def _attempt(self, action: Callable[[], object]) -> None:
@@ -57,14 +57,14 @@ class BestEffortStream:
         except UnicodeEncodeError:
             raise
         except BlockingIOError:
-            pass  # a pipe in non-blocking mode is full for the moment
-        except Exception as error:  # of the system, of a stream that was closed, of a notebook's own stream
+            pass  # a non-blocking pipe is full at the moment
+        except Exception as error:  # an OS error, a closed stream, or an error of a custom stream such as a notebook's
             self.error = error
 
     def release(self) -> None:
-        """Point the descriptor of a stream that failed at the null device: what it still buffers fails again at exit.
+        """Redirect a failed stream to the null device, since its buffer would fail again at exit.
 
-        To be called by the owner of the process only.
+        Only the main program may call this.
         """
         self.flush()
         if self.error is None:
@@ -79,7 +79,7 @@ class BestEffortStream:
 
 
 def _encodable(text: str, encoding: str) -> str:
-    """``text`` with the characters replaced that an encoding does not have."""
+    """``text`` with characters replaced that an encoding lacks."""
 
     def shown(character: str) -> str:
         try:
@@ -107,23 +107,23 @@ def _protected(stream: TextIO | None) -> TextIO:
 
 @contextlib.contextmanager
 def best_effort_output() -> Iterator[None]:
-    """A context in which :data:`sys.stdout` and :data:`sys.stderr` never raise, whoever writes to them.
+    """A context in which :data:`sys.stdout` and :data:`sys.stderr` never raise, for any writer.
 
-    Starting a process flushes both, and so does the end of one. Nested contexts change nothing.
+    Starting or ending a process flushes both. Nested contexts have no effect.
     """
-    former = sys.stdout, sys.stderr
+    previous = sys.stdout, sys.stderr
     protect_output()
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = former
+        sys.stdout, sys.stderr = previous
 
 
 def protect_output() -> None:
-    """Like :func:`best_effort_output` for the rest of a process, as a rank needs it.
+    """Like :func:`best_effort_output`, for the rest of the process.
 
-    Closed descriptors 0 to 2 are opened on the null device. Else the next file or socket takes the number, and whatever
-    native code prints ends up in it.
+    Closed descriptors 0 to 2 are opened on the null device. Otherwise the next file or socket would get the number, and
+    receive what native code prints.
     """
     for descriptor in range(3):
         try:
@@ -134,9 +134,10 @@ def protect_output() -> None:
 
 
 def release_output() -> str | None:
-    """End the output of a command inside :func:`best_effort_output`; why some of standard output was lost.
+    """End the output of a command inside :func:`best_effort_output`.
 
-    ``None`` where everything was written, or where the reader closed the pipe and so wants no more.
+    Returns:
+        Why standard output is incomplete; ``None`` if it is complete, or if the reader closed the pipe.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, BestEffortStream):
@@ -147,7 +148,7 @@ def release_output() -> str | None:
     return error.strerror or str(error)
 
 
-def say_at_once(text: str) -> None:
-    """Write to the descriptor of standard error, as a signal handler must that may have interrupted another write."""
+def write_stderr(text: str) -> None:
+    """Write to the descriptor of standard error; safe in a signal handler, which may have interrupted another write."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode("ascii", "replace"))

@@ -1,9 +1,10 @@
-"""When a rank waits in vain: every rank writes down where it stands, and the accounts together name who is missing.
+"""Hang detection: every rank writes a report of its state, and the reports together show which rank is missing.
 
-A :class:`Watchdog` writes the :class:`RankState` of its rank from a thread of its own: when nothing has moved for most
-of the time-out, and when this rank or another one fails. The reports of all ranks are therefore complete when the first
-wait times out. A stopped process writes none. :func:`find_missing_ranks` compares the reports: operations have the same
-numbers on all ranks, so the reports show which rank did not arrive at an operation and which ranks wait for it.
+A :class:`Watchdog` writes the :class:`RankState` of its rank from a separate thread: when the rank has made no progress
+for most of the time-out, and when this rank or another one fails. The reports of all ranks are therefore complete when
+the first wait times out. A stopped process writes no report. :func:`find_missing_ranks` compares the reports:
+operations have the same numbers on all ranks, so the reports show which rank did not arrive at an operation and which
+ranks wait for it.
 """
 
 from __future__ import annotations
@@ -19,40 +20,39 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from megastack.comm.flight_recorder import FlightRecorder, Operation
 from megastack.mesh.shape import Axis, describe_coordinates
 from megastack.observe.files import replace_text
 from megastack.records import RecordError, integer, integers, mapping, number, read_record, sequence, string
 
-MOST_OF_IT = 0.9
-"""A wait that has taken this part of the time-out counts as one that will end by it."""
-LOOKS = 20
-"""How often the thread looks within the time-out, at least once a second."""
-ASKS_AFTER_S = 5.0
-"""After so long without a move it asks whether others have failed, or after one look of a short time-out."""
+TIMEOUT_FRACTION = 0.9
+"""A wait longer than this fraction of the time-out counts as timed out."""
+POLLS_PER_TIMEOUT = 20
+"""How often the thread polls within the time-out; it polls at least once a second."""
+CHECK_PEERS_AFTER_S = 5.0
+"""Seconds without progress after which the thread checks whether other ranks failed; less for a short time-out."""
 FRAMES = 12
 JOINING = ("world", "join")
-"""Axis and kind of what comes before every operation: the ranks find each other and open their groups."""
+"""Axis and kind of the first operation, the rendezvous in which ranks connect and open their groups."""
 
 
 @dataclass(frozen=True)
 class RankState:
-    """Where one rank stands.
+    """The state of one rank.
 
     Attributes:
         rank: the global rank.
-        coordinates: its place on the mesh, in words.
-        time_ns: unix time.
+        coordinates: its mesh coordinates, as text.
+        time_ns: unix time of the report.
         doing: step, action and layer.
-        seconds: since the operation that it waits for began, or else since it last started or got anything.
-        waiting: the operation that it waits for, if any.
-        last: the operation that it started last, if any.
-        counts: how many operations it has started, by line.
-        operations: the last ones in words, the newest last.
-        actions: likewise, of the pipeline.
-        stack: where its main thread is, the innermost call last.
+        seconds: time since the awaited operation began, or else since the last progress.
+        waiting: the awaited operation, if any.
+        last: the most recent operation, if any.
+        counts: the number of operations issued, by line.
+        operations: the most recent operations as text, newest last.
+        actions: the most recent pipeline actions, newest last.
+        stack: the stack of the main thread, innermost call last.
     """
 
     rank: int
@@ -68,11 +68,11 @@ class RankState:
     last: Operation | None = None
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> RankState:
-        """The inverse of ``dataclasses.asdict``, after a journey as JSON.
+    def from_record(cls, record: Mapping[str, object]) -> RankState:
+        """The inverse of ``dataclasses.asdict``, from parsed JSON.
 
         Raises:
-            RecordError: it is not such a record.
+            RecordError: the record is not a valid report.
         """
         counts = mapping(record, "counts")
         return cls(
@@ -88,30 +88,30 @@ class RankState:
         )
 
     @property
-    def began_s(self) -> float:
-        """When it began to wait, or last moved; unix seconds."""
+    def idle_since_s(self) -> float:
+        """When it began to wait or last made progress, in unix seconds."""
         return self.time_ns / 1e9 - self.seconds
 
     @property
-    def who(self) -> str:
-        """The rank as logs name it."""
+    def label(self) -> str:
+        """The rank as in logs, such as ``[rank 5 | pp1 dp0 tp1]``."""
         return f"[rank {self.rank} | {self.coordinates}]"
 
     def describe(self) -> str:
         """The report in one line."""
         if self.waiting is not None and self.waiting[:2] == JOINING:
-            return f"{self.who} waits for all ranks to join"
+            return f"{self.label} waits for all ranks to join"
         if self.waiting is not None:
-            return f"{self.who} waits for {self.waiting} in {self.doing}"
+            return f"{self.label} waits for {self.waiting} in {self.doing}"
         where = f", at {self.stack[-1]}" if self.stack else ""
-        return f"{self.who} called nothing for {self.seconds:.0f} s in {self.doing}{where}"
+        return f"{self.label} issued no operation for {self.seconds:.0f} s in {self.doing}{where}"
 
 
-def _operation(record: Mapping[str, Any], name: str) -> Operation | None:
-    """An operation of a record, which may be null.
+def _operation(record: Mapping[str, object], name: str) -> Operation | None:
+    """An operation of a record, or null.
 
     Raises:
-        RecordError: it is something else.
+        RecordError: the value is neither.
     """
     if record.get(name) is None:
         return None
@@ -126,17 +126,17 @@ def _operation(record: Mapping[str, Any], name: str) -> Operation | None:
 
 
 class Watchdog:
-    """Watches one rank; a context around its work.
+    """A context around the work of one rank, which reports its state when it hangs or fails.
 
     Args:
-        trail: of the rank's mesh.
-        path: where its report goes.
+        flight_recorder: of the rank's mesh.
+        path: the file of the report.
         rank: the global rank.
-        coordinates: its place on the mesh.
-        limit_s: how long nothing may move.
-        doing: what the rank is busy with, in words.
-        may_write: whether its run still has the folder.
-        failed: whether another rank has failed; asked only while nothing moves here.
+        coordinates: its mesh coordinates.
+        limit_s: the time-out.
+        doing: describes what the rank is doing.
+        may_write: whether the run still owns its folder.
+        failed: whether another rank has failed; called only while this rank makes no progress.
     """
 
     def __init__(
@@ -151,17 +151,11 @@ class Watchdog:
         may_write: Callable[[], bool] = lambda: True,
         failed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._trail, self._path, self._doing, self._limit_s, self._failed = (
-            flight_recorder,
-            path,
-            doing,
-            limit_s,
-            failed,
-        )
+        self._recorder, self._path, self._limit_s = flight_recorder, path, limit_s
         self._rank, self._coordinates = rank, describe_coordinates(coordinates)
-        self._may_write = may_write
-        self._over = threading.Event()
-        self._written: float | None = None  # the trail's last move then
+        self._doing, self._may_write, self._failed = doing, may_write, failed
+        self._stop = threading.Event()
+        self._reported: float | None = None  # the time of the last progress when the report was written
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -172,63 +166,63 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
         if error is not None:
             self.write()
 
     def write(self) -> None:
-        """Write the report, unless the one that is there still holds."""
-        moved = self._trail.moved
-        if self._holds(moved) or not self._may_write():
+        """Write the report, unless the existing one is still valid."""
+        moved = self._recorder.moved
+        if self._is_valid(moved) or not self._may_write():
             return
-        self._written = moved
+        self._reported = moved
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(self._path, json.dumps(asdict(self.report()), indent=1) + "\n")
         except OSError:
-            pass  # a full disk; the failure itself is told in other ways
+            pass  # for example a full disk; the failure itself is reported elsewhere
 
-    def _holds(self, moved: float) -> bool:
-        """Whether a report was written and nothing has moved since, or only after others had failed.
+    def _is_valid(self, moved: float) -> bool:
+        """Whether a report was written and the rank made no progress since, or only after others had failed.
 
-        What was true when the time was over tells more than what this rank came upon when it was late.
+        The state at the time-out is more informative than what a late rank did after the others had failed.
         """
-        return self._written is not None and (self._written == moved or self._failed())
+        return self._reported is not None and (self._reported == moved or self._failed())
 
     def report(self) -> RankState:
-        """Where the rank stands now."""
-        flight_recorder = self._trail
+        """The present state of the rank."""
+        recorder = self._recorder
+        idle_since = recorder.moved if recorder.waiting is None else recorder.since
         return RankState(
             rank=self._rank,
             coordinates=self._coordinates,
             time_ns=time.time_ns(),
             doing=self._doing(),
-            seconds=time.monotonic()
-            - (flight_recorder.moved if flight_recorder.waiting is None else flight_recorder.since),
-            waiting=flight_recorder.waiting,
-            counts=flight_recorder.counts(),
-            operations=[str(operation) for operation in list(flight_recorder.operations)],
-            actions=[str(action) for action in list(flight_recorder.actions)],
+            seconds=time.monotonic() - idle_since,
+            waiting=recorder.waiting,
+            counts=recorder.counts(),
+            operations=[str(operation) for operation in list(recorder.operations)],
+            actions=[str(action) for action in list(recorder.actions)],
             stack=_stack(self._main),
-            last=flight_recorder.operations[-1] if flight_recorder.operations else None,
+            last=recorder.operations[-1] if recorder.operations else None,
         )
 
     def _watch(self) -> None:
-        pause = min(1.0, self._limit_s / LOOKS)
-        asks_after_s = min(ASKS_AFTER_S, self._limit_s / LOOKS)
-        while not self._over.wait(pause):
-            moved = self._trail.moved
-            idle = time.monotonic() - moved
-            if self._written is not None and not self._holds(moved):
-                self._path.unlink(missing_ok=True)  # it has gone on, and so have the others
-                self._written = None
-            if idle >= MOST_OF_IT * self._limit_s or (idle >= asks_after_s and self._failed()):
+        interval = min(1.0, self._limit_s / POLLS_PER_TIMEOUT)
+        check_peers_after_s = min(CHECK_PEERS_AFTER_S, self._limit_s / POLLS_PER_TIMEOUT)
+        while not self._stop.wait(interval):
+            moved = self._recorder.moved
+            idle_s = time.monotonic() - moved
+            if self._reported is not None and not self._is_valid(moved):
+                self._path.unlink(missing_ok=True)  # the rank and its peers have continued
+                self._reported = None
+            if idle_s >= TIMEOUT_FRACTION * self._limit_s or (idle_s >= check_peers_after_s and self._failed()):
                 self.write()
 
 
 def _stack(thread: int) -> list[str]:
-    """Where another thread is; of a thread that fails and asks for itself, its own account tells more."""
+    """The stack of another thread; empty for the calling thread, whose failure report has a traceback."""
     if thread == threading.get_ident():
         return []
     frame = sys._current_frames().get(thread)
@@ -237,7 +231,7 @@ def _stack(thread: int) -> list[str]:
 
 
 def read_reports(folder: Path) -> list[RankState]:
-    """The reports in a folder, by rank; a file that is not a report is passed over."""
+    """The reports in a folder, by rank; files that are not valid reports are skipped."""
     found = []
     for path in sorted(folder.glob("rank_*.json")):
         with contextlib.suppress(OSError, RecordError):
@@ -246,14 +240,14 @@ def read_reports(folder: Path) -> list[RankState]:
 
 
 @dataclass(frozen=True)
-class Missing:
-    """Who did not come.
+class MissingRank:
+    """A rank that others wait for.
 
     Attributes:
-        rank: one that others wait for and that waits for nobody; the first of them.
-        operation: the first that it did not arrive at; None for a rank that did not even join.
-        waited_s: how long the longest wait was.
-        lines: every rank that waits, and what missing ranks were doing where they could say so.
+        rank: the first rank that others wait for and that does not wait itself.
+        operation: the first operation at which it did not arrive; None for a rank that did not join.
+        waited_s: the longest wait.
+        lines: a line for every waiting rank, and for every missing rank that could write a report.
     """
 
     rank: int
@@ -262,20 +256,20 @@ class Missing:
     lines: tuple[str, ...]
 
 
-def find_missing_ranks(reports: Sequence[RankState], world_size: int) -> Missing | None:
-    """Find who is missing, from the reports of all ranks that could write one.
+def find_missing_ranks(reports: Sequence[RankState], world_size: int) -> MissingRank | None:
+    """Find the rank that others wait for, from the reports of all ranks that could write one.
 
-    Where no rank waits on the host, as with NCCL, the operations started last take the place of those waited for.
+    If no rank waits on the host, as with NCCL, the most recent operations are used as the awaited ones.
 
     Returns:
-        ``None`` where nobody waits, or where ranks wait for each other in a circle.
+        ``None`` if no rank waits, or if ranks wait for each other in a cycle.
     """
     if not any(report.waiting for report in reports):
         return _missing([replace(report, waiting=report.last) for report in reports], world_size)
-    return _missing(reports, world_size) or _latecomer(reports)
+    return _missing(reports, world_size) or _straggler(reports)
 
 
-def _missing(reports: Sequence[RankState], world_size: int) -> Missing | None:
+def _missing(reports: Sequence[RankState], world_size: int) -> MissingRank | None:
     """The rank at which the waits end."""
     by_rank = {report.rank: report for report in reports}
     absent = {report.rank: _absent(report, by_rank) for report in reports}
@@ -288,15 +282,15 @@ def _missing(reports: Sequence[RankState], world_size: int) -> Missing | None:
     if not roots:
         return None
     first = min(roots, key=lambda rank: (rank in by_rank, -by_rank[rank].seconds if rank in by_rank else 0.0, rank))
-    wanted = next(report.waiting for report in waiting if report.waiting and first in absent[report.rank])
-    told = [by_rank[rank].describe() for rank in roots if rank in by_rank]
-    lines = (*(report.describe() for report in waiting), *told)
-    operation = None if wanted[:2] == JOINING else str(wanted.other)
-    return Missing(first, operation, max(report.seconds for report in waiting), lines)
+    awaited = next(report.waiting for report in waiting if report.waiting and first in absent[report.rank])
+    missing = (by_rank[rank] for rank in roots if rank in by_rank)
+    lines = tuple(report.describe() for report in (*waiting, *missing))
+    operation = None if awaited[:2] == JOINING else str(awaited.other)
+    return MissingRank(first, operation, max(report.seconds for report in waiting), lines)
 
 
 def _absent(report: RankState, by_rank: Mapping[int, RankState]) -> set[int]:
-    """The ranks that did not start the operation that one waits for."""
+    """The ranks that did not start the operation for which a rank waits."""
     operation = report.waiting
     if operation is None:
         return set()
@@ -305,18 +299,18 @@ def _absent(report: RankState, by_rank: Mapping[int, RankState]) -> set[int]:
     return {rank for rank in others if rank not in by_rank or by_rank[rank].counts.get(line, 0) < operation.number}
 
 
-def _latecomer(reports: Sequence[RankState]) -> Missing | None:
-    """The last to come to an operation that all have started, after those who waited for it had given up."""
+def _straggler(reports: Sequence[RankState]) -> MissingRank | None:
+    """The last rank to arrive at an operation that all ranks started, where the others had timed out by then."""
     arrived = defaultdict[tuple[frozenset[str], int], list[RankState]](list)
-    for report in sorted(reports, key=lambda report: report.began_s):
+    for report in sorted(reports, key=lambda report: report.idle_since_s):
         if report.waiting is not None:
             lines = frozenset((report.waiting.line, report.waiting.other.line))
             arrived[lines, report.waiting.number].append(report)
     if not arrived:
         return None
-    group = max(arrived.values(), key=lambda group: group[-1].began_s - group[0].began_s)
-    last, gap_s = group[-1], group[-1].began_s - group[0].began_s
+    group = max(arrived.values(), key=lambda group: group[-1].idle_since_s - group[0].idle_since_s)
+    last, gap_s = group[-1], group[-1].idle_since_s - group[0].idle_since_s
     if gap_s <= 0:
         return None
     operation = None if last.waiting is None or last.waiting[:2] == JOINING else str(last.waiting)
-    return Missing(last.rank, operation, gap_s, tuple(report.describe() for report in group[:-1]))
+    return MissingRank(last.rank, operation, gap_s, tuple(report.describe() for report in group[:-1]))

@@ -1,8 +1,8 @@
-"""Which tensors a module saves for its backward, as autograd tells it.
+"""List the tensors that a module saves for backward, as autograd reports them.
 
-Storages are counted once, however many views or operations save them. Parameters, and the tensors that the module was
-given, are told apart from what it made itself. What a recomputed part would save is not in the list, since it is not
-kept; the tensors it was given are.
+For your own layers too, see ``docs/activations.md``. A storage is listed once, however many views or operations save
+it. Parameters, the tensors that the module received, and the tensors that it created are distinguished. A recomputed
+part saves only its inputs, so only those are listed.
 
 Example::
 
@@ -28,13 +28,13 @@ PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 @dataclass(frozen=True)
 class Saved:
-    """One storage that is kept for backward.
+    """One storage that is saved for backward.
 
     Attributes:
         where: the function, file and line that first saved it.
-        shape: of the tensor saved first; the storage may be larger.
-        dtype: its type.
-        bytes: size of the storage.
+        shape: of the tensor that was saved first; the storage may be larger.
+        dtype: of that tensor.
+        bytes: the size of the storage.
         kind: ``made`` by the module, ``given`` to it, or a ``parameter``.
     """
 
@@ -46,16 +46,16 @@ class Saved:
 
     @property
     def elements(self) -> int:
-        """Elements of the whole storage."""
+        """The number of elements of the whole storage."""
         return self.bytes // self.dtype.itemsize
 
 
 def saved_tensors(module: nn.Module, *args: Any, given: Iterable[Tensor] = (), **kwargs: Any) -> list[Saved]:
-    """Call ``module(*args, **kwargs)`` and list what it keeps for backward, in the order of saving."""
+    """Call ``module(*args, **kwargs)`` and list what it saves for backward, in order; ``given`` are its inputs."""
     kinds: dict[int, StorageOrigin] = {_storage(parameter): "parameter" for parameter in module.parameters()}
     kinds |= {_storage(x): "given" for x in given}
     found: dict[int, Saved] = {}
-    alive: list[Tensor] = []  # so that no storage's address is used twice
+    alive: list[object] = []  # keeps storages alive, so that no address is reused
 
     def pack(x: Tensor) -> Tensor:
         key = _storage(x)
@@ -75,7 +75,7 @@ def _storage(x: Tensor) -> int:
 
 
 def _caller() -> str:
-    """The innermost line of the package, or else of whoever calls it, that runs the saving operation."""
+    """The innermost line of the package that runs the saving operation, or else the line of its caller."""
     frame = sys._getframe(2)
     while frame.f_back is not None and (
         not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename == __file__

@@ -1,75 +1,67 @@
-"""From what differs on which rank to one finding: the first module or parameter that is wrong, how much, and why.
+"""Diagnosis: from the differences on all ranks to one finding, the first module or parameter that is wrong, and why.
 
-Order matters, for a fault spreads: a wrong forward makes every gradient wrong, a wrong gradient every later weight. So
-a module that is at fault in the forward comes first; then the gradient that is used last, for backwards run from the
-loss; then what is left. A cause is given only where the numbers show it.
+Order matters, since errors propagate: a wrong forward makes every gradient wrong, and a wrong gradient every later
+weight. A module at fault in the forward pass therefore comes first, then the first wrong gradient in the backward pass,
+then everything else.
+
+A cause is named only where the numbers show it. Two wrong declarations leave a signature on a gradient: if a partial
+gradient is not declared, the ranks differ and their sum is the reference; if a complete gradient is declared partial,
+it is exactly t times the reference. Forward errors leave signatures too: a missing sum, one sum too many, a bias that
+every rank added before the sum. All of this is arithmetic on tensors that were collected before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from megastack.mesh.shape import DENSE_AXES, Axis
-from megastack.testing.blame import Classes, Deviation, RankDeviations, inside
-from megastack.testing.cause import OWN_CODE, backward_cause, factor_cause, gradient_cause, output_cause
-from megastack.testing.on_ranks import Mismatch, RankReport
+from megastack.placement.placement import Placement
+from megastack.testing.compare import Mismatch, RankReport
+from megastack.testing.finding import Finding, Held
+from megastack.testing.localize import Deviation, ModuleClasses, RankDeviations, Side, is_within
 
-
-@dataclass(frozen=True)
-class Finding:
-    """The first thing that is wrong.
-
-    Attributes:
-        kind: ``module``, ``gradient``, ``loss``, ``norm``, ``weight`` or ``failure``.
-        name: the module's or the parameter's global name; empty for a scalar.
-        step: 0-based.
-        relative: by how much, over the largest element of the reference.
-        ratio: the factor from the reference, of parameters and scalars.
-        cause: what the numbers tell, if anything.
-        module: the module at fault, where that is known and is not ``name``.
-        also: what else differs, in the same way where that can be told.
-        owner: the class at fault: of ``module``, or of the module or parameter that is named. It is the innermost class
-            of the user's around that, or else the class of the package.
-    """
-
-    kind: str
-    name: str
-    step: int = 0
-    relative: float | None = None
-    ratio: float | None = None
-    cause: str | None = None
-    module: str | None = None
-    also: tuple[str, ...] = ()
-    owner: str | None = None
+CLOSE = 1e-7
+"""How closely numbers must match a signature, relative to the largest element."""
+OWN_CODE = (
+    "its inputs match the reference on every rank, so the error is in its own code: it depends on the rank, or treats "
+    "this rank's part (an index, a size, a mean, the rows of a parameter) as the whole"
+)
+"""The cause of a wrong output if the module is pure and no signature matches."""
+BUFFER = (
+    "it is probably updated from this rank's data alone; reduce what updates it, for example with "
+    "megastack.comm.collectives.all_reduce"
+)
+RankMismatch = tuple[RankReport, Mismatch]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known beside the numbers of a training.
+    """Facts about a layout besides the numbers of its training.
 
     Attributes:
-        names: all parameters in the order of their use.
+        names: all parameters and buffers in the order of their use.
         degrees: of the axes.
-        faults: the modules at fault as each rank sees them; empty where that could not be found out.
-        unstable: modules that depend on more than their input, on one rank already, and on what.
+        deviations: the modules at fault, by rank; empty if that could not be determined.
+        impure: modules whose output depends on more than their input, on one rank already, and what it depends on.
     """
 
     names: Sequence[str]
     degrees: Mapping[str, int]
-    errors: Sequence[RankDeviations] = ()
-    unstable: Mapping[str, str] = field(default_factory=dict)
+    deviations: Sequence[RankDeviations] = ()
+    impure: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def classes(self) -> Classes:
+    def classes(self) -> ModuleClasses:
         """The classes of all modules."""
-        return self.errors[0].classes if self.errors else Classes({})
+        return self.deviations[0].classes if self.deviations else ModuleClasses({})
 
-    def instability(self, module: str) -> str | None:
-        """What a module, or the first one inside that does, depends on beside its input."""
-        found = next(((name, why) for name, why in self.unstable.items() if inside(name, module)), None)
+    def impurity(self, module: str) -> str | None:
+        """What a module depends on besides its input, or the first impure module inside it."""
+        found = next(((name, why) for name, why in self.impure.items() if is_within(name, module)), None)
         if found is None:
             return None
         name, why = found
@@ -77,43 +69,45 @@ class Evidence:
 
 
 def diagnose(reports: Sequence[RankReport], evidence: Evidence) -> Finding | None:
-    """The first thing that is wrong on a layout.
+    """Find the first thing that is wrong on a layout.
 
     Args:
         reports: of all ranks.
         evidence: what else is known.
 
     Returns:
-        None where neither a module nor a number is wrong.
+        None if neither a module nor a number is wrong.
     """
     finding = _first_finding(reports, evidence)
     if finding is None:
         return None
     if finding.cause is None and finding.module is None and finding.kind != "module":
-        finding = _suspect(finding, evidence)
-    place = finding.module
-    if place is None:
-        place = finding.name if finding.kind == "module" else finding.name.rpartition(".")[0]
-    has_place = finding.module is not None or finding.kind == "module" or bool(finding.name)
-    return replace(finding, owner=evidence.classes.owner_class(place) if has_place else None)
+        finding = _blame_impure_module(finding, evidence)
+    if finding.cause is None and finding.held == "buffer":
+        finding = replace(finding, cause=BUFFER)
+    module = finding.module
+    if module is None:
+        module = finding.name if finding.kind == "module" else finding.name.rpartition(".")[0]
+    has_module = finding.module is not None or finding.kind == "module" or bool(finding.name)
+    return replace(finding, owner=evidence.classes.responsible_class(module) if has_module else None)
 
 
-def _suspect(finding: Finding, evidence: Evidence) -> Finding:
-    """A finding without a cause, explained by a module that depends on more than its input."""
+def _blame_impure_module(finding: Finding, evidence: Evidence) -> Finding:
+    """Explain a finding without a cause by an impure module, if there is one; a gradient by its own module only."""
     owner = finding.name.rpartition(".")[0]
     related = (
         name
-        for name in evidence.unstable
-        if finding.kind != "gradient" or inside(owner, name) or inside(name, owner)  # a gradient has its own module
+        for name in evidence.impure
+        if finding.kind != "gradient" or is_within(owner, name) or is_within(name, owner)
     )
     module = next(related, None)
     if module is None:
         return finding
-    return replace(finding, module=module, cause=f"{evidence.classes.label(module)} {evidence.unstable[module]}")
+    return replace(finding, module=module, cause=f"{evidence.classes.label(module)} {evidence.impure[module]}")
 
 
 def _first_finding(reports: Sequence[RankReport], evidence: Evidence) -> Finding | None:
-    forward = _first(evidence.errors, "forward")
+    forward = _largest_deviation(evidence.deviations, "forward")
     if forward is not None:
         return _module_finding(forward, evidence)
     found = [(report, m) for report in reports for m in report.mismatches]
@@ -129,101 +123,232 @@ def _first_finding(reports: Sequence[RankReport], evidence: Evidence) -> Finding
     scalar = worst.kind in ("loss", "norm")
     cause = factor_cause([worst.ratio], evidence.degrees) if scalar else None
     also = tuple(sorted({m.name for _, m in found if m.name and m.name != worst.name}))
-    return Finding(worst.kind, worst.name, first, worst.relative, worst.ratio, cause, also=also)
+    held: Held = "trained" if scalar else _held(worst.name, reports)
+    return Finding(worst.kind, worst.name, first, worst.relative, worst.ratio, cause, also=also, held=held)
 
 
-def _first(errors: Sequence[RankDeviations], side: str) -> Deviation | None:
-    """The fault of a side, from the rank that is furthest off."""
-    found = [error for rank in errors for error in rank.errors if error.blame.side == side]
-    return max(found, key=lambda error: error.relative, default=None)
+def _held(name: str, reports: Sequence[RankReport]) -> Held:
+    """What a rank holds under a name."""
+    if any(name in report.buffers for report in reports):
+        return "buffer"
+    return "trained" if any(name in report.trained for report in reports) else "frozen"
 
 
-def _module_finding(error: Deviation, evidence: Evidence) -> Finding:
-    blame, classes = error.blame, evidence.classes
+def _largest_deviation(ranks: Sequence[RankDeviations], side: Side) -> Deviation | None:
+    """The deviation in the forward or backward pass, from the rank where it is largest."""
+    found = [deviation for rank in ranks for deviation in rank.deviations if deviation.faulty.side == side]
+    return max(found, key=lambda deviation: deviation.relative, default=None)
+
+
+def _module_finding(deviation: Deviation, evidence: Evidence) -> Finding:
+    faulty, classes = deviation.faulty, evidence.classes
     where = ""
-    if blame.first != blame.module:
-        where = f"; inside it {classes.label(blame.first)} differs first"
-    elif blame.handed is not None:
-        where = f"; what it gives to {classes.label(blame.handed)} differs already"
-    unstable = evidence.instability(blame.module)
-    if unstable is not None or not blame.proven:
-        return Finding("module", blame.module, 0, error.relative, cause=unstable)
-    group, copies, expected = _tensor_group(error, evidence.errors)
-    vectors = {name: x for rank in group[:1] for name, x in rank.vectors.items() if inside(name, blame.module)}
-    cause = output_cause(copies, expected, vectors) or OWN_CODE
-    return Finding("module", blame.module, 0, error.relative, cause=cause + where)
+    if faulty.first != faulty.module:
+        where = f"; inside it, {classes.label(faulty.first)} differs first"
+    elif faulty.misfed is not None:
+        where = f"; the input that it passes to {classes.label(faulty.misfed)} differs already"
+    impurity = evidence.impurity(faulty.module)
+    if impurity is not None or not faulty.proven:
+        return Finding("module", faulty.module, 0, deviation.relative, cause=impurity)
+    group, per_rank, expected = _tensor_group(deviation, evidence.deviations)
+    vectors = {name: x for rank in group[:1] for name, x in rank.vectors.items() if is_within(name, faulty.module)}
+    cause = output_cause(per_rank, expected, vectors) or OWN_CODE
+    return Finding("module", faulty.module, 0, deviation.relative, cause=cause + where)
 
 
 def _tensor_group(
-    error: Deviation, errors: Sequence[RankDeviations]
+    deviation: Deviation, ranks: Sequence[RankDeviations]
 ) -> tuple[list[RankDeviations], list[Tensor], list[Tensor]]:
-    """The ranks of the tensor-parallel group that sees a fault, and their tensors in the slot that is furthest off."""
-    seeing = next(rank for rank in errors if any(f is error for f in rank.errors))
-    group = [rank for rank in errors if _beside(rank.coordinates, seeing.coordinates)]
+    """The tensor-parallel group that sees a deviation, and its actual and expected values of the worst tensor."""
+    seeing = next(rank for rank in ranks if any(each is deviation for each in rank.deviations))
+    group = [rank for rank in ranks if _same_tp_group(rank.coordinates, seeing.coordinates)]
     group.sort(key=lambda rank: rank.coordinates[Axis.TP])
-    slot = max(error.tensors, key=lambda at: error.tensors[at][0])
-    seen = [next((f.tensors.get(slot) for f in rank.errors if f.blame == error.blame), None) for rank in group]
-    pairs = [pair for pair in seen if pair is not None]
-    return group, [actual for _, actual, _ in pairs], [expected for _, _, expected in pairs]
+    key = max(deviation.tensors, key=lambda key: deviation.tensors[key].relative)
+    by_rank = [
+        next((each.tensors.get(key) for each in rank.deviations if each.faulty == deviation.faulty), None)
+        for rank in group
+    ]
+    compared = [tensor for tensor in by_rank if tensor is not None]
+    return group, [tensor.actual for tensor in compared], [tensor.expected for tensor in compared]
 
 
-def _beside(a: Mapping[Axis, int], b: Mapping[Axis, int]) -> bool:
-    """Whether two ranks are of one tensor-parallel group."""
+def _same_tp_group(a: Mapping[Axis, int], b: Mapping[Axis, int]) -> bool:
     return all(a[axis] == b[axis] for axis in DENSE_AXES if axis != Axis.TP)
 
 
-Found = tuple[RankReport, Mismatch]
-
-
-def _gradient_finding(gradients: Sequence[Found], reports: Sequence[RankReport], evidence: Evidence) -> Finding:
+def _gradient_finding(gradients: Sequence[RankMismatch], reports: Sequence[RankReport], evidence: Evidence) -> Finding:
     wrong = {m.name for _, m in gradients}
     ordered = [name for name in reversed(evidence.names) if name in wrong]
     name = ordered[0]
     own = _of(gradients, name)
     worst = max((m for _, m in own), key=lambda m: m.relative)
     finding = Finding("gradient", name, worst.step, worst.relative, worst.ratio, also=tuple(ordered[1:]))
-    broken = _first(evidence.errors, "backward") if worst.step == 0 else None
-    if broken is not None and not inside(name, broken.blame.module):
-        return _backward_finding(finding, broken, evidence)
+    backward = _largest_deviation(evidence.deviations, "backward") if worst.step == 0 else None
+    if backward is not None and not is_within(name, backward.faulty.module):
+        return _backward_finding(finding, backward, evidence)
     pairs = [(m.actual, m.expected) for _, m in own if m.actual is not None and m.expected is not None]
     cause = _declaration_cause(name, own, reports, evidence.classes)
-    alike = [
+    same_cause = [
         other
         for other in ordered[1:]
         if cause and _declaration_cause(other, _of(gradients, other), reports, evidence.classes)
     ]
-    if sum(name in report.names for report in reports) == len({id(report) for report, _ in own}):  # on every rank
+    on_every_rank = sum(name in report.names for report in reports) == len({id(report) for report, _ in own})
+    if on_every_rank:
         cause = cause or factor_cause([m.ratio for _, m in own], evidence.degrees, pairs)
-    if cause is None and broken is not None:
-        return _backward_finding(finding, broken, evidence)
-    return replace(finding, cause=cause, also=tuple(alike or ordered[1:]))
+    if cause is None and backward is not None:
+        return _backward_finding(finding, backward, evidence)
+    return replace(finding, cause=cause, also=tuple(same_cause or ordered[1:]))
 
 
-def _backward_finding(finding: Finding, broken: Deviation, evidence: Evidence) -> Finding:
-    module = broken.blame.module
-    _, copies, expected = _tensor_group(broken, evidence.errors)
-    cause = evidence.instability(module) or backward_cause(evidence.classes.label(module), copies, expected)
+def _backward_finding(finding: Finding, deviation: Deviation, evidence: Evidence) -> Finding:
+    module = deviation.faulty.module
+    _, per_rank, expected = _tensor_group(deviation, evidence.deviations)
+    cause = evidence.impurity(module) or backward_cause(evidence.classes.label(module), per_rank, expected)
     return replace(finding, module=module, cause=cause)
 
 
-def _of(gradients: Sequence[Found], name: str) -> list[Found]:
+def _of(gradients: Sequence[RankMismatch], name: str) -> list[RankMismatch]:
     return [(report, m) for report, m in gradients if m.name == name]
 
 
-def _declaration_cause(name: str, own: Sequence[Found], reports: Sequence[RankReport], classes: Classes) -> str | None:
+def _declaration_cause(
+    name: str, own: Sequence[RankMismatch], reports: Sequence[RankReport], classes: ModuleClasses
+) -> str | None:
     report, first = own[0]
     if first.actual is None or first.expected is None or first.placement is None:
         return None
     by_rank = {id(report): m for report, m in own}
-    group = sorted(
-        (r for r in reports if _beside(r.coordinates, report.coordinates)), key=lambda r: r.coordinates[Axis.TP]
-    )
-    copies = [
-        found.actual if (found := by_rank.get(id(r))) and found.actual is not None else first.expected for r in group
-    ]
-    cause = gradient_cause(name, first.placement, copies, first.expected)
+    group = [other for other in reports if _same_tp_group(other.coordinates, report.coordinates)]
+    group.sort(key=lambda other: other.coordinates[Axis.TP])
+    by_tp_rank = (by_rank.get(id(other)) for other in group)
+    per_rank = [first.expected if m is None or m.actual is None else m.actual for m in by_tp_rank]
+    cause = gradient_cause(name, first.placement, per_rank, first.expected)
     module = name.rpartition(".")[0]
-    caller = classes.owner(module)
-    if cause is not None and caller is not None and caller != module and module not in classes.own:
-        cause += f"; {classes.label(module)} declares what {classes.label(caller)} builds it with"
+    caller = classes.user_module(module)
+    if cause is not None and caller is not None and caller != module and module not in classes.user:
+        cause += f"; {classes.label(module)} declares what {classes.label(caller)} passes to its constructor"
     return cause
+
+
+def gradient_cause(name: str, placement: Placement, per_rank: Sequence[Tensor], expected: Tensor) -> str | None:
+    """The likely cause of a wrong gradient of a parameter that is replicated over tp.
+
+    Args:
+        name: the parameter.
+        placement: as it is declared.
+        per_rank: the gradient on each rank of one tensor-parallel group, after all reductions.
+        expected: the reference.
+    """
+    degree = len(per_rank)
+    if degree == 1 or Axis.TP in placement.shards:
+        return None
+    owner, _, local = name.rpartition(".")
+    declaration = f"placements() of {owner or 'the model'}"
+    if Axis.TP not in placement.partial and close(_sum(per_rank), expected):
+        return (
+            "undeclared partial gradient over tp: each rank holds a part, and the parts sum to the reference; "
+            f'declare it in {declaration}: "{local}": Placement(…, partial=frozenset({{Axis.TP}}))'
+        )
+    if Axis.TP in placement.partial and all(close(value, degree * expected) for value in per_rank):
+        return (
+            f"declared partial over tp, but complete on every rank: it is exactly {degree} times the reference, and tp "
+            f'is {degree}; do not declare "{local}" partial in {declaration}'
+        )
+    return None
+
+
+def factor_cause(
+    ratios: Sequence[float], degrees: Mapping[str, int], tensors: Sequence[tuple[Tensor, Tensor]] = ()
+) -> str | None:
+    """The likely cause of values that are n times, or 1/n of, the reference on every rank, for a parallel degree n.
+
+    Args:
+        ratios: of each rank's value to the reference.
+        degrees: of the axes; every axis whose degree matches is named.
+        tensors: actual and expected tensors, of which every element must have that ratio.
+    """
+    for degree in sorted({degree for degree in degrees.values() if degree > 1}):
+        axes = " or ".join(axis for axis, size in degrees.items() if size == degree)
+        for factor in (float(degree), 1 / degree):
+            if not all(abs(ratio / factor - 1) < CLOSE for ratio in ratios):
+                continue
+            if not all(close(actual, factor * expected) for actual, expected in tensors):
+                continue
+            if factor > 1:
+                return (
+                    f"it is exactly {degree} times the reference, and the degree of {axes} is {degree}: most likely it "
+                    f"is summed over {axes} once too often"
+                )
+            return (
+                f"it is exactly 1/{degree} of the reference, and the degree of {axes} is {degree}: most likely a sum "
+                f"over {axes} is missing"
+            )
+    return None
+
+
+def output_cause(per_rank: Sequence[Tensor], expected: Sequence[Tensor], vectors: Mapping[str, Tensor]) -> str | None:
+    """The likely cause of a wrong output of a module whose inputs are right.
+
+    Args:
+        per_rank: the output on each rank of one tensor-parallel group.
+        expected: the same part of the reference for each rank.
+        vectors: the replicated one-dimensional parameters of the module by name, as they were in this forward.
+    """
+    degree = len(per_rank)
+    if degree == 1:
+        return None
+    for name, vector in vectors.items():
+        if vector.shape[0] == per_rank[0].shape[-1] and all(
+            close(value - vector * (degree - 1), part) for value, part in zip(per_rank, expected, strict=True)
+        ):
+            return (
+                f"{name.rpartition('.')[2]} added before the reduction: the output is off by exactly {degree - 1} × "
+                f"{name}, and tp is {degree}; add it after the sum over tp"
+            )
+    if _is_multiple(per_rank, expected, degree):
+        return (
+            f"it is exactly {degree} times the reference, and tp is {degree}: most likely a complete tensor is summed "
+            "over tp"
+        )
+    if _are_identical(expected) and close(_sum(per_rank), expected[0]):
+        return (
+            "missing reduction over tp: the sum over the ranks is the reference; end with a RowParallelLinear, or with "
+            "megastack.comm.autograd.reduce_from"
+        )
+    return OWN_CODE
+
+
+def backward_cause(module: str, per_rank: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    """The likely cause where a module receives the right gradient and passes on a wrong one."""
+    where = f"the gradient is right at the output of {module} and wrong at its input"
+    degree = len(per_rank)
+    if degree > 1 and _are_identical(expected) and close(_sum(per_rank), expected[0]):
+        return (
+            f"{where}: each tp rank passes on its own part, and the parts sum to the reference; pass the input through "
+            "megastack.comm.autograd.copy_to, or begin with a ColumnParallelLinear"
+        )
+    if degree > 1 and _is_multiple(per_rank, expected, degree):
+        return f"{where}: it is exactly {degree} times the reference, and tp is {degree}; it is summed once too often"
+    return f"{where}: the error is in its own code, for example a collective whose backward is not its conjugate"
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree closely enough to infer a cause."""
+    if a.shape != b.shape or not a.numel():
+        return False
+    difference = float((a.double() - b.double()).abs().max())
+    return difference <= CLOSE * max(float(b.double().abs().max()), 1e-300)
+
+
+def _sum(per_rank: Iterable[Tensor]) -> Tensor:
+    return torch.stack([value.double() for value in per_rank]).sum(0)
+
+
+def _is_multiple(per_rank: Sequence[Tensor], expected: Sequence[Tensor], degree: int) -> bool:
+    return all(close(value, degree * part) for value, part in zip(per_rank, expected, strict=True))
+
+
+def _are_identical(expected: Sequence[Tensor]) -> bool:
+    """Whether every rank should hold the same values."""
+    return all(close(part, expected[0]) for part in expected)

@@ -1,8 +1,8 @@
-"""A single layer trained for a few steps on a global input, on one rank or as one part of a mesh.
+"""A single layer trained for a few steps on a global input, on one rank or on a mesh.
 
 The input of every step, and the weights of the loss over the output, are functions of a seed and the global index, so
-each rank computes its own part: rows of the batch along dp, and of the sequence along tp where the layer takes and
-gives such slices.
+each rank computes its own part: rows of the batch along dp, and rows of the sequence along tp under sequence
+parallelism.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ Factory = Callable[[Mesh], nn.Module]
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is trained: steps over a global batch of sequences, and how; ``hidden`` is None where the layer tells it."""
+class TrainingSpec:
+    """How a layer is trained: optimizer, dtype, and steps on a global batch (batch, sequence, hidden).
+
+    ``hidden`` is None if it follows from the layer's parameters.
+    """
 
     steps: int
     dtype: torch.dtype
@@ -48,46 +51,46 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """A finished step before its update: the layer's output and its input with a gradient, both this rank's parts."""
+class StepResult:
+    """This rank's input, with its gradient, and output of a step, before the update."""
 
     inputs: Tensor
     output: Tensor
 
 
 class LayerTraining:
-    """A layer on a mesh, initialised by global name and moved off its zeros and ones.
+    """A layer on a mesh, initialised by global name, with constant initial values perturbed.
 
     Args:
         factory: builds the layer.
-        mesh: where.
-        task: what is trained.
+        mesh: the mesh.
+        spec: how it is trained.
     """
 
-    def __init__(self, factory: Factory, mesh: Mesh, task: Task) -> None:
-        self.mesh, self.task = mesh, task
+    def __init__(self, factory: Factory, mesh: Mesh, spec: TrainingSpec) -> None:
+        self.mesh, self.spec = mesh, spec
         self.layer = factory(mesh)
-        initialise_(self.layer, mesh, SEED, dtype=task.dtype)
+        initialise_(self.layer, mesh, SEED, dtype=spec.dtype)
         perturb_(self.layer, mesh)
         self.buckets = GradientBuckets([self.layer], mesh)
-        self.optimizer = build_optimizer(self.buckets, OptimizerOptions(task.optimizer))
+        self.optimizer = build_optimizer(self.buckets, OptimizerOptions(spec.optimizer))
         self.placements = stage_placements([self.layer])
-        self._width = task.hidden or _width(self.placements)
+        self._width = spec.hidden or _width(self.placements)
 
     def inputs(self, step: int) -> Tensor:
         """The global input (B, S, D) of a step."""
         return self._global("input", step)
 
     def weights(self, step: int) -> Tensor:
-        """What the output (B, S, D) of a step is weighted by in the loss."""
+        """The weights of the output (B, S, D) of a step in the loss."""
         return self._global("weight", step)
 
     def loss(self, output: Tensor, weights: Tensor) -> Tensor:
-        """The loss of some rows of the output, over the tokens of the whole batch."""
-        return (output * weights).sum() / (self.task.batch * self.task.sequence)
+        """The loss of some rows of the output, divided by the number of tokens of the whole batch."""
+        return (output * weights).sum() / (self.spec.batch * self.spec.sequence)
 
-    def step(self, step: int) -> Stepped:
-        """Forward, backward and reductions of a step."""
+    def step(self, step: int) -> StepResult:
+        """Forward, backward and gradient reduction of a step."""
         self.buckets.zero_()
         x = self._slice(self.inputs(step)).requires_grad_()
         output = self.layer(x)
@@ -95,51 +98,51 @@ class LayerTraining:
         self.loss(output, self._slice(self.weights(step))).backward()
         self.buckets.finish()
         assert x.grad is not None, "the output does not depend on the input"
-        return Stepped(x, output)
+        return StepResult(x, output)
 
     def update(self) -> None:
-        """The update of a step."""
+        """The optimizer step."""
         self.optimizer.step(RATE)
 
     def gradient_items(self) -> list[StateItem]:
         """The gradients of the parameters."""
         return items_of("gradient", self.buckets.named_gradients(), self.placements, self.mesh)
 
-    def seen_items(self, stepped: Stepped) -> list[StateItem]:
-        """Output and input gradient as items, so that they are gathered like a gradient."""
-        assert stepped.inputs.grad is not None
-        parts = ((OUTPUT, stepped.output), (INPUT_GRADIENT, stepped.inputs.grad))
+    def activation_items(self, result: StepResult) -> list[StateItem]:
+        """Output and input gradient as items, to be gathered like gradients."""
+        assert result.inputs.grad is not None
+        parts = ((OUTPUT, result.output), (INPUT_GRADIENT, result.inputs.grad))
         return [self._item(name, part) for name, part in parts]
 
     def _global(self, name: str, step: int) -> Tensor:
-        shape = (self.task.batch, self.task.sequence, self._width)
+        shape = (self.spec.batch, self.spec.sequence, self._width)
         box = Box((0, 0, 0), shape)
-        return counter_normal(SEED, f"{name}/{step}", shape, box, std=1.0, dtype=self.task.dtype)
+        return counter_normal(SEED, f"{name}/{step}", shape, box, std=1.0, dtype=self.spec.dtype)
 
     def _slice(self, x: Tensor) -> Tensor:
         """This rank's part of a global (B, S, D) tensor."""
         return x[self._box(x.shape[-1]).slices].clone()
 
     def _box(self, width: int) -> Box:
-        task, shape, coordinates = self.task, self.mesh.shape, self.mesh.coordinates
-        rows = task.batch // shape.dp
-        columns = task.sequence // shape.tp if task.sequence_parallel else task.sequence
-        first = coordinates[Axis.TP] * columns if task.sequence_parallel else 0
+        spec, shape, coordinates = self.spec, self.mesh.shape, self.mesh.coordinates
+        rows = spec.batch // shape.dp
+        columns = spec.sequence // shape.tp if spec.sequence_parallel else spec.sequence
+        first = coordinates[Axis.TP] * columns if spec.sequence_parallel else 0
         return Box((coordinates[Axis.DP] * rows, first, 0), (rows, columns, width))
 
     def _item(self, name: str, part: Tensor) -> StateItem:
         width = part.shape[-1]
-        whole = (self.task.batch, self.task.sequence, width)
-        return StateItem(f"seen/{name}", whole, ((self._box(width), part.detach()),))
+        whole = (self.spec.batch, self.spec.sequence, width)
+        return StateItem(f"activation/{name}", whole, ((self._box(width), part.detach()),))
 
 
 def trace_layer(training: LayerTraining) -> Trace | None:
-    """The whole training on the first rank; outputs and input gradients count as gradients."""
+    """The trace of the training, on the first rank; it holds outputs and input gradients among the gradients."""
     mesh, layer = training.mesh, training.layer
     trace = Trace(gather_whole(model_items([layer], mesh), mesh)[0])
-    for step in range(training.task.steps):
-        stepped = training.step(step)
-        trace.add_gradients(*gather_whole([*training.gradient_items(), *training.seen_items(stepped)], mesh))
+    for step in range(training.spec.steps):
+        result = training.step(step)
+        trace.add_gradients(*gather_whole([*training.gradient_items(), *training.activation_items(result)], mesh))
         trace.norms.append(float(grad_norm(training.buckets, mesh)))
         training.update()
         trace.rates.append(RATE)
@@ -152,5 +155,7 @@ def trace_layer(training: LayerTraining) -> Trace | None:
 def _width(placements: Mapping[str, Placement]) -> int:
     weights = [placement for name, placement in placements.items() if name.split(".")[-1] == "weight"]
     if not weights:
-        raise PlacementError("the layer has no parameter called weight that tells the width of its input; pass hidden")
+        raise PlacementError(
+            "the layer has no parameter called weight, so the width of its input is unknown; pass hidden"
+        )
     return weights[0].shape[-1]

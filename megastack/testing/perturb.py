@@ -1,4 +1,4 @@
-"""Move parameters off the values that hide faults: a bias of zero hides a bias that is added twice."""
+"""Perturb parameters whose initial values hide errors: a bias of zero hides a bias that is added twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 1234
 
 
 def perturb_(module: nn.Module, mesh: Mesh, *, seed: int = SEED, std: float = 0.1) -> None:
-    """Add counter noise to every parameter that starts at one value, the same on every layout."""
+    """Add counter-based noise, the same on every layout, to every parameter whose initial values are constant."""
     placements = placements_of(module)
     items = items_of("model", module.named_parameters(), placements, mesh)
     perturb_items_(items, placements, seed=seed, std=std)
@@ -27,7 +27,7 @@ def perturb_(module: nn.Module, mesh: Mesh, *, seed: int = SEED, std: float = 0.
 def perturb_items_(
     items: Sequence[StateItem], placements: Mapping[str, Placement], *, seed: int = SEED, std: float = 0.1
 ) -> None:
-    """:func:`perturb_` on weights as items, of which a rank may hold no box, one or several; buffers are left alone."""
+    """:func:`perturb_` for weights as items, of which a rank may hold any number of boxes; buffers do not change."""
     for item in items:
         name = item.name.partition("/")[2]
         placement = placements.get(name)

@@ -1,11 +1,11 @@
-"""``verify``: does a configuration, with the layers that it names, compute on a layout what it computes on one rank?
+"""``verify``: check that a configuration and its layers compute on a layout what they compute on one rank.
 
-A configuration is trained for a few steps on one rank and on the layout, in fp64, with its own optimizer and with plain
-SGD (Adam hides a constant factor on a gradient). Losses, every gradient, the norm and the weights must agree by the
-metric of :mod:`megastack.testing.compare`. Only when they do not, both run a step again with every module watched, to
-name the first that is wrong.
+The configuration is trained for a few steps on one rank and on the layout, in fp64, with its own optimizer and with
+plain SGD, since Adam hides a constant factor on a gradient. Losses, gradients, their norm, weights and persistent
+buffers must agree by the metric of :mod:`megastack.testing.compare`. If they do not, both run another step with every
+module traced, to find the first that is wrong.
 
-Ranks are forked from this process, with gloo; it must hold no process group and have run on one thread.
+Ranks are forked from this process, with gloo. It must not hold a process group, and must have run on one thread.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, DataError, MegastackError, PlacementError, ScheduleError, Violation, counted
 from megastack.mesh.shape import DENSE_AXES
-from megastack.testing.blame import RankDeviations
-from megastack.testing.compare import TOLERANCES, Trace
-from megastack.testing.diagnose import Evidence, Finding, diagnose
+from megastack.testing.compare import TOLERANCES, RankReport, Trace
+from megastack.testing.diagnose import Evidence, diagnose
+from megastack.testing.finding import Finding
+from megastack.testing.layouts import in_double, legal_layouts, reference_of, with_sgd
+from megastack.testing.localize import RankDeviations
 from megastack.testing.module_trace import ModuleTrace
-from megastack.testing.on_ranks import (
+from megastack.testing.purity import impure_modules
+from megastack.testing.ranks import RankFailure, run_ranks
+from megastack.testing.training import (
     ModuleFailed,
-    RankReport,
-    blame_modules,
+    check_purity,
     compare_training,
     first_samples,
-    probe_modules,
+    localize_faults,
     reference_modules,
     reference_traces,
 )
-from megastack.testing.probes import reasons
-from megastack.testing.ranks import RankFailure, run_ranks
-from megastack.testing.variants import in_double, legal_layouts, reference_of, with_sgd
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 MOST_RANKS = 64
-"""Ranks that this machine is asked to fork at most."""
+"""The largest number of ranks to fork on this machine."""
 REFUSALS = (ConfigError, PlacementError, ScheduleError, DataError)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a layout compares.
+    """The result of comparing a layout with one rank.
 
     Attributes:
         config: the layout, in fp64.
-        status: ``equal``, ``differs``, ``failed`` (it does not run) or ``refused`` (a layer refuses it).
-        worst: the largest relative difference by optimizer and kind, allowed or not.
+        status: ``equal``, ``differs``, ``failed`` (it does not run) or ``refused`` (a layer rejects it).
+        worst: the largest relative difference by optimizer and kind, within the tolerance or not.
         finding: the first thing that is wrong.
-        reason: why it failed or was refused.
+        reason: why it failed or was rejected.
     """
 
     config: TrainConfig
@@ -74,12 +74,12 @@ class Verifier:
     """Compares layouts of one configuration with one rank.
 
     Args:
-        config: the configuration; its precision and device are replaced by fp64 and the CPU.
+        config: the configuration; fp64 and the CPU replace its precision and device.
         steps: optimizer steps to compare.
-        dataset: the data of the configuration, where they were read already.
+        dataset: the data of the configuration, if already read.
 
     Raises:
-        ConfigError: the configuration is not legal, on one rank already.
+        ConfigError: the configuration is invalid even on one rank.
     """
 
     tolerance = TOLERANCES[torch.float64]
@@ -98,55 +98,53 @@ class Verifier:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The optimizers that are used, the configuration's own first."""
+        """The optimizers of the comparison, the configuration's own first."""
         return tuple(_runs(self.alone))
 
     @cached_property
     def dataset(self) -> Dataset:
-        """The data of the configuration, read once; ranks inherit them."""
+        """The data of the configuration, read once and inherited by the ranks."""
         return self._given or read_dataset(self.alone)
 
     @cached_property
     def references(self) -> dict[str, Trace]:
-        """The training on one rank, by optimizer.
+        """The traces on one rank, by optimizer.
 
         Raises:
-            MegastackError: its layers or data are refused, it does not run, or it is not finite.
+            MegastackError: its layers or data are rejected, or it does not run, or it is not finite.
         """
         runs, steps, dataset = _runs(self.alone), self.steps, self.dataset
         try:
-            traces: dict[str, Trace] = run_ranks(
-                lambda: reference_traces(runs, steps, dataset), 1, timeout=self._timeout
-            )[0]
+            traces = run_ranks(lambda: reference_traces(runs, steps, dataset), 1, timeout=self._timeout)[0]
         except RankFailure as failure:
             if isinstance(failure.error, REFUSALS):
                 raise failure.error from None
             raise
         if any(not isfinite(x) for trace in traces.values() for x in (*trace.losses, *trace.norms)):
             raise MegastackError(
-                "the training on one rank is not finite within these steps: there is nothing to compare"
+                "the training on one rank is not finite within these steps, so there is nothing to compare"
             )
         return traces
 
     def layouts(self, ranks: int) -> list[TrainConfig]:
-        """Every legal layout of so many ranks.
+        """Every valid layout of this number of ranks.
 
         Raises:
-            ConfigError: there is none, or they are too many to fork.
+            ConfigError: there is none, or there are too many ranks to fork.
         """
         _require_few(ranks)
         found = legal_layouts(self.config, ranks)
         if not found:
             raise ConfigError(
-                f"--ranks={ranks}: no layout of {counted(ranks, 'rank')} is legal for this model and batch"
+                f"--ranks={ranks}: no layout of {counted(ranks, 'rank')} is valid for this model and batch"
             )
         return found
 
     def own_layout(self) -> TrainConfig:
-        """The configuration's layout.
+        """The configuration's own layout.
 
         Raises:
-            ConfigError: it is not legal, or has too many ranks to fork.
+            ConfigError: it is invalid, or has too many ranks to fork.
         """
         if found := violations(self.config):
             raise ConfigError.of(found)
@@ -154,10 +152,10 @@ class Verifier:
         return self.config
 
     def check(self, layout: TrainConfig) -> Verdict:
-        """Compare one layout.
+        """Compare one layout with one rank.
 
         Raises:
-            MegastackError: as :attr:`references`.
+            MegastackError: see :attr:`references`.
         """
         names = list(self.references[self.runs[0]].weights[0])
         try:
@@ -170,8 +168,9 @@ class Verifier:
         }
         missing = set(names) - {name for report in reports for name in report.names}
         if missing:
-            reason = f"no rank holds {', '.join(sorted(missing))}"
-            return Verdict(layout, "differs", worst, Finding("weight", sorted(missing)[0], cause=reason))
+            cause = f"no rank holds {', '.join(sorted(missing))}"
+            finding = Finding("weight", min(missing), cause=cause, held="missing")
+            return Verdict(layout, "differs", worst, finding)
         if not any(report.mismatches for report in reports):
             return Verdict(layout, "equal", worst)
         return Verdict(layout, "differs", worst, diagnose(reports, self._evidence(layout, names)))
@@ -186,32 +185,32 @@ class Verifier:
         )
 
     def _evidence(self, layout: TrainConfig, names: Sequence[str]) -> Evidence:
-        """What modules tell; nothing where watching them is what breaks them."""
+        """Trace the modules; empty if the layout fails when they are traced."""
         shape = mesh_shape(layout)
         degrees = {axis.value: shape.size(axis) for axis in DENSE_AXES}
         try:
-            errors = self._watch(layout, self._reference_modules(layout))
+            deviations = self._localize(layout, self._reference_modules(layout))
         except RankFailure:
             return Evidence(names, degrees)
-        blamed = {name for rank in errors for f in rank.errors for name in (f.blame.module, f.blame.first)}
-        return Evidence(names, degrees, errors, self._unstable(blamed))
+        faulty = {name for rank in deviations for d in rank.deviations for name in (d.faulty.module, d.faulty.first)}
+        return Evidence(names, degrees, deviations, self._impure(faulty))
 
-    def _unstable(self, blamed: Collection[str]) -> dict[str, str]:
-        """The modules that depend on more than their input, on one rank already."""
+    def _impure(self, faulty: Collection[str]) -> dict[str, str]:
+        """The modules whose output depends on more than their input, on one rank already."""
         alone, dataset, tolerance = self.alone, self.dataset, self.tolerance
         try:
             runs = [
-                run_ranks(lambda: probe_modules(alone, dataset, blamed, tolerance), 1, timeout=self._timeout)[0]
+                run_ranks(lambda: check_purity(alone, dataset, faulty, tolerance), 1, timeout=self._timeout)[0]
                 for _ in range(2)
             ]
         except RankFailure:
             return {}
-        return reasons(runs, tolerance)
+        return impure_modules(runs, tolerance)
 
-    def _watch(self, layout: TrainConfig, modules: Mapping[int, ModuleTrace]) -> Sequence[RankDeviations]:
+    def _localize(self, layout: TrainConfig, modules: Mapping[int, ModuleTrace]) -> Sequence[RankDeviations]:
         dataset, tolerance = self.dataset, self.tolerance
         return run_ranks(
-            lambda: blame_modules(layout, dataset, modules, tolerance),
+            lambda: localize_faults(layout, dataset, modules, tolerance),
             mesh_shape(layout).world_size,
             timeout=self._timeout,
         )
@@ -228,37 +227,37 @@ class Verifier:
             return Verdict(layout, "refused", reason=str(failure.error))
         finding = Finding("failure", "")
         try:
-            self._watch(layout, self._reference_modules(layout))
+            self._localize(layout, self._reference_modules(layout))
         except RankFailure as again:
             if isinstance(again.error, ModuleFailed):
                 module, owner, cause = again.error.args
                 finding = Finding("failure", module, cause=cause or None, owner=owner or None)
-        return Verdict(layout, "failed", finding=finding, reason=account(failure))
+        return Verdict(layout, "failed", finding=finding, reason=failure_summary(failure))
 
     @property
     def _timeout(self) -> float:
         return self.config.launch.timeout_s
 
 
-def account(failure: RankFailure) -> str:
-    """A failure of a rank in a few lines: who, what, and where, in the user's code and then in the package."""
+def failure_summary(failure: RankFailure) -> str:
+    """A failure in a few lines: the rank, its error, and the location in the user's code and then in the package."""
     lines = [line.strip() for line in str(failure).splitlines()]
-    if failure.error is None:  # it died, or did not return: then a line for each rank says where it is
+    if failure.error is None:  # it died or did not return; each hung rank has a line with its location
         return "\n".join([lines[0], *(line for line in lines[1:] if line.startswith("rank "))])
-    what = traceback.format_exception_only(failure.error)[-1].strip()
-    where = [line for line in lines if line.startswith("File ") and "/site-packages/" not in line]
-    theirs = [line for line in where if f'"{PACKAGE}' not in line]
-    told = [line for line in where if line in theirs[-1:] or line in where[-2 + bool(theirs) :]]
-    return f"rank {failure.rank}: {what}" + "".join(f"\n{line}" for line in told)
+    error = traceback.format_exception_only(failure.error)[-1].strip()
+    locations = [line for line in lines if line.startswith("File ") and "/site-packages/" not in line]
+    users = [line for line in locations if f'"{PACKAGE}' not in line]
+    shown = [line for line in locations if line in users[-1:] or line in locations[-2 + bool(users) :]]
+    return f"rank {failure.rank}: {error}" + "".join(f"\n{line}" for line in shown)
 
 
 def _runs(config: TrainConfig) -> dict[str, TrainConfig]:
-    """The trainings to compare, by optimizer: the configuration's own, and plain SGD unless that is it."""
+    """The trainings to compare, by optimizer: the configuration's own, and plain SGD unless it is the same."""
     own = config.optim.name.value
     return {own: config} if own == "sgd" else {own: config, "sgd": with_sgd(config)}
 
 
 def _require_few(ranks: int) -> None:
     if ranks > MOST_RANKS:
-        rule = f"every rank is forked on this machine, at most {MOST_RANKS}"
-        raise ConfigError.of([Violation("ranks", ranks, rule, ("smaller degrees that cut the same things",))])
+        rule = f"must be at most {MOST_RANKS}, since every rank is forked on this machine"
+        raise ConfigError.of([Violation("ranks", ranks, rule, ("smaller degrees of the same axes",))])

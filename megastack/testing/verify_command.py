@@ -22,11 +22,11 @@ from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, MegastackError, counted
 from megastack.observe.console import Console
 from megastack.preflight.checks import ErrorCollector, ask_data, ask_model
-from megastack.testing.explain import figure, finding_lines
-from megastack.testing.on_ranks import KINDS
+from megastack.testing.compare import KINDS
+from megastack.testing.finding import figure, finding_lines
+from megastack.testing.layouts import in_double, layout_overrides, layout_text, reference_of
 from megastack.testing.ranks import RankFailure
-from megastack.testing.variants import in_double, layout_overrides, layout_text, reference_of
-from megastack.testing.verify import REFUSALS, Verdict, Verifier, account
+from megastack.testing.verify import REFUSALS, Verdict, Verifier, failure_summary
 
 EQUAL, DIFFERS, REFUSED = 0, 1, 78
 WIDTH = 100
@@ -93,7 +93,7 @@ def _broken_reference(verifier: Verifier) -> str | None:
     except REFUSALS:
         raise
     except RankFailure as failure:
-        return account(failure)
+        return failure_summary(failure)
     except MegastackError as error:
         return str(error)
     return None

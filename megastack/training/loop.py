@@ -19,7 +19,7 @@ from megastack.checkpoint.state import State
 from megastack.comm.collectives import all_reduce
 from megastack.data.validation import ValidationBatches
 from megastack.mesh.mesh import Mesh
-from megastack.observe.memory import peak_memory_bytes
+from megastack.observe.devices import peak_memory_bytes
 from megastack.training.agreement import (
     StepInputs,
     fingerprint_bounds,

@@ -1,1 +1,1 @@
-"""What the benchmarks under ``scripts/`` share."""
+"""Modules shared by the benchmarks in ``scripts/``."""

@@ -1,7 +1,7 @@
-"""DeepSpeed's side: its engine over torch's model, stages 1 to 3 of ZeRO, fp32, without clipping.
+"""DeepSpeed's side: its engine with torch's model, ZeRO levels 1 to 3, fp32, without clipping.
 
-Needs the package ``deepspeed``. Its engine finds the process group that is there already; settings that are not named
-below are its defaults. Its shared-memory reduction, which serves inference alone, is not compiled.
+Needs the package ``deepspeed``. The engine uses the existing process group; settings that are not listed below are its
+defaults. Its shared-memory reduction, which is used only for inference, is not compiled.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from deepspeed.utils import logger
 
 
 class DeepSpeed:
-    """Its engine on data-parallel ranks; ``microbatches`` gives a step's data."""
+    """The engine on data-parallel ranks; ``microbatches`` returns the data of a step."""
 
     def __init__(self, layout: Layout, microbatches: Callable[[int], list[Microbatch]]) -> None:
-        assert layout.dp == layout.world_size > 1, "stages of ZeRO are compared on data-parallel ranks alone"
+        assert layout.dp == layout.world_size > 1, "ZeRO levels are compared on data-parallel ranks only"
         self._microbatches = microbatches
         logger.setLevel(logging.ERROR)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -61,7 +61,7 @@ def _settings(layout: Layout) -> dict[str, Any]:
         "train_batch_size": batch.global_size,
         "train_micro_batch_size_per_gpu": batch.micro_size,
         "gradient_accumulation_steps": batch.global_size // batch.micro_size // layout.dp,
-        "gradient_clipping": 0.0,  # 1.0 unless said otherwise
+        "gradient_clipping": 0.0,  # the default is 1.0
         "zero_optimization": {"stage": layout.zero},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,

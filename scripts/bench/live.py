@@ -1,9 +1,9 @@
-"""Peak bytes of live tensors, counted alike for any code: every storage that an operation makes or touches.
+"""Peak bytes of live tensors, in the same way for any code: every storage that an operation creates or uses.
 
-A mode sees each operation after tensor subclasses have taken themselves apart, notes the storages it meets and hears
-of their end. Storages that are emptied and filled again, as FSDP2's whole parameters are, count with the size that they
-have at the time. So parameters, optimizer state, buckets, activations and temporaries all count, whoever made them, as
-long as the mode was on when they came into being or were used.
+A dispatch mode sees each operation after tensor subclasses have unwrapped themselves, records the storages of its
+tensors, and is notified when they are freed. A storage that is emptied and filled again, as FSDP2 does with unsharded
+parameters, counts with its size at the time. Parameters, optimizer state, buckets, activations and temporaries are all
+counted if they were created or used within the mode.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_TAKEN_APART = (DTensor, AsyncCollectiveTensor)
+_UNWRAPPED_LATER = (DTensor, AsyncCollectiveTensor)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within this mode, ``live`` is the size of all storages alive and ``peak`` its highest value."""
+    """A mode that tracks the size of all live storages in ``live``, and its maximum in ``peak``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
-        self._seen: dict[int, Any] = {}
+        self._finalizers: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}
         self._patches = contextlib.ExitStack()
 
@@ -52,30 +52,30 @@ class LiveBytes(TorchDispatchMode):
         self._patches.close()
 
     def restart(self) -> None:
-        """Forget the peak: what is live now is the highest so far."""
+        """Reset the peak to the present size."""
         self.peak = self.live
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(kind, _TAKEN_APART) for kind in types):
-            return NotImplemented  # the subclass goes first; its parts come here
+        if any(issubclass(kind, _UNWRAPPED_LATER) for kind in types):
+            return NotImplemented  # the subclass unwraps itself first
         options: Mapping[str, Any] = kwargs or {}
         out = func(*args, **options)
         for leaf in tree_leaves((args, options, out)):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and not leaf.is_meta:
-                self._note(leaf)
+                self._track(leaf)
         return out
 
-    def _note(self, x: torch.Tensor) -> None:
+    def _track(self, x: torch.Tensor) -> None:
         storage = x.untyped_storage()
         key = storage._cdata
-        if key not in self._seen:
-            self._seen[key] = weakref.finalize(storage, self._gone, key)
+        if key not in self._finalizers:
+            self._finalizers[key] = weakref.finalize(storage, self._freed, key)
             self._set(key, storage.nbytes())
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._seen:
+        if storage._cdata in self._finalizers:
             self._set(storage._cdata, storage.nbytes())
 
     def _set(self, key: int, size: int) -> None:
@@ -83,6 +83,6 @@ class LiveBytes(TorchDispatchMode):
         self._sizes[key] = size
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
-        del self._seen[key]
+        del self._finalizers[key]

@@ -1,10 +1,9 @@
-"""What is measured on the ranks: paired steps, and the peak of live tensors.
+"""Measurements on the ranks: paired steps, and the peak of live tensors.
 
-Each side lives in processes of its own, as it would without the other, with its own memory and threads. In a pair both
-train on the same batch, one side after the other while the other's processes wait; which one goes first alternates.
-Every few pairs both sides begin anew in other processes.
-Wall time is from a barrier before the step to one after it, so it includes waiting for the slowest rank. CPU time is of
-the whole process, gloo's threads included.
+Each side runs in its own processes, with its own memory and threads. In a pair both sides train on the same batch, one
+after the other while the other's processes wait; which one goes first alternates. After a few pairs, both sides start
+again in new processes. Wall time is measured from a barrier before the step to one after it, so it includes waiting for
+the slowest rank. CPU time is that of the whole process, including gloo's threads.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from megastack.testing.ranks import run_ranks
 
 WARM_UP = 2
 PAIRS_A_ROUND = 6
-"""Pairs from the same processes: what memory a process happened to get makes all its steps faster or slower."""
+"""Pairs from the same processes, since the memory that a process happens to get affects the speed of all its steps."""
 SIDES = ("megastack", "peer")
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One rank's figures, by side: a value for each pair, and the loss of every step (None where it has none)."""
+    """The figures of one rank, by side: a value per pair, and the loss of every step, None if the rank has none."""
 
     wall_s: dict[str, list[float]]
     cpu_s: dict[str, list[float]]
@@ -51,14 +50,14 @@ class _SideRecord:
 
 
 def measure_pairs(name: str, pairs: int) -> list[RankRecord]:
-    """Train both sides in turn on forked ranks, on new ones every few pairs; the records by rank."""
+    """Train both sides in turn on forked ranks, new ones after every few pairs; the records by rank."""
     full, rest = divmod(pairs, PAIRS_A_ROUND)
     rounds = [_measure_round(name, count) for count in (*[PAIRS_A_ROUND] * full, rest) if count]
     return [_joined(of_rank) for of_rank in zip(*rounds, strict=True)]
 
 
 def _joined(rounds: Sequence[RankRecord]) -> RankRecord:
-    """The records of one rank's place, one behind the other; bytes are those of any step."""
+    """The concatenated records of a rank; the bytes are the same in every step."""
 
     def every(part: str) -> dict[str, list[Any]]:
         return {side: [value for record in rounds for value in getattr(record, part)[side]] for side in SIDES}
@@ -73,10 +72,10 @@ def _measure_round(name: str, pairs: int) -> list[RankRecord]:
         work = partial(_side_on_rank, name, pairs, turns, Path(folder))
         found = run_ranks(work, len(SIDES) * ranks, timeout=3600)
     both = zip(found[:ranks], found[ranks:], strict=True)
-    return [_together({"megastack": ours, "peer": theirs}) for ours, theirs in both]
+    return [_both_sides({"megastack": ours, "peer": theirs}) for ours, theirs in both]
 
 
-def _together(sides: dict[str, _SideRecord]) -> RankRecord:
+def _both_sides(sides: dict[str, _SideRecord]) -> RankRecord:
     return RankRecord(
         {side: record.wall_s for side, record in sides.items()},
         {side: record.cpu_s for side, record in sides.items()},
@@ -86,13 +85,13 @@ def _together(sides: dict[str, _SideRecord]) -> RankRecord:
 
 
 def measure_peaks(name: str) -> dict[str, list[int]]:
-    """Peak live tensor bytes of the second step, by side, one value for each rank; each side alone in its processes."""
+    """Peak bytes of live tensors in the second step, by side, for each rank; the sides run one after the other."""
     ranks = LAYOUTS[name].world_size
     return {side: run_ranks(partial(_peak_on_rank, name, side), ranks, timeout=600) for side in SIDES}
 
 
 def _side_on_rank(name: str, pairs: int, turns: Any, folder: Path) -> _SideRecord:
-    """Train one side, whose ranks are a world of their own, whenever it is its turn."""
+    """Train one side, whose ranks have their own process group, whenever it is its turn."""
     which, rank = divmod(dist.get_rank(), LAYOUTS[name].world_size)
     side = SIDES[which]
     _open_world(folder / side, rank, LAYOUTS[name].world_size)
@@ -109,7 +108,7 @@ def _side_on_rank(name: str, pairs: int, turns: Any, folder: Path) -> _SideRecor
 
 
 def _open_world(store: Path, rank: int, ranks: int) -> None:
-    """Leave the world of both sides for one of this side's ranks; one rank alone has none."""
+    """Replace the process group of both sides by one of this side's ranks; a single rank has none."""
     dist.destroy_process_group()
     if ranks > 1:
         dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
@@ -147,7 +146,7 @@ def _by_axis(ours: Megastack) -> dict[str, int]:
 
 
 def _peak_on_rank(name: str, side: str) -> int:
-    """The peak of one side's second step, with everything it made since it was built."""
+    """The peak of one side's second step, counting everything since its construction."""
     layout = LAYOUTS[name]
     loader = loader_of(layout) if side == "peer" else None
     with LiveBytes() as tensors:
@@ -160,5 +159,5 @@ def _peak_on_rank(name: str, side: str) -> int:
 
 
 def limit_threads() -> None:
-    """One thread, before anything is computed: the ranks are forked from this process."""
+    """Limit this process to one thread before it computes anything, since ranks are forked from it."""
     torch.set_num_threads(1)

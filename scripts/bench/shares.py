@@ -1,7 +1,7 @@
-"""Where a step's time goes: the time inside torch's operations on the first rank, by kind, by the profiler.
+"""The shares of a step's time: self time in torch's operations by kind, on the first rank, from the profiler.
 
-Times are the profiler's self times of operations, so they include being preempted on a busy machine; shares are what
-they are good for. What is left of the step is Python, dispatch, autograd's engine, and waiting for other ranks.
+On a busy machine, self times include preemption, so use them as shares only. The rest of the step is Python, dispatch,
+autograd's engine, and waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.sides import Megastack
 from bench.task import LAYOUTS
 from megastack.testing.ranks import run_ranks
 
-# GELU's products are among the other operations.
+# The products of GELU count as other operations.
 _KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"),
     "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product"),

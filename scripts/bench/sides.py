@@ -1,7 +1,6 @@
-"""The two sides of a comparison on one rank, behind one call: ``side.step(number)`` trains and returns the loss.
+"""The two sides of a comparison on one rank: ``side.step(number)`` trains one step and returns the loss.
 
-Both take their microbatches from the same loader, start from the same values and use the same fused AdamW with the same
-decay groups.
+Both sides use the same loader, initial values, and fused AdamW with the same decay groups.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from megastack.mesh.mesh import Mesh
 
 
 class Side(Protocol):
-    """Something that trains."""
+    """One side of a comparison."""
 
     def step(self, number: int) -> Tensor | None:
-        """Train on the batch of a step; this rank's part of the mean loss before the update, None where it has none."""
+        """Train on the batch of a step; this rank's part of the mean loss before the update, None if it has none."""
 
 
 class Megastack:
@@ -34,7 +33,7 @@ class Megastack:
 
     def __init__(self, layout: Layout) -> None:
         training = _training(layout)
-        keep_freed_memory(training.mesh.device)  # as its workers do
+        keep_freed_memory(training.mesh.device)  # as the workers of megastack do
         self.ledger: Ledger = training.mesh.ledger
         self.loader = training.step.loader
         self._step = training.step
@@ -45,7 +44,7 @@ class Megastack:
 
 
 def loader_of(layout: Layout) -> Loader:
-    """The loader alone: whatever else it takes to make one is gone when this returns."""
+    """The loader of a layout; everything else that building it needs is freed."""
     return _training(layout).step.loader
 
 
@@ -55,9 +54,9 @@ def _training(layout: Layout) -> Training:
 
 
 def peer(layout: Layout, microbatches: Callable[[int], list[Microbatch]]) -> Side:
-    """What megastack is set beside on a layout; ``microbatches`` gives a step's data."""
+    """The side that megastack is compared with on a layout; ``microbatches`` returns the data of a step."""
     if layout.kind != "deepspeed":
         return Torch(layout, microbatches)
-    from bench.deepspeed_side import DeepSpeed  # optional, and seconds to import
+    from bench.deepspeed_side import DeepSpeed  # optional, and slow to import
 
     return DeepSpeed(layout, microbatches)

@@ -1,11 +1,11 @@
-"""From the ranks' records to figures: medians, paired ratios with quartiles, the console's table and the page's."""
+"""Figures from the ranks' records: medians, paired ratios with quartiles, tables for the console and the page."""
 
 from __future__ import annotations
 
 import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The figures of one layout as JSON.
 
-    A step takes as long as its slowest rank; CPU time is the sum over the ranks; peaks are the heaviest rank's. Ratios
-    are megastack's figure by the peer's, pair by pair.
+    The time of a step is that of its slowest rank, CPU time is summed over ranks, and peaks are the maximum over ranks.
+    Ratios are megastack's figure divided by the peer's, pair by pair.
     """
     layout = LAYOUTS[name]
     wall = {side: _over_ranks(max, [record.wall_s[side] for record in records]) for side in SIDES}
@@ -76,20 +76,20 @@ def summarise(
 
 
 def bubble(name: str) -> float:
-    """The share of a whole step that megastack's schedule idles where all stages take equally long and F = I = W."""
+    """The idle share of a step of megastack's schedule for equal stages and F = I = W."""
     config = configuration(LAYOUTS[name])
     return simulate(configured_schedule(config, mesh_shape(config))).step_bubble
 
 
 def add_ideals(results: Sequence[dict[str, Any]], cores: int) -> None:
-    """What a layout would take if one rank's step, as measured here, were shared by the cores with nothing added."""
+    """Add the ideal step time: one rank's measured step divided among the cores, without any overhead."""
     single = next((result["median_wall_s"]["megastack"] for result in results if result["layout"] == "single"), None)
     for result in results if single is not None else ():
         result["ideal_wall_s"] = single / min(cores, result["world_size"]) / (1 - result["bubble"])
 
 
 def with_earlier(results: Sequence[dict[str, Any]], earlier: Path | None) -> list[dict[str, Any]]:
-    """These figures, and those of layouts without any that an earlier run wrote as JSON, in the usual order."""
+    """These figures, and those of an earlier run's JSON for the other layouts, in the usual order."""
     before = json.loads(earlier.read_text())["results"] if earlier else []
     by_layout = {result["layout"]: result for result in [*before, *results]}
     return [by_layout[name] for name in LAYOUTS if name in by_layout]
@@ -113,7 +113,7 @@ def _markdown(rows: Rows) -> str:
 
 
 def write_page(page: Path, results: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
-    """Replace the figures of a page, which stand between two marks."""
+    """Replace the figures of a page, between two marks."""
     start, end = MARKS
     about = (
         f"{machine['date']}, torch {machine['torch']}, {machine['cores']} cores ({machine['processor']}), "
@@ -154,8 +154,8 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _over_ranks(join: Any, values: Sequence[Sequence[Any]]) -> list[float]:
-    return [join(together) for together in zip(*values, strict=True)]
+def _over_ranks(join: Callable[..., float], values: Sequence[Sequence[Any]]) -> list[float]:
+    return [join(of_step) for of_step in zip(*values, strict=True)]
 
 
 def _mean(values: Sequence[float | None]) -> float:

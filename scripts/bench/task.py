@@ -1,7 +1,7 @@
-"""The task that both sides train: one small GPT-2-like model on the built-in text, on several layouts.
+"""The training task of both sides: a small GPT-2-like model on the built-in text, on several layouts.
 
 8 layers, hidden 256, 4 heads, vocabulary 4096, sequence 128, 16 sequences a step in microbatches of 2, AdamW without
-clipping, fp32. Everything that is not a degree is the same on every layout, so all of them have one loss curve.
+clipping, fp32. Only the layout differs, so all comparisons have the same loss curve.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Layout:
     """One comparison.
 
     Attributes:
-        name: what it is called in tables and on the command line.
-        dp, tp, pp: the degrees.
-        kind: what the peer puts over ``dp``: ``ddp``, ``zero_redundancy``, ``fsdp2`` or ``deepspeed``.
-        zero: the ZeRO stage of both sides.
-        gather, reduce: how often parameters are gathered and gradients reduced under stages 2 and 3: once a ``step``,
-            or for each ``microbatch``. Both sides do alike; DeepSpeed always reduces for each.
-        changes: what differs from the task (in tests).
+        name: the name in tables and on the command line.
+        dp, tp, pp: the parallel degrees.
+        kind: the peer's data parallelism: ``ddp``, ``zero_redundancy``, ``fsdp2`` or ``deepspeed``.
+        zero: the ZeRO level of both sides.
+        gather, reduce: how often both sides gather parameters and reduce gradients at levels 2 and 3: once per
+            ``step``, or for each ``microbatch``. DeepSpeed always reduces for each microbatch.
+        changes: overrides of the task (in tests).
     """
 
     name: str
@@ -66,13 +66,13 @@ class Layout:
 
     @property
     def blocks(self) -> str:
-        """What the peer is made of."""
+        """The components of the peer."""
         parts = {_OVER_DP[self.kind]: self.dp, "DTensor sp+loss": self.tp, "1F1B": self.pp}
         return " + ".join(part for part, degree in parts.items() if degree > 1) or "plain loop"
 
     @property
     def is_available(self) -> bool:
-        """Whether what the peer is made of is installed."""
+        """Whether the components of the peer are installed."""
         return self.kind != "deepspeed" or find_spec("deepspeed") is not None
 
 
@@ -97,7 +97,7 @@ LAYOUTS = {
 
 
 def configuration(layout: Layout) -> TrainConfig:
-    """The run of megastack on a layout."""
+    """The configuration of megastack on a layout."""
     degrees = [f"parallel.{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp")]
     degrees.append(f"schedule={layout.schedule}")
     zero = {"stage": layout.zero, "gather": layout.gather, "reduce": layout.reduce}

@@ -1,7 +1,7 @@
-"""The same GPT-2-like model in plain torch, as one would write it for torch's own parallel blocks.
+"""The same GPT-2-like model in plain torch, written for torch's parallelism.
 
-Queries, keys and values are three layers of their own, which is what DTensor's plans want. Initial values come from
-megastack's parameters by name, so that both sides start alike.
+Queries, keys and values are three separate layers, as DTensor's plans need them. Initial values are copied from
+megastack's parameters by name, so that both sides start from the same model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers with GELU (tanh) between."""
+    """Two linear layers with GELU (tanh) in between."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Embedding(nn.Module):
 
 
 class Model(nn.Module):
-    """The blocks of ``layers``; with the embedding before block 0 and the head behind the last one."""
+    """The blocks of ``layers``, with the embedding if block 0 is among them and the head if the last block is."""
 
     def __init__(self, options: ModelOptions, length: int, layers: Iterable[int]) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ class Model(nn.Module):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over the tokens of a microbatch, all of which count."""
+    """The mean over all tokens of a microbatch."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 @torch.no_grad()
 def load(model: Model, values: Mapping[str, Tensor]) -> None:
-    """Copy megastack's parameters of one rank, by global name, into the model."""
+    """Copy megastack's parameters, by global name, into the model."""
     for name, parameter in model.named_parameters():
         parameter.copy_(_value(name, values).reshape(parameter.shape))
 

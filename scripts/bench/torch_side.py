@@ -1,9 +1,9 @@
-"""Torch's side: what its documentation puts together for a layout, from megastack's initial values.
+"""Torch's side: the combination that its documentation recommends for a layout, from megastack's initial values.
 
-A plain loop, DDP or FSDP2 over ``dp``, DDP with ``ZeroRedundancyOptimizer`` for stage 1 of ZeRO, DTensor plans with
-sequence and loss parallelism over ``tp``, ``torch.distributed.pipelining`` over ``pp``. FSDP2 keeps parameters whole
-from the first forward of a step to its last backward, or lets them go after each forward and backward, as the layout
-says.
+A plain loop; DDP or FSDP2 over ``dp``; DDP with ``ZeroRedundancyOptimizer`` for ZeRO level 1; DTensor plans with
+sequence and loss parallelism over ``tp``; ``torch.distributed.pipelining`` over ``pp``. Depending on the layout, FSDP2
+keeps parameters unsharded from the first forward of a step to its last backward, or reshards them after each forward
+and backward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ADAMW: dict[str, Any] = {"lr": RATE, "betas": BETAS, "fused": True}
 
 
 class Torch:
-    """Torch's blocks on the same layout; ``microbatches`` gives a step's data."""
+    """Torch's parallelism on the same layout; ``microbatches`` returns the data of a step."""
 
     def __init__(self, layout: Layout, microbatches: Callable[[int], list[Microbatch]]) -> None:
         self._microbatches = microbatches
@@ -58,7 +58,7 @@ class Torch:
         self._schedule = self._pipeline(layout) if layout.pp > 1 else None
 
     def step(self, number: int) -> Tensor | None:
-        """Train on the batch of a step; this rank's part of the mean loss, None where it has none."""
+        """Train on the batch of a step; this rank's part of the mean loss, None if it has none."""
         batch = self._microbatches(number)
         loss = self._accumulate(batch) if self._schedule is None else self._run_pipeline(batch)
         self._optimizer.step()
@@ -84,7 +84,7 @@ class Torch:
         return sum(_whole(loss.detach()) for loss in losses) / len(batch) if losses else None
 
     def _sync_when(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Reduce gradients with the last microbatch only."""
+        """Reduce gradients after the last microbatch only."""
         if isinstance(self._model, DistributedDataParallel) and not last:
             return self._model.no_sync()
         if isinstance(self._model, FSDPModule):
@@ -135,7 +135,7 @@ def _mesh(layout: Layout) -> DeviceMesh | None:
 
 
 def initial_values(alone: Layout) -> dict[str, Tensor]:
-    """Every parameter as megastack starts it, whole."""
+    """Megastack's initial values of every parameter, unsharded."""
     config = configuration(alone)
     mesh = Mesh.single()
     (model,) = build_stages(config, mesh, configured_schedule(config, mesh.shape))
@@ -143,7 +143,7 @@ def initial_values(alone: Layout) -> dict[str, Tensor]:
 
 
 def _plan(model: Model) -> dict[str, ParallelStyle]:
-    """Tensor parallelism with the sequence split between the products and the logits left where they are."""
+    """Tensor and sequence parallelism, with sharded logits."""
     whole, split = Replicate(), Shard(1)
     gather = PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,))
     plan: dict[str, ParallelStyle] = {
@@ -166,7 +166,7 @@ def _plan(model: Model) -> dict[str, ParallelStyle]:
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters that decay, and norms and biases, which do not."""
+    """Parameters with weight decay, and norms and biases without."""
     named = list(model.named_parameters())
     plain = [parameter for name, parameter in named if "norm" in name or "bias" in name]
     decayed = [parameter for name, parameter in named if not ("norm" in name or "bias" in name)]

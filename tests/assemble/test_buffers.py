@@ -1,4 +1,4 @@
-"""Persistent buffers of a user's layer are state: saved, resumed to the same bits, moved to other layouts, compared."""
+"""Persistent buffers of a user's layer are training state: saved, resumed bitwise, moved to other layouts, compared."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def continued(config: TrainConfig, first: int, last: int, start: str | None = No
 
 
 LAYOUTS = {
-    "alone": [],
+    "one rank": [],
     "bf16, recomputed": ["precision=bf16", "recompute.mode=full"],
     "dp2 tp2, ZeRO 1": ["parallel.dp=2", "parallel.tp=2", "parallel.zero.stage=1"],
     "dp2 pp2, ZeRO 3": ["parallel.dp=2", "parallel.pp=2", "parallel.zero.stage=3", "recompute.mode=full"],
@@ -61,12 +61,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_run_is_the_straight_one_bitwise(layout: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(layout: str, tmp_path: Path) -> None:
     path, config = str(tmp_path / "step_00000002"), tracking(tmp_path, *LAYOUTS[layout])
-    straight, expected = continued(config, 0, 4)
+    uninterrupted, expected = continued(config, 0, 4)
     first, _ = continued(config, 0, 2, end=path)
     second, found = continued(config, 2, 4, start=path)
-    assert first + second == straight
+    assert first + second == uninterrupted
     assert found.keys() == expected.keys() and set(expected) >= NAMES
     assert all(torch.equal(found[name], x) for name, x in expected.items())
     microbatches = 8 // mesh_shape(config).dp
@@ -78,7 +78,7 @@ def test_a_resumed_run_is_the_straight_one_bitwise(layout: str, tmp_path: Path) 
 
 
 def buffers_after_load(config: TrainConfig, path: str) -> dict[str, Tensor]:
-    """What a checkpoint gives another layout, put together again by a save of it."""
+    """Restore a checkpoint on another layout and save it again; this rank's buffers."""
     training = built(config)
     training.restore(Path(path))
     save(f"{path}0", training.state(), training.mesh).wait()
@@ -109,7 +109,7 @@ def test_recompute_updates_a_buffer_once(tmp_path: Path) -> None:
 
 def message_of_save(config: TrainConfig, path: str, asynchronous: bool, steps: int) -> str:
     training = built(config)
-    if steps > 1:  # the second of two asynchronous saves keeps the plan of the first
+    if steps > 1:  # the second of two asynchronous saves reuses the plan of the first
         save(f"{path}1", training.state(), training.mesh, asynchronous=asynchronous).wait()
     run(training, range(1))
     try:
@@ -120,7 +120,7 @@ def message_of_save(config: TrainConfig, path: str, asynchronous: bool, steps: i
 
 
 @pytest.mark.parametrize(("asynchronous", "steps"), [(False, 1), (True, 2)])
-def test_replicas_that_differ_are_an_error_by_name(asynchronous: bool, steps: int, tmp_path: Path) -> None:
+def test_replicas_that_differ_are_an_error_that_names_them(asynchronous: bool, steps: int, tmp_path: Path) -> None:
     config = tracking(tmp_path, "parallel.dp=2", "parallel.tp=2", layer="StrayMLP")
     path = tmp_path / "step_00000001"
     messages = run_ranks(message_of_save, 4, config, str(path), asynchronous, steps)
@@ -131,7 +131,7 @@ def test_replicas_that_differ_are_an_error_by_name(asynchronous: bool, steps: in
 
 
 def loaded(config: TrainConfig, path: str) -> tuple[str, list[str]]:
-    """The error of a strict restore, and what one that is not strict finds missing."""
+    """The error of a strict restore, and the names that a lenient load reports as missing."""
     training = built(config)
     try:
         training.restore(Path(path))
@@ -171,7 +171,7 @@ def load_weights_of(config: TrainConfig, path: str) -> dict[str, Tensor]:
     return {f"model/{name}": x.clone() for stage in training.stages for name, x in persistent_buffers(stage).items()}
 
 
-def test_weights_alone_bring_their_buffers(tmp_path: Path) -> None:
+def test_loading_weights_loads_their_buffers(tmp_path: Path) -> None:
     path = str(tmp_path / "step_00000001")
     _, expected = continued(tracking(tmp_path, "parallel.dp=2"), 0, 1, end=path)
     for read in (evaluated, load_weights_of):
@@ -185,7 +185,7 @@ def initial(config: TrainConfig) -> dict[str, Tensor]:
     return {name: x.clone() for stage in training.stages for name, x in stage.named_buffers()}
 
 
-def test_buffers_start_at_their_values_or_at_their_declaration(tmp_path: Path) -> None:
+def test_buffers_start_at_their_values_or_as_declared(tmp_path: Path) -> None:
     (found,) = run_ranks(initial, 1, tracking(tmp_path, "precision=fp64"))
     assert found["blocks.0.mlp.level"].unique().tolist() == [0.25]
     assert found["blocks.0.mlp.gain"].unique().tolist() == [1.0]
@@ -194,7 +194,7 @@ def test_buffers_start_at_their_values_or_at_their_declaration(tmp_path: Path) -
     assert not declared["blocks.0.mlp.table"].any() and not declared["blocks.0.mlp.table"].is_meta
 
 
-def test_a_buffer_without_values_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_buffer_without_values_is_reported_before_launch(tmp_path: Path) -> None:
     errors = ErrorCollector()
     ask_model(tracking(tmp_path, layer="BlankMLP"), errors)
     (found,) = errors.found

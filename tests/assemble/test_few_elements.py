@@ -1,4 +1,4 @@
-"""Dumps and checkpoints where ranks hold nothing of a parameter, parameters have no elements, stages no parameters."""
+"""Dumps and checkpoints with ranks that hold no part of a parameter, empty parameters, and empty stages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def configured(folder: Path, *more: list[str]) -> TrainConfig:
 
 
 def dumped(config: TrainConfig, folder: Path) -> Any:
-    """Two steps, the second dumped; a save and a load into another training; its whole state."""
+    """Two steps, the second one dumped; then save, and restore in another training; the states of both."""
     training = built(config)
     dump = _dumper(training, RunFolder(folder))
     training.step(0)
@@ -60,19 +60,19 @@ def dumped(config: TrainConfig, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_dumps_are_those_of_one_rank_and_checkpoints_come_back(case: str, tmp_path: Path) -> None:
+def test_dumps_equal_those_of_one_rank_and_checkpoints_restore_the_state(case: str, tmp_path: Path) -> None:
     model, layout = CASES[case]
-    alone, other = (configured(tmp_path, model, more) for more in ([], layout))
-    run_ranks(dumped, 1, alone, tmp_path / "alone")
+    single, other = (configured(tmp_path, model, more) for more in ([], layout))
+    run_ranks(dumped, 1, single, tmp_path / "single")
     saved, loaded = run_ranks(dumped, mesh_shape(other).world_size, other, tmp_path / "other")[0]
     assert saved.keys() == loaded.keys() and all(torch.equal(loaded[name], x) for name, x in saved.items())
-    expected, found = (load_file(RunFolder(tmp_path / name).dump(2)) for name in ("alone", "other"))
+    expected, found = (load_file(RunFolder(tmp_path / name).dump(2)) for name in ("single", "other"))
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_a_scalar_that_would_be_cut_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_scalar_that_cannot_be_sharded_is_reported_before_launch(tmp_path: Path) -> None:
     layer = ["model.mlp={_target_: tests.odd_layers.ScalarMLP}", "parallel.dp=2"]
     for more, expected in ((["parallel.zero.stage=1"], 0), (["parallel.zero.stage=3"], 1)):
         errors = ErrorCollector()

@@ -1,4 +1,4 @@
-"""A training as it is built: formats of its parameters, and its state on the way from one layout to another."""
+"""A built training: dtypes of its parameters, and its state on resume, on another layout too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def built(config: TrainConfig) -> Training:
 
 
 def run(training: Training, steps: range) -> list[tuple[float, float]]:
-    """Loss and gradient norm of some steps."""
+    """Run steps; their losses and gradient norms."""
     found = []
     for step in steps:
         outcome = training.step(step)
@@ -48,7 +48,7 @@ def everything(training: Training) -> dict[str, Tensor]:
 
 
 def steps_of(config: TrainConfig, first: int, last: int, start: str | None, end: str | None) -> Any:
-    """Steps from a checkpoint or from the start; their losses, and the state after them."""
+    """Run steps from a checkpoint or from the start; their losses, and the state afterwards."""
     training = built(config)
     if start is not None:
         training.restore(Path(start))
@@ -67,7 +67,7 @@ def tiny(folder: Path, *more: str) -> TrainConfig:
     return composed(overrides(folder), "run.steps=6", "optim.name=adamw", "optim.lr=0.01", *more)
 
 
-# Number formats.
+# Dtypes.
 
 
 def formats(config: TrainConfig) -> dict[str, tuple[torch.dtype, torch.dtype]]:
@@ -93,14 +93,14 @@ def test_parameters_are_kept_in_fp32_by_pattern_and_gradients_are_fp32(
     assert {gradient for _, gradient in found.values()} == {torch.float32}
 
 
-def test_patterns_do_not_lower_fp64(tmp_path: Path) -> None:
+def test_keep_fp32_does_not_lower_fp64(tmp_path: Path) -> None:
     found = run_ranks(formats, 1, tiny(tmp_path))[0]
     assert {dtype for pair in found.values() for dtype in pair} == {torch.float64}
 
 
 @pytest.mark.parametrize("layout", [DP2_TP2, [*DP2_PP2, ZERO1, "model.tied=true"]], ids=str)
-def test_low_precision_trains_as_fp32_does(layout: list[str], tmp_path: Path) -> None:
-    """bf16 rounds to 1/256, but sums, masters and moments do not: losses stay near those of fp32."""
+def test_low_precision_trains_like_fp32(layout: list[str], tmp_path: Path) -> None:
+    """bf16 rounds to 1/256, but sums, main parameters and moments are fp32: losses stay near those of fp32."""
     expected, _ = continued(tiny(tmp_path, "precision=fp32"), 0, 4)
     for compute in ("bf16", "fp16"):
         found, state = continued(tiny(tmp_path, f"precision={compute}", *layout), 0, 4)
@@ -110,13 +110,13 @@ def test_low_precision_trains_as_fp32_does(layout: list[str], tmp_path: Path) ->
         assert {x.dtype for name, x in state.items() if name.startswith("optim/") and x.dim()} == {torch.float32}
 
 
-def test_a_fixed_scale_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_fixed_loss_scale_changes_nothing(tmp_path: Path) -> None:
     plain, expected = continued(tiny(tmp_path), 0, 2)
     scaled, found = continued(tiny(tmp_path, "precision.loss_scale=1024"), 0, 2)
     assert scaled == plain and all(torch.equal(found[name], x) for name, x in expected.items())
 
 
-# State on the move.
+# Resume and other layouts.
 
 
 @pytest.mark.parametrize(
@@ -124,18 +124,18 @@ def test_a_fixed_scale_leaves_no_trace(tmp_path: Path) -> None:
     [["precision=bf16", *DP2_PP2, ZERO1, "model.tied=true"], ["precision=fp16", "parallel.dp=2"]],
     ids=str,
 )
-def test_a_resumed_low_precision_run_is_the_straight_one_bitwise(more: list[str], tmp_path: Path) -> None:
+def test_a_resumed_low_precision_run_equals_an_uninterrupted_one_bitwise(more: list[str], tmp_path: Path) -> None:
     path, config = str(tmp_path / "step_00000003"), tiny(tmp_path, *more)
-    straight, expected = continued(config, 0, 6)
+    uninterrupted, expected = continued(config, 0, 6)
     first, _ = continued(config, 0, 3, end=path)
     second, found = continued(config, 3, 6, start=path)
-    assert first + second == straight
+    assert first + second == uninterrupted
     assert set(found) == set(expected)
     assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
-def set_a_master(config: TrainConfig, path: str) -> list[float]:
-    """Write 0.1234567 into every master, save, and read it from a training of another seed of numbers."""
+def set_main_parameters(config: TrainConfig, path: str) -> list[float]:
+    """Write 0.1234567 into every main parameter, save, and restore it in another training."""
     training = built(config)
     for parts in training.step.optimizer.main_parameters().values():
         for _, part in parts:
@@ -150,14 +150,14 @@ def set_a_master(config: TrainConfig, path: str) -> list[float]:
     return [*{x for part in main_parameters for x in part.unique().tolist()}, *weight.float().unique().tolist()]
 
 
-def test_a_master_survives_bitwise_in_fp32(tmp_path: Path) -> None:
+def test_main_parameters_are_saved_bitwise_in_fp32(tmp_path: Path) -> None:
     exact, rounded = (torch.tensor(0.1234567, dtype=dtype).item() for dtype in (torch.float32, torch.bfloat16))
     config = tiny(tmp_path, "precision=bf16", "parallel.dp=2", ZERO1)
-    assert run_ranks(set_a_master, 2, config, str(tmp_path / "step_00000001")) == [[exact, rounded]] * 2
+    assert run_ranks(set_main_parameters, 2, config, str(tmp_path / "step_00000001")) == [[exact, rounded]] * 2
 
 
 def start_from_weights(config: TrainConfig, path: str) -> bool:
-    """Whether masters are the loaded weights, moments are fresh, and a step of zero size keeps the weights."""
+    """Whether main parameters equal the loaded weights, and a first step with lr 0 keeps the weights."""
     training = built(config)
     training.load_weights(Path(path))
     weights = {name: x.detach().clone() for stage in training.stages for name, x in stage.named_parameters()}
@@ -173,7 +173,7 @@ def start_from_weights(config: TrainConfig, path: str) -> bool:
     return same and all(torch.equal(after[name], x) for name, x in weights.items()) and int(optimizer.steps) == 1
 
 
-def test_masters_are_taken_from_loaded_weights(tmp_path: Path) -> None:
+def test_main_parameters_are_copied_from_loaded_weights(tmp_path: Path) -> None:
     path = str(tmp_path / "step_00000003")
     config = tiny(tmp_path, "precision=bf16", "parallel.dp=2", ZERO1)
     continued(config, 0, 3, end=path)
@@ -192,45 +192,45 @@ MOVES = [
     [pytest.param(*MOVES[0], marks=pytest.mark.full), MOVES[1]],
     ids=["from ZeRO-1", "to ZeRO-1"],
 )
-def test_a_run_goes_on_under_another_layout_and_stage(
+def test_a_run_resumes_on_another_layout_and_zero_level(
     source: list[str], targets: list[list[str]], tmp_path: Path
 ) -> None:
     path, more = str(tmp_path / "step_00000003"), ["model.tied=true"]
-    straight, expected = continued(tiny(tmp_path, *more), 0, 6)
+    uninterrupted, expected = continued(tiny(tmp_path, *more), 0, 6)
     continued(tiny(tmp_path, *more, *source), 0, 3, end=path)
     for target in targets:
         found, state = continued(tiny(tmp_path, *more, *target), 3, 6, start=path)
-        torch.testing.assert_close(found, straight[3:], rtol=1e-10, atol=0)
+        torch.testing.assert_close(found, uninterrupted[3:], rtol=1e-10, atol=0)
         assert set(state) == set(expected)
         for name, x in expected.items():
             torch.testing.assert_close(state[name], x, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_an_optimizer_on_the_host_changes_nothing(tmp_path: Path) -> None:
+def test_offloading_the_optimizer_changes_nothing(tmp_path: Path) -> None:
     more = ["precision=bf16", "parallel.dp=2", ZERO1]
-    straight, expected = continued(tiny(tmp_path, *more), 0, 2)
+    uninterrupted, expected = continued(tiny(tmp_path, *more), 0, 2)
     found, state = continued(tiny(tmp_path, *more, "parallel.zero.offload=true"), 0, 2)
-    assert found == straight and all(torch.equal(state[name], x) for name, x in expected.items())
+    assert found == uninterrupted and all(torch.equal(state[name], x) for name, x in expected.items())
 
 
-# A value that is not finite.
+# Gradients that are not finite.
 
 
 def poison(training: Training, rank: int, value: float) -> RemovableHandle:
-    """Make one element of a gradient of one rank not finite as long as the handle is not removed."""
+    """Make one element of a gradient of one rank not finite, until the handle is removed."""
     weight = training.stages[0].get_parameter("blocks.0.attention.q.weight")
 
-    def spoil(gradient: Tensor) -> Tensor:
+    def poisoned(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
         if training.mesh.rank == rank:
             gradient.view(-1)[0] = value
         return gradient
 
-    return weight.register_hook(spoil)
+    return weight.register_hook(poisoned)
 
 
 def three_steps(config: TrainConfig, value: float | None) -> Any:
-    """Three steps, the second with a poisoned gradient on rank 3; or the first and the third, and the scale halved."""
+    """Three steps, the second with a poisoned gradient on rank 3; or only two, with the scale halved between them."""
     training = built(config)
     run(training, range(1))
     before = everything(training)
@@ -251,7 +251,9 @@ def three_steps(config: TrainConfig, value: float | None) -> Any:
 
 
 @pytest.mark.parametrize(("value", "zero"), [(math.nan, "0"), (math.inf, "1")])
-def test_one_rank_with_a_bad_gradient_makes_all_skip_and_halve(value: float, zero: str, tmp_path: Path) -> None:
+def test_a_nonfinite_gradient_on_one_rank_makes_all_ranks_skip_and_halve_the_scale(
+    value: float, zero: str, tmp_path: Path
+) -> None:
     config = tiny(tmp_path, "precision=fp16", *DP2_TP2, f"parallel.zero.stage={zero}")
     poisoned, clean = run_ranks(three_steps, 4, config, value), run_ranks(three_steps, 4, config, None)
     for found, expected in zip(poisoned, clean, strict=True):

@@ -1,4 +1,4 @@
-"""Files on a disk that fills up."""
+"""Atomic writes on a full disk, and files with a partial last line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from megastack.mesh.shape import Axis
+from megastack.observe.console import set_up_logging
 from megastack.observe.failure import read_failures
 from megastack.observe.files import LineFile, read_records, replace_text
 from megastack.observe.folder import RunFolder
-from megastack.observe.logging import set_up_logging
 from megastack.observe.metrics import MetricsWriter, read_metrics, row
 from megastack.observe.status import read_status
 from megastack.observe.watchdog import read_reports
@@ -22,7 +22,7 @@ from megastack.observe.watchdog import read_reports
 
 @contextlib.contextmanager
 def room(size: int) -> Iterator[None]:
-    """No file of this process grows beyond ``size`` bytes."""
+    """A context in which no file of this process can grow beyond ``size`` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -31,7 +31,7 @@ def room(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_is_there_whole_or_not_at_all(tmp_path) -> None:
+def test_a_line_is_appended_completely_or_not_at_all(tmp_path) -> None:
     path = tmp_path / "lines"
     file = LineFile(path)
     file.append("first")
@@ -43,7 +43,7 @@ def test_a_line_is_there_whole_or_not_at_all(tmp_path) -> None:
     assert path.read_text() == "first\nthird\n"
 
 
-def test_a_file_that_cannot_be_replaced_stays_and_nothing_is_left_beside_it(tmp_path) -> None:
+def test_a_file_that_cannot_be_replaced_is_unchanged_and_no_temporary_file_remains(tmp_path) -> None:
     path = tmp_path / "status.json"
     replace_text(path, "old")
     with room(2), pytest.raises(OSError, match=r"cannot write: .*status.json"):
@@ -73,9 +73,9 @@ def test_a_log_that_cannot_be_written_is_an_error(tmp_path) -> None:
 
 
 WHOLE = b'{"kind": "train", "step": 1, "loss": 0.5}\n'
-TORN = {
+PARTIAL = {
     "half a row": b'{"kind": "train", "st',
-    "a row but for its last byte": b'{"kind": "train", "step": 2, "loss": 0.25',
+    "a row without its last byte": b'{"kind": "train", "step": 2, "loss": 0.25',
     "half a character": b'{"kind": "event", "text": "\xc3',
     "null bytes": b"\0" * 4096,
     "half a row and null bytes": b'{"kind": "tr' + b"\0" * 100,
@@ -84,11 +84,11 @@ TORN = {
 }
 
 
-@pytest.mark.parametrize("torn", TORN)
+@pytest.mark.parametrize("partial", PARTIAL)
 @pytest.mark.parametrize("before", [WHOLE, b""])
-def test_a_torn_row_is_passed_over_and_removed_before_the_next_one(tmp_path, torn: str, before: bytes) -> None:
+def test_a_partial_row_is_skipped_and_removed_before_the_next_append(tmp_path, partial: str, before: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(before + TORN[torn])
+    path.write_bytes(before + PARTIAL[partial])
     whole = [1] if before else []
     assert [found["step"] for found in read_metrics(path)] == whole
     writer = MetricsWriter(path, tensorboard=False)
@@ -98,7 +98,7 @@ def test_a_torn_row_is_passed_over_and_removed_before_the_next_one(tmp_path, tor
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*whole, 3]
 
 
-def test_a_row_that_lost_only_the_end_of_its_line_is_kept(tmp_path) -> None:
+def test_a_row_that_lacks_only_its_newline_is_kept(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(WHOLE[:-1])
     file = LineFile(path)
@@ -107,13 +107,13 @@ def test_a_row_that_lost_only_the_end_of_its_line_is_kept(tmp_path) -> None:
     assert [found["step"] for found in read_metrics(path)] == [1, 2]
 
 
-def test_what_was_torn_by_an_earlier_version_is_passed_over_in_the_middle(tmp_path) -> None:
+def test_partial_rows_in_the_middle_of_a_file_are_skipped(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(WHOLE + b'{"kind": "tr{"kind": "train", "step": 2}\n' + b"\0" * 9 + WHOLE.replace(b"1", b"3"))
     assert [found["step"] for found in read_metrics(path)] == [1, 3]
 
 
-def test_records_that_a_loss_of_power_left_empty_are_none(tmp_path) -> None:
+def test_records_of_null_bytes_count_as_missing(tmp_path) -> None:
     run = RunFolder(tmp_path)
     for path in (run.status, run.failure(0), run.report(0)):
         path.parent.mkdir(exist_ok=True)

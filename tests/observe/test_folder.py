@@ -1,4 +1,4 @@
-"""Run folders are taken exclusively, whatever starts together."""
+"""Run folders are claimed exclusively, also by runs that start at the same time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def _claim_many(base: Path, start: object, found: object) -> None:
     found.put([str(claim(base / str(number), "unused").path) for number in range(25)])
 
 
-def test_processes_that_start_together_get_folders_of_their_own(tmp_path):
-    """Eight processes take the same 25 names; some of the folders are there already, empty."""
+def test_processes_that_start_together_get_different_folders(tmp_path):
+    """Eight processes claim the same 25 names; one of the folders exists already, empty."""
     (tmp_path / "3").mkdir()
     start, found = fork.Barrier(8), fork.SimpleQueue()
     processes = [fork.Process(target=_claim_many, args=(tmp_path, start, found)) for _ in range(8)]
@@ -32,7 +32,7 @@ def test_processes_that_start_together_get_folders_of_their_own(tmp_path):
     assert {Path(path).name for path in taken} >= {"3", "3-2", "3-8"} and not (tmp_path / "3-9").exists()
 
 
-def test_names_and_what_counts_as_taken(tmp_path):
+def test_names_and_which_folders_count_as_taken(tmp_path):
     moment = 1_700_000_000.0
     first, second = (claim(None, tmp_path / "out", moment).path for _ in range(2))
     assert first.parent.parent == tmp_path / "out" and second == first.with_name(first.name + "-2")
@@ -49,5 +49,5 @@ def test_the_current_folder_is_named_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "job")
     assert claim(".", "unused").path == tmp_path / "job"
     assert claim(".", "unused").path == tmp_path / "job-2"
-    with pytest.raises(OSError, match="not a folder of its own"):
+    with pytest.raises(OSError, match="cannot be a run folder"):
         claim("/", "unused")

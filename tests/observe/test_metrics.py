@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl: exact numbers, no made-up ones, the last row of a step counts."""
+"""Rows of metrics.jsonl: exact numbers, null for values that are not finite, the last row of each step."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_the_last_row_of_a_step_counts(tmp_path):
     assert [r["loss"] for r in read_metrics(path, "validation")] == ["av", "bv", "bv", "bv"]
 
 
-def test_the_tags_of_tensorboard():
+def test_tensorboard_tags():
     entry = row("train", 3, {"loss": 1.0, "mfu": None, "step_time_s": 2.0, "wire_bytes": {"tp": 7}, "exposed_s": {}})
     assert scalars(entry) == {"train/loss": 1.0, "perf/step_time_s": 2.0, "comm/tp/wire_bytes": 7}
     assert scalars(row("validation", 3, {"loss": 2.0, "tokens": 5})) == {"val/loss": 2.0}
     assert scalars(row("event", 3, {"name": "start"})) == {}
 
 
-def test_events_of_tensorboard_are_written_beside_the_rows(tmp_path):
+def test_tensorboard_events_are_written_beside_the_rows(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer = MetricsWriter(tmp_path / "metrics.jsonl", tensorboard=True)

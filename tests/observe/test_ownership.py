@@ -1,4 +1,4 @@
-"""A run folder has one owner: whatever starts together, on this machine or another, and however an owner ends."""
+"""A run folder has one owner, however many processes start together on any machine, and however an owner ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ fork = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def other() -> Iterator[Process]:
-    """A living process beside this one."""
+    """Another living process."""
     sleeper = fork.Process(target=time.sleep, args=(600,))
     sleeper.start()
     assert sleeper.pid is not None
@@ -47,7 +47,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def owned_by(folder: Path, owner: Process, number: int = 1, job: Job = NO_JOB) -> Path:
-    """A claim as that process would have made it."""
+    """Write a claim as that process would."""
     path = claim_path(folder, number)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"token": "t", "owner": asdict(owner), "job": asdict(job)}))
@@ -77,8 +77,8 @@ def _take_all(folders: list[Path], start: object, found: object) -> None:
     start.wait()  # type: ignore[attr-defined]  # an owner that ends is dead
 
 
-@pytest.mark.parametrize("before", ["nobody", "released", "dead"])
-def test_of_starts_at_the_same_instant_one_gets_the_folder(tmp_path: Path, before: str) -> None:
+@pytest.mark.parametrize("before", ["none", "released", "dead"])
+def test_exactly_one_of_several_simultaneous_starts_gets_the_folder(tmp_path: Path, before: str) -> None:
     folders, dead = [tmp_path / str(number) for number in range(25)], gone()
     for folder in folders:
         folder.mkdir()
@@ -94,14 +94,12 @@ def test_of_starts_at_the_same_instant_one_gets_the_folder(tmp_path: Path, befor
     for process in processes:
         process.join()
     assert sorted(taken) == list(range(25))
-    number = {"nobody": 1, "released": 2, "dead": 8}[before]
+    number = {"none": 1, "released": 2, "dead": 8}[before]
     assert all(os.listdir(folder / "owner") == [f"claim_{number:08d}.json"] for folder in folders)
 
 
-def test_a_start_that_was_stopped_for_long_does_not_take_the_folder_from_a_later_owner(
-    tmp_path: Path, other: Process
-) -> None:
-    """It saw claim 1 dead; meanwhile others came and went, and a living one is there."""
+def test_a_start_that_was_stopped_does_not_take_the_folder_from_a_later_owner(tmp_path: Path, other: Process) -> None:
+    """It found the owner of claim 1 dead; meanwhile others claimed the folder, and the last one is alive."""
     owned_by(tmp_path, other, number=5)
     for number in (2, 5):
         assert create_claim(tmp_path, number, NO_JOB) is None
@@ -118,9 +116,7 @@ def test_a_living_owner_is_named_and_nothing_is_written(tmp_path: Path, other: P
     assert os.listdir(path.parent) == [path.name] and (path.stat().st_mtime_ns, path.read_text()) == before
 
 
-def test_a_dead_owner_is_succeeded_at_once_and_a_pid_that_is_used_again_is_not_mistaken(
-    tmp_path: Path, other: Process
-) -> None:
+def test_a_dead_owner_is_replaced_at_once_even_if_its_pid_is_reused(tmp_path: Path, other: Process) -> None:
     for number, owner in enumerate((gone(), replace(other, ticks=other.ticks - 1))):
         (folder := tmp_path / str(number)).mkdir()
         owned_by(folder, owner)
@@ -129,7 +125,7 @@ def test_a_dead_owner_is_succeeded_at_once_and_a_pid_that_is_used_again_is_not_m
         assert time.monotonic() - began < 5 < ownership.LIMIT_S
 
 
-def test_a_killed_owner_that_nobody_has_waited_for_is_dead(tmp_path: Path) -> None:
+def test_a_killed_owner_that_was_not_reaped_is_dead(tmp_path: Path) -> None:
     pid = os.fork()
     if not pid:
         time.sleep(600)
@@ -154,10 +150,10 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("place", ELSEWHERE.values(), ids=ELSEWHERE)
 @pytest.mark.parametrize("beats", [True, False])
-def test_an_owner_elsewhere_lives_as_long_as_its_claim_changes(
+def test_an_owner_on_another_machine_is_alive_as_long_as_its_claim_changes(
     tmp_path: Path, other: Process, short: None, place: dict[str, str], beats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether that process id is used here tells nothing, nor does its clock, which is a day late."""
+    """Neither a local process with that id nor the owner's clock, which is a day late, matters."""
     path = owned_by(tmp_path, replace(other, **place))
     os.utime(path, (time.time() - 86400,) * 2)
     if not beats:
@@ -169,14 +165,14 @@ def test_an_owner_elsewhere_lives_as_long_as_its_claim_changes(
         take_ownership(tmp_path, NO_JOB)
 
 
-def test_this_process_itself_counts_by_its_heartbeat(tmp_path: Path, short: None) -> None:
-    """A program that replaced itself has kept its process id and its start time."""
+def test_the_process_itself_is_judged_by_its_heartbeat(tmp_path: Path, short: None) -> None:
+    """A program that replaced itself keeps its process id and start time."""
     owned_by(tmp_path, Process.current())
     assert take_ownership(tmp_path, NO_JOB).number == 2
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "[]", '{"token": 1}', '{"token": "t", "owner": {"pid": 1e99}}'])
-def test_a_claim_that_cannot_be_read_is_watched_like_one_from_elsewhere(tmp_path: Path, short: None, text: str) -> None:
+def test_an_unreadable_claim_is_watched_like_one_of_another_machine(tmp_path: Path, short: None, text: str) -> None:
     path = owned_by(tmp_path, Process.current())
     path.write_text(text)
     began = time.monotonic()
@@ -195,7 +191,7 @@ def test_a_claim_that_cannot_be_read_is_watched_like_one_from_elsewhere(tmp_path
         (Job(None, "17", 0), Job(None, "18", 1), False),
     ],
 )
-def test_a_later_start_of_the_same_job_is_not_kept_out(
+def test_a_later_start_of_the_same_job_gets_the_folder(
     tmp_path: Path, other: Process, earlier: Job, later: Job, supersedes: bool
 ) -> None:
     owned_by(tmp_path, other, job=earlier)
@@ -207,7 +203,7 @@ def test_a_later_start_of_the_same_job_is_not_kept_out(
             take_ownership(tmp_path, later)
         return
     second = take_ownership(tmp_path, later)
-    guard()  # it has just looked
+    guard()  # the last check is recent
     with pytest.raises(TakenOver, match=rf"was taken over by process {os.getpid()} on"):
         guard.now()
     assert second.held and not first.held
@@ -215,7 +211,7 @@ def test_a_later_start_of_the_same_job_is_not_kept_out(
     assert not newest_claim(tmp_path).released
 
 
-def test_a_heartbeat_touches_the_claim_and_releases_it_whatever_the_end(
+def test_a_heartbeat_touches_the_claim_and_releases_it_on_any_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ownership, "HEARTBEAT_S", 0.02)
@@ -236,7 +232,7 @@ def _leave(beats: Heartbeat) -> None:
     beats.__exit__(None, None, None)
 
 
-def test_a_stopped_owner_cannot_bring_its_claim_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_does_not_recreate_a_removed_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "HEARTBEAT_S", 0.01)
     owner = take_ownership(tmp_path, NO_JOB)
     with Heartbeat(owner):
@@ -247,10 +243,10 @@ def test_a_stopped_owner_cannot_bring_its_claim_back(tmp_path: Path, monkeypatch
 
 
 def test_a_file_system_without_links(tmp_path: Path, other: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(claims.os, "link", refuse)
+    monkeypatch.setattr(claims.os, "link", fail)
     first = take_ownership(tmp_path, NO_JOB)
     assert newest_claim(tmp_path).token == first.token
     assert create_claim(tmp_path, 1, NO_JOB) is None
@@ -263,10 +259,10 @@ def test_a_file_system_without_links(tmp_path: Path, other: Process, monkeypatch
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, operation: str
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(claims.os, operation, refuse)
+    monkeypatch.setattr(claims.os, operation, fail)
     with pytest.raises(OSError, match=f"cannot write: {os.strerror(code)}: .*claim_00000001.json"):
         take_ownership(tmp_path, NO_JOB)
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Foreign text on its way to a terminal: nothing that a terminal would obey, and the text itself in records."""
+"""Text for a terminal: control characters are escaped there and kept in records."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from megastack.cli import main
 from megastack.data.tokenizers import ByteTokenizer
 from megastack.launch.generate import _Stream
 from megastack.mesh.shape import Axis
-from megastack.observe.console import Console
-from megastack.observe.logging import set_up_logging
+from megastack.observe.console import Console, set_up_logging
 from megastack.observe.metrics import MetricsWriter
 from megastack.observe.printable import printable
 from megastack.training.report import Recorder
@@ -29,12 +28,12 @@ SHOWN = r"a\x1b[2J\x1b]0;title\x07b\x08\x9b31m\rc\x00\u202e" + "\n\td" + r"\x7f"
 ON_SCREEN = SHOWN.expandtabs()
 
 
-def obeyed(text: str) -> set[str]:
-    """Characters that a terminal obeys, newline and tab aside."""
+def control_characters(text: str) -> set[str]:
+    """Control characters, except newline and tab."""
     return {each for each in text if unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp")} - {"\n", "\t"}
 
 
-def test_control_characters_are_written_out() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable(EVIL) == SHOWN
     assert (
         printable("one\r\ntwo\n\tüñ 日本 👩\u200d💻 \u2028 \udcff") == "one\ntwo\n\tüñ 日本 👩\u200d💻 \\u2028 \\udcff"
@@ -42,24 +41,24 @@ def test_control_characters_are_written_out() -> None:
 
 
 @given(st.text(st.characters()))
-def test_no_text_has_any_left_and_printable_text_is_left_alone(text: str) -> None:
-    assert not obeyed(printable(text))
+def test_no_control_character_remains_and_printable_text_is_unchanged(text: str) -> None:
+    assert not control_characters(printable(text))
     assert printable(printable(text)) == printable(text)
     printable(text).encode()
 
 
-def test_whatever_the_console_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_output(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
     console.line(EVIL, style="red")
     console.text(EVIL)
     out = capsys.readouterr().out
-    assert not obeyed(out) and out == ON_SCREEN + "\n" + ON_SCREEN
+    assert not control_characters(out) and out == ON_SCREEN + "\n" + ON_SCREEN
     console.table(["name\x1b", "X"], [["\x1b[1m", "Y"], ["plain", "Z"]])
     lines = capsys.readouterr().out.splitlines()
     assert [line.index(each) for line, each in zip(lines, "XYZ", strict=True)] == [10, 10, 10]
 
 
-def test_a_text_as_it_grows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_streamed_text(capsys: pytest.CaptureFixture[str]) -> None:
     stream = _Stream(ByteTokenizer(), b"go \x1b[1m", Console())
     for byte in EVIL.encode():
         stream([byte])
@@ -67,7 +66,7 @@ def test_a_text_as_it_grows(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == r"go \x1b[1m" + ON_SCREEN + "\n"
 
 
-def test_a_sample_is_shown_without_them_and_recorded_with_them(
+def test_a_sample_is_escaped_on_the_screen_and_recorded_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = MetricsWriter(tmp_path / "metrics.jsonl", tensorboard=None)
@@ -75,7 +74,7 @@ def test_a_sample_is_shown_without_them_and_recorded_with_them(
     recorder.sample(1, "\x1b[1mgo", EVIL)
     metrics.close()
     out, row = capsys.readouterr().out, json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert not obeyed(out) and r"\x1b[1mgo" + ON_SCREEN.replace(" ", "") in out.replace(" ", "")
+    assert not control_characters(out) and r"\x1b[1mgo" + ON_SCREEN.replace(" ", "") in out.replace(" ", "")
     assert (row["prompt"], row["text"]) == ("\x1b[1mgo", EVIL)
 
 
@@ -95,14 +94,14 @@ def test_a_sample_is_shown_without_them_and_recorded_with_them(
 def test_errors_and_notes_of_every_verb(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) in (0, 1, 78)
     captured = capfd.readouterr()
-    assert captured.out + captured.err and not obeyed(captured.out + captured.err)
+    assert captured.out + captured.err and not control_characters(captured.out + captured.err)
 
 
 def test_documents_in_errors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"\x1b[31m": 1}\n')
     assert main(["tokenize", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "o"), "--field", "\x1b[2J"]) == 78
     err = capfd.readouterr().err
-    assert "a.jsonl:1" in err and not obeyed(err)
+    assert "a.jsonl:1" in err and not control_characters(err)
 
 
 def test_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -112,12 +111,12 @@ def test_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         handler.close()
     logging.getLogger("megastack").handlers.clear()
     for text in (capfd.readouterr().err, (tmp_path / "rank.log").read_text()):
-        assert SHOWN in text and not obeyed(text)
+        assert SHOWN in text and not control_characters(text)
 
 
 EXCEPT = {
-    ("plan/command.py", "text + '\\n'"),  # made printable before; a drawing is for a file
-    ("cli.py", "f'standard output: {lost}'"),  # the system's own words
+    ("plan/command.py", "text + '\\n'"),  # escaped before; a drawing is for a file
+    ("cli.py", "f'standard output: {lost}'"),  # a message of the operating system
     ("observe/console.py", "Text.assemble((f\"step {row['step']:"),  # numbers
 }
 

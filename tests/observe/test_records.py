@@ -1,4 +1,4 @@
-"""Accounts of failures, the status file, logs and the console."""
+"""Failure reports, the status file, logs and the console."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import logging
 import pytest
 
 from megastack.mesh.shape import Axis
-from megastack.observe.console import Console
+from megastack.observe.console import Console, set_up_logging
 from megastack.observe.failure import FailureRecord, read_failures, silent_ranks
-from megastack.observe.logging import set_up_logging
 from megastack.observe.status import FIELDS, read_status, update_status, write_status
 from megastack.observe.watchdog import read_reports
 from tests.test_records import BROKEN
@@ -20,30 +19,30 @@ HERE = {Axis.PP: 1, Axis.DP: 0, Axis.CP: 0, Axis.TP: 1}
 
 def _fail(folder, rank: int, *, echo: bool = False) -> None:
     try:
-        raise ValueError(f"fault of {rank}")
+        raise ValueError(f"error of {rank}")
     except ValueError as error:
         FailureRecord.of(error, rank, HERE, step=2, action="step 3", echo=echo).write(folder / f"rank_{rank:05d}.json")
 
 
-def test_the_first_that_failed_by_itself_comes_before_earlier_echoes(tmp_path):
+def test_primary_failures_come_before_earlier_secondary_ones(tmp_path):
     for rank, echo in ((2, True), (3, False), (0, False), (1, True)):
         _fail(tmp_path, rank, echo=echo)
     records = read_failures(tmp_path)
     assert [record.rank for record in records] == [3, 0, 2, 1]
     lines = records[0].describe().splitlines()
     assert lines[0].startswith("Traceback") and any("raise ValueError" in line for line in lines)
-    assert lines[-1] == "[rank 3 | pp1 dp0 tp1] failed in step 3: ValueError: fault of 3"
+    assert lines[-1] == "[rank 3 | pp1 dp0 tp1] failed in step 3: ValueError: error of 3"
     assert silent_ranks(records, 6) == []
 
 
-def test_a_rank_without_a_word_is_found_when_the_others_only_miss_it(tmp_path):
+def test_a_rank_without_a_report_is_found_if_all_others_have_secondary_failures(tmp_path):
     for rank in (0, 2):
         _fail(tmp_path, rank, echo=True)
     assert silent_ranks(read_failures(tmp_path), 4) == [1, 3]
     assert read_failures(tmp_path / "none") == []
 
 
-def test_status_has_all_fields_and_keeps_what_an_update_does_not_say(tmp_path):
+def test_status_has_all_fields_and_an_update_keeps_omitted_ones(tmp_path):
     path = tmp_path / "status.json"
     assert read_status(path) is None
     write_status(path, "running", step=4, checkpoint="c", pid=7)
@@ -57,7 +56,7 @@ def test_status_has_all_fields_and_keeps_what_an_update_does_not_say(tmp_path):
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_records_that_cannot_be_read_count_as_absent(tmp_path, text):
+def test_invalid_records_count_as_missing(tmp_path, text):
     path = tmp_path / "rank_00000.json"
     for wrong in (text, b'{"status": 1}', b'{"status": "running", "pid": "7"}', b'{"rank": 0}', b'{"counts": []}'):
         path.write_bytes(wrong)
@@ -85,7 +84,7 @@ def test_a_log_for_each_rank_and_only_warnings_on_the_screen(tmp_path, capsys):
     ("environment", "escapes", "colours"),
     [({}, False, False), ({"FORCE_COLOR": "1"}, True, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False)],
 )
-def test_colours_only_where_they_are_wanted_and_no_line_is_wrapped(monkeypatch, capsys, environment, escapes, colours):
+def test_colours_follow_the_environment_and_no_line_is_wrapped(monkeypatch, capsys, environment, escapes, colours):
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

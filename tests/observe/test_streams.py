@@ -1,4 +1,4 @@
-"""Output that never raises: closed pipes, full disks, closed descriptors, encodings without our characters."""
+"""Output that never raises: closed pipes, full disks, closed descriptors, limited encodings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import TextIO
 import pytest
 
 import megastack
-from megastack.observe.console import Console
-from megastack.observe.logging import set_up_logging
-from megastack.observe.streams import BestEffortStream, best_effort_output, release_output, say_at_once
+from megastack.observe.console import Console, set_up_logging
+from megastack.observe.streams import BestEffortStream, best_effort_output, release_output, write_stderr
 from tests.tiny_runs import overrides, rows, status, train
 
 ROOT = Path(megastack.__file__).resolve().parent.parent
@@ -24,7 +23,7 @@ BROKEN = ("no reader", "full", "closed")
 
 
 def _broken(kind: str) -> TextIO:
-    """A stream that cannot be written: at the first flush, or at once."""
+    """A stream whose writes fail, at once or at the first flush."""
     if kind == "full":
         return open("/dev/full", "w", encoding="utf-8")
     reader, writer = os.pipe()
@@ -37,7 +36,7 @@ def _broken(kind: str) -> TextIO:
 
 @contextmanager
 def _output(kind: str) -> Iterator[TextIO]:
-    """Within a test, since pytest puts streams of its own in place after the fixtures."""
+    """Broken streams, to be used within a test, since pytest installs its own streams after the fixtures."""
     stream = _broken(kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
@@ -46,7 +45,7 @@ def _output(kind: str) -> Iterator[TextIO]:
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_training_goes_to_its_end_without_a_screen(tmp_path: Path, kind: str) -> None:
+def test_a_training_completes_without_a_console(tmp_path: Path, kind: str) -> None:
     with _output(kind):
         assert train(tmp_path, "run.steps=2", "parallel.dp=2") == 0
     ended = status(tmp_path / "run")
@@ -54,8 +53,8 @@ def test_a_training_goes_to_its_end_without_a_screen(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["no reader", "full"])
-def test_so_does_one_from_python_whose_caller_has_written_already(tmp_path: Path, kind: str) -> None:
-    """What the caller left in the buffer is flushed when a rank is started, and when it ends."""
+def test_a_training_from_python_completes_after_its_caller_wrote_to_a_broken_stream(tmp_path: Path, kind: str) -> None:
+    """The caller's buffer is flushed when a rank starts and when it ends."""
     with _output(kind) as stream:
         stream.write("a line of the caller's")
         result = megastack.train(megastack.compose([*overrides(tmp_path), "run.steps=2"]))
@@ -65,7 +64,7 @@ def test_so_does_one_from_python_whose_caller_has_written_already(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_nothing_that_is_written_to_a_broken_stream_raises(kind: str) -> None:
+def test_writing_to_a_broken_stream_does_not_raise(kind: str) -> None:
     stream = BestEffortStream(_broken(kind))
     stream.writelines(["a\n", "b\n"])
     stream.flush()
@@ -73,7 +72,7 @@ def test_nothing_that_is_written_to_a_broken_stream_raises(kind: str) -> None:
     assert stream.write("more") == 4
 
 
-def test_a_stream_that_python_did_not_open_takes_everything() -> None:
+def test_a_missing_stream_discards_everything() -> None:
     stream = BestEffortStream(None)
     assert stream.write("×") == 1 and not stream.isatty() and stream.error is None
 
@@ -95,7 +94,7 @@ def test_characters_that_an_encoding_lacks_are_replaced(
     assert buffer.getvalue() == shown
 
 
-def test_undecodable_bytes_of_an_argument_can_be_shown_and_logged(tmp_path: Path, capsys: object) -> None:
+def test_undecodable_bytes_of_an_argument_can_be_printed_and_logged(tmp_path: Path, capsys: object) -> None:
     text = b"run \xff".decode("utf-8", "surrogateescape")
     buffer = io.BytesIO()
     stream = BestEffortStream(io.TextIOWrapper(buffer, encoding="utf-8"))
@@ -107,7 +106,7 @@ def test_undecodable_bytes_of_an_argument_can_be_shown_and_logged(tmp_path: Path
     assert "run \\udcff" in (tmp_path / "log").read_text(encoding="utf-8")
 
 
-def test_a_reader_that_is_slow_loses_a_line_and_not_the_rest() -> None:
+def test_a_slow_reader_does_not_end_the_output() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     stream = BestEffortStream(os.fdopen(writer, "w", encoding="utf-8"))
@@ -119,7 +118,7 @@ def test_a_reader_that_is_slow_loses_a_line_and_not_the_rest() -> None:
     os.close(reader)
 
 
-def test_the_streams_of_the_caller_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_streams_of_the_caller_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = _broken("full")
     monkeypatch.setattr(sys, "stdout", stream)
     with best_effort_output():
@@ -129,14 +128,14 @@ def test_the_streams_of_the_caller_are_put_back(monkeypatch: pytest.MonkeyPatch)
         assert sys.stdout is not stream
         assert release_output() == "No space left on device"
     assert sys.stdout is stream
-    stream.close()  # its descriptor is the null device now, so nothing is raised
+    stream.close()  # does not raise, since its descriptor is the null device now
 
 
 def test_the_descriptor_of_standard_error_may_be_closed() -> None:
     kept = os.dup(2)
     os.close(2)
     try:
-        say_at_once("×")
+        write_stderr("×")
     finally:
         os.dup2(kept, 2)
         os.close(kept)
@@ -161,14 +160,14 @@ def _shell(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 megastack show >/dev/null", 0, ""),
     ],
 )
-def test_a_command_without_a_screen_ends_quietly(command: str, code: int, said: str) -> None:
+def test_a_command_without_a_console_ends_quietly(command: str, code: int, said: str) -> None:
     done = _shell(command)
     assert (done.returncode, done.stderr) == (code, said)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["| head -1 >/dev/null", ">&-", "0<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
-def test_a_training_of_the_command_line_without_a_screen(tmp_path: Path, where: str) -> None:
+def test_a_training_of_the_command_line_without_a_console(tmp_path: Path, where: str) -> None:
     given = " ".join(f"'{override}'" for override in [*overrides(tmp_path), "run.steps=3", "parallel.dp=2"])
     done = _shell(f"megastack train {given} {where}; exit ${{PIPESTATUS[0]}}")
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Who is missing: reports of ranks put together, and the thread that writes one."""
+"""Missing ranks from the reports of all ranks, and the thread that writes a report."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def receive(number: int, source: int, destination: int) -> Operation:
     return Operation("pp", "receive", number, (2, 4), (source, destination))
 
 
-def test_the_end_of_a_chain_of_waits_is_named() -> None:
-    """Rank 0 waits for rank 1, which waits for rank 2, which is stopped and wrote nothing."""
+def test_the_rank_at_the_end_of_a_chain_of_waits_is_named() -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2, which is stopped and wrote no report."""
     waits = [report(0, receive(5, 1, 0), {}), report(1, receive(4, 2, 1), {"pp send 1>0": 4}, 6.0)]
     missing = find_missing_ranks(waits, 3)
     assert missing is not None
@@ -34,24 +34,24 @@ def test_the_end_of_a_chain_of_waits_is_named() -> None:
     )
 
 
-def test_a_rank_that_is_stuck_elsewhere_says_where() -> None:
-    """Two ranks of a collective have come, the third is at an earlier one and in code of its own."""
+def test_a_rank_that_hangs_outside_an_operation_reports_its_stack() -> None:
+    """Two ranks wait in a collective, the third is behind and runs its own code."""
     reduction = Operation("tp", "all_reduce", 7, (8,), (0, 1, 2))
     counts = {reduction.line: 7}
     found = [report(0, reduction, counts), report(1, None, {reduction.line: 6}, 9.0), report(2, reduction, counts)]
     missing = find_missing_ranks(found, 3)
     assert missing is not None and (missing.rank, missing.operation) == (1, "tp all_reduce 7 of [8]")
-    assert missing.lines[-1] == "[rank 1 | pp1 dp0 tp0] called nothing for 9 s in training step 3, at a.py:7 in f"
+    assert missing.lines[-1] == "[rank 1 | pp1 dp0 tp0] issued no operation for 9 s in training step 3, at a.py:7 in f"
 
 
-def test_nobody_is_missing_where_all_came_or_wait_in_a_circle() -> None:
+def test_no_rank_is_missing_if_all_arrived_or_wait_in_a_cycle() -> None:
     reduction = Operation("tp", "all_reduce", 7, (8,), (0, 1))
     assert find_missing_ranks([report(rank, reduction, {reduction.line: 7}) for rank in (0, 1)], 2) is None
     assert find_missing_ranks([report(0, receive(1, 1, 0), {}), report(1, receive(1, 0, 1), {})], 2) is None
     assert find_missing_ranks([], 2) is None
 
 
-def test_operations_are_numbered_by_group_and_line_and_few_are_kept() -> None:
+def test_operations_are_numbered_by_group_and_line_and_only_the_latest_are_kept() -> None:
     flight_recorder = FlightRecorder()
     for _ in range(KEPT):
         flight_recorder.start("tp", "all_reduce", (1,), (0, 1))
@@ -66,7 +66,7 @@ def test_operations_are_numbered_by_group_and_line_and_few_are_kept() -> None:
     assert last.line == "pp receive 1>0" and last.other.line == "pp send 1>0"
 
 
-def test_the_thread_writes_when_nothing_moves_and_the_report_stays_as_it_was(tmp_path) -> None:
+def test_the_thread_reports_a_hang_and_the_report_stays_valid(tmp_path) -> None:
     flight_recorder, path = FlightRecorder(), tmp_path / "watch" / "rank_00001.json"
     operation = flight_recorder.start("dp", "all_reduce", (3,), (0, 1))
     flight_recorder.begin_wait(operation)
@@ -75,7 +75,7 @@ def test_the_thread_writes_when_nothing_moves_and_the_report_stays_as_it_was(tmp
     with Watchdog(flight_recorder, path, 1, HERE, **watches) as watchdog:
         for _ in range(4):
             time.sleep(0.1)
-            flight_recorder.act("1F0")  # it moves
+            flight_recorder.act("1F0")  # it makes progress
         assert not path.exists()
         deadline = time.monotonic() + 20
         while not path.exists() and time.monotonic() < deadline:
@@ -84,12 +84,12 @@ def test_the_thread_writes_when_nothing_moves_and_the_report_stays_as_it_was(tmp
         others_failed.set()
         flight_recorder.end_wait()
         watchdog.write()
-    assert (found.waiting, found.doing, found.who) == (operation, "training step 3", "[rank 1 | pp1 dp0 tp0]")
+    assert (found.waiting, found.doing, found.label) == (operation, "training step 3", "[rank 1 | pp1 dp0 tp0]")
     assert found.seconds >= 0.25 and found.actions == ["1F0"] * 4 and "test_watchdog.py" in found.stack[-1]
     assert json.loads(path.read_text())["waiting"] is not None
 
 
-def test_a_rank_that_ends_well_leaves_no_report_and_one_that_fails_does(tmp_path) -> None:
+def test_only_a_rank_that_fails_leaves_a_report(tmp_path) -> None:
     path = tmp_path / "rank_00000.json"
     with Watchdog(FlightRecorder(), path, 0, HERE, limit_s=60, doing=lambda: "starting"):
         pass
@@ -102,7 +102,7 @@ def test_a_rank_that_ends_well_leaves_no_report_and_one_that_fails_does(tmp_path
     assert read_reports(tmp_path)[0].doing == "starting"
 
 
-def test_a_rank_that_goes_on_takes_its_report_back_and_writes_another_when_others_fail(tmp_path) -> None:
+def test_a_rank_that_continues_removes_its_report_and_writes_another_when_others_fail(tmp_path) -> None:
     flight_recorder, path, others_failed = FlightRecorder(), tmp_path / "rank_00001.json", threading.Event()
     watches = {"limit_s": 1.0, "doing": lambda: "training step 3", "failed": others_failed.is_set}
     with Watchdog(flight_recorder, path, 1, HERE, **watches):
@@ -114,7 +114,7 @@ def test_a_rank_that_goes_on_takes_its_report_back_and_writes_another_when_other
         assert read_reports(tmp_path)[0].last == operation
         flight_recorder.begin_wait(flight_recorder.start("dp", "all_reduce", (3,), (0, 1)))
         time.sleep(0.3)
-    assert read_reports(tmp_path)[0].last == operation, "what it did after the failure is of no interest"
+    assert read_reports(tmp_path)[0].last == operation, "what it did after the failure is not reported"
 
 
 def wait_until(condition) -> None:
@@ -124,7 +124,7 @@ def wait_until(condition) -> None:
     assert condition()
 
 
-def test_where_no_rank_waits_on_the_host_the_last_operations_tell_who_is_missing() -> None:
+def test_if_no_rank_waits_on_the_host_the_latest_operations_show_the_missing_rank() -> None:
     """As with NCCL: ranks 0 and 2 have started operation 7, rank 1 has not, and none of them waits."""
     line = Operation("dp", "all_reduce", 7, (8,), (0, 1, 2))
     reports = [
@@ -143,8 +143,8 @@ def test_the_time_of_a_wait_counts_from_the_start_of_a_collective() -> None:
     assert flight_recorder.moved - flight_recorder.since >= 0.05
 
 
-def test_own_work_within_an_operation_is_not_yet_an_arrival() -> None:
-    """A checkpoint is one operation of several rounds: the rank that writes long is the one that others wait for."""
+def test_local_work_within_an_operation_does_not_count_as_arrival() -> None:
+    """A checkpoint is one operation of several rounds: the others wait for the rank that writes longest."""
     flight_recorder = FlightRecorder()
     operation = flight_recorder.start("world", "checkpoint_save", (), (0, 1))
     with flight_recorder.waits(operation):

@@ -27,8 +27,8 @@ from megastack.errors import MegastackError, Violation
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.models.stages import configured_schedule
+from megastack.testing.layouts import layout_text
 from megastack.testing.ranks import run_ranks
-from megastack.testing.variants import layout_text
 from tests.parity.cases import FAMILIES, Changes, configured, dataset
 from tests.parity.cover import Row
 

@@ -1,4 +1,4 @@
-"""What the comparison with other systems rests on: the same model on both sides, bytes counted rightly."""
+"""The comparison with other systems: the same model on both sides, correct byte counts, figures and tables."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_live_bytes_follow_storages_not_tensors() -> None:
         view = x.view(-1, 2)[1:]
         assert tensors.live == KIB
         before.add_(1)
-        assert tensors.live == 2 * KIB, "a storage made outside counts once it is used"
+        assert tensors.live == 2 * KIB, "a storage created outside the mode counts once it is used"
         del x
-        assert tensors.live == 2 * KIB, "the view keeps it"
+        assert tensors.live == 2 * KIB, "the view keeps it alive"
         del view
         gc.collect()
         assert tensors.live == KIB
@@ -44,12 +44,12 @@ def test_live_bytes_follow_storages_not_tensors() -> None:
         assert tensors.peak == KIB
 
 
-def test_live_bytes_see_what_backward_makes() -> None:
+def test_live_bytes_include_tensors_of_the_backward_pass() -> None:
     x = torch.zeros(KIB // 4, requires_grad=True)
     with LiveBytes() as tensors:
         (x * 2).sum().backward()
         assert x.grad is not None
-        assert tensors.live == 2 * KIB, "the input and its gradient; the product is gone"
+        assert tensors.live == 2 * KIB, "the input and its gradient; the product is freed"
 
 
 def test_live_bytes_follow_storages_that_are_emptied_and_filled() -> None:
@@ -85,7 +85,7 @@ def losses(layout: Layout) -> list[tuple[float, float | None]]:
         if name in ("tp2", "pp2") or "zero" in name
     ],
 )
-def test_both_sides_have_one_loss_curve(name: str) -> None:
+def test_both_sides_have_the_same_loss_curve(name: str) -> None:
     layout = replace(LAYOUTS[name], changes=SMALL)
     if not layout.is_available:
         pytest.skip("its peer is not installed")
@@ -109,7 +109,7 @@ def test_figures_are_of_the_slowest_rank_and_the_sum_of_cpu_time(tmp_path: Path)
     assert result["median_cpu_s"] == {"megastack": 3, "peer": 7}
     assert result["wall_ratio"] == {"median": 0.5, "low": 0.5, "high": 0.5}
     assert result["peak_bytes"] == {"megastack": 3, "peer": 4}
-    assert result["losses"]["peer"] == [1.5, 1.5], "ranks without a loss do not enter its mean"
+    assert result["losses"]["peer"] == [1.5, 1.5], "the mean is over ranks that have a loss"
     assert bubble("pp2.1f1b") == pytest.approx(1 / 9)
     assert bubble("pp2") == pytest.approx(1 / 25)
     assert result["ideal_wall_s"] == pytest.approx(4 / 2 / (24 / 25))
@@ -123,7 +123,7 @@ def test_figures_are_of_the_slowest_rank_and_the_sum_of_cpu_time(tmp_path: Path)
     assert "pp 7" in text_tables([single, result])
 
 
-def test_pairs_come_from_several_sets_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_are_measured_in_several_sets_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = list[int]()
 
     def measured(name: str, pairs: int) -> list[RankRecord]:
@@ -140,7 +140,7 @@ def test_pairs_come_from_several_sets_of_processes(monkeypatch: pytest.MonkeyPat
     assert first.bytes_by_axis == {"dp": 3}
 
 
-def test_an_earlier_run_gives_the_layouts_that_are_left_out_now(tmp_path: Path) -> None:
+def test_an_earlier_run_supplies_the_layouts_that_are_not_measured_now(tmp_path: Path) -> None:
     earlier = tmp_path / "before.json"
     earlier.write_text(json.dumps({"results": [{"layout": name, "run": 1} for name in ("single", "tp2", "pp2")]}))
     now = [{"layout": name, "run": 2} for name in ("pp2", "dp2")]

@@ -1,4 +1,4 @@
-"""Layers for trying assert_parity: right ones, and one for each fault that only parity sees."""
+"""Layers for assert_parity: correct ones, and one for each error that only a parity test reveals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ D, F = 12, 16
 
 
 class Pair(ParallelModule):
-    """A column- and a row-parallel layer with biases and a square between."""
+    """A column- and a row-parallel layer with biases, and a square in between."""
 
     def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
         super().__init__(mesh)
@@ -46,7 +46,7 @@ class Normed(ParallelModule):
 
 
 class Sloped(ParallelMLP):
-    """A replicated parameter on features that are split: its gradient is partial, declared or not."""
+    """A replicated parameter on sharded features: its gradient is partial, declared or not."""
 
     slope: nn.Parameter
 
@@ -80,7 +80,7 @@ class Dropping(Pair):
 
 
 class OneSeed(ParallelMLP):
-    """Drops inner features with the same generator on every rank: shards drop alike."""
+    """Drops inner features with the same generator on every rank: all shards drop the same."""
 
     def activate(self, up: Tensor) -> Tensor:
         inner = super().activate(up)
@@ -89,7 +89,7 @@ class OneSeed(ParallelMLP):
 
 
 class Drifting(Pair):
-    """Moves a replicated parameter by a rounding error, another on each rank."""
+    """Changes a replicated parameter by a rounding error that differs between ranks."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         assert self.down.bias is not None

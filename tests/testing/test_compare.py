@@ -1,4 +1,4 @@
-"""The metric of parity: what is allowed, what is reported, and that nothing that is no number passes."""
+"""The metric of parity: what is allowed, what is reported, and that nothing that is not a number passes."""
 
 from __future__ import annotations
 
@@ -62,31 +62,31 @@ def test_losses_and_norms_are_relative() -> None:
     assert kinds(trace(losses=[2.0021], norms=[3.0031])) == [("loss", ""), ("norm", "")]
 
 
-def test_initial_weights_are_the_same_bits() -> None:
+def test_initial_weights_must_be_bitwise_identical() -> None:
     changed = trace(initial={"large": LARGE.double(), "small": off(SMALL, 1e-20)})
     assert kinds(changed) == [("initial weight", "small")]
 
 
-def test_copies_are_the_same_bits() -> None:
+def test_replicas_must_be_bitwise_identical() -> None:
     (found,) = differences(trace(), trace(spread={"large": 4e-12}), tolerance=1e-10)
-    assert (found.kind, found.name) == ("copies of gradient", "large")
+    assert (found.kind, found.name) == ("replicas of gradient", "large")
     assert found.distance == pytest.approx(0.02)
-    assert str(found) == "step 0: copies of gradient large differs by 0.02 × the tolerance between ranks"
+    assert str(found) == "step 1: replicas of gradient large differ between ranks by 0.02 × the tolerance"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_no_number_differs(value: float) -> None:
+def test_nan_and_infinity_differ(value: float) -> None:
     assert kinds(trace(losses=[value], norms=[value])) == [("loss", ""), ("norm", "")]
     assert kinds(trace(gradients={"small": off(SMALL, value)})) == [("gradient", "small")]
 
 
-def test_other_names_are_a_mistake() -> None:
-    with pytest.raises(AssertionError, match=r"gradient: other names, \['extra'\]"):
+def test_different_names_are_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"gradient: different names, \['extra'\]"):
         kinds(trace(gradients={"extra": LARGE}))
 
 
-def test_a_factor_is_told() -> None:
+def test_a_factor_is_reported() -> None:
     (found,) = differences(trace(), trace(gradients={"large": 2 * LARGE.double()}), tolerance=1e-10)
     assert found.ratio == pytest.approx(2)
-    assert str(found) == "step 0: gradient large differs by 1e+10 × the tolerance (ratio 2)"
+    assert str(found) == "step 1: gradient large differs by 1e+10 × the tolerance (ratio 2)"
     assert least_squares_ratio(torch.zeros(2), torch.ones(2)) == math.inf

@@ -1,4 +1,4 @@
-"""Whole tensors from parts, and copies that differ."""
+"""Whole tensors gathered from parts, and replicas that differ."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megastack.testing.ranks import run_ranks
 
 
 def gathered(disturbed: float) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """A vector of four cut over tp, held twice along dp; one rank's part is off."""
+    """A vector of four sharded over tp and replicated over dp; one rank's part is disturbed."""
     mesh = Mesh.from_environment(MeshShape(dp=2, tp=2))
-    place = mesh.coordinates[Axis.TP]
-    part = torch.tensor([0.0, 1.0]) + 2 * place + (disturbed if mesh.rank == 3 else 0)
-    cut = StateItem("model/cut", (4,), ((Box((2 * place,), (2,)), part),))
-    lonely = StateItem("model/one.rank", (1,), ((Box((0,), (1,)), torch.tensor([7.0])),))
-    whole, spread = gather_whole([cut, *([lonely] if mesh.rank == 2 else [])], mesh)
+    tp_rank = mesh.coordinates[Axis.TP]
+    part = torch.tensor([0.0, 1.0]) + 2 * tp_rank + (disturbed if mesh.rank == 3 else 0)
+    sharded = StateItem("model/sharded", (4,), ((Box((2 * tp_rank,), (2,)), part),))
+    single = StateItem("model/one.rank", (1,), ((Box((0,), (1,)), torch.tensor([7.0])),))
+    whole, spread = gather_whole([sharded, *([single] if mesh.rank == 2 else [])], mesh)
     return {name: x.tolist() for name, x in whole.items()}, spread
 
 
-def test_parts_are_joined_on_the_first_rank_alone() -> None:
-    whole = {"cut": [0, 1, 2, 3], "one.rank": [7]}
+def test_parts_are_gathered_on_the_first_rank_only() -> None:
+    whole = {"sharded": [0, 1, 2, 3], "one.rank": [7]}
     assert run_ranks(gathered, 4, 0.0) == [(whole, {}), ({}, {}), ({}, {}), ({}, {})]
 
 
-def test_copies_that_differ_are_named_with_their_distance() -> None:
-    assert run_ranks(gathered, 4, 0.5)[0][1] == {"cut": 0.5}
+def test_replicas_that_differ_are_named_with_their_distance() -> None:
+    assert run_ranks(gathered, 4, 0.5)[0][1] == {"sharded": 0.5}

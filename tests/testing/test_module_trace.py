@@ -1,4 +1,4 @@
-"""What is recorded of modules, and what a rank's part of the whole is."""
+"""Recorded module calls, and the part of a tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megastack.batch import Microbatch
-from megastack.testing.module_trace import ModuleTracer, Place, Recorder, Seen, find_reshaped, share_of
+from megastack.testing.module_trace import CallRecorder, ModuleCall, ModuleTracer, TPRank, find_reshaped, tp_shard
 
 X = torch.randn(2, 8, 4, dtype=torch.float64)
 
@@ -15,40 +15,40 @@ X = torch.randn(2, 8, 4, dtype=torch.float64)
 @pytest.mark.parametrize(
     ("shape", "place", "expected"),
     [
-        ((2, 8, 4), Place(1, 2), X),
-        ((2, 4, 4), Place(1, 2), X[:, 4:]),
-        ((2, 8, 1), Place(2, 4), X[..., 2:3]),
-        ((2, 8, 2), Place(1, 4), X[..., :2]),
-        ((2, 8, 2), Place(2, 4), X[..., 2:]),
+        ((2, 8, 4), TPRank(1, 2), X),
+        ((2, 4, 4), TPRank(1, 2), X[:, 4:]),
+        ((2, 8, 1), TPRank(2, 4), X[..., 2:3]),
+        ((2, 8, 2), TPRank(1, 4), X[..., :2]),
+        ((2, 8, 2), TPRank(2, 4), X[..., 2:]),
     ],
 )
-def test_the_share_of_a_rank_follows_from_the_shape(shape: tuple[int, ...], place: Place, expected: Tensor) -> None:
-    found = share_of(X, shape, place)
+def test_the_shard_of_a_rank_follows_from_the_shape(shape: tuple[int, ...], place: TPRank, expected: Tensor) -> None:
+    found = tp_shard(X, shape, place)
     assert found is not None
     assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 2), (2, 8), (2, 3, 4), (4, 8, 4)])
-def test_a_shape_that_is_no_share_cannot_be_compared(shape: tuple[int, ...]) -> None:
-    assert share_of(X, shape, Place(0, 2)) is None
+def test_a_shape_that_is_not_a_shard_cannot_be_compared(shape: tuple[int, ...]) -> None:
+    assert tp_shard(X, shape, TPRank(0, 2)) is None
 
 
 def test_a_composed_module_that_changes_a_shape_is_named() -> None:
-    expected = {name: Seen({0: X}, {0: X}) for name in ("a.down", "a")}
-    actual = {name: Seen({0: X[:, :4]}, {0: X}) for name in ("a.down", "a")}
+    expected = {name: ModuleCall({0: X}, {0: X}) for name in ("a.down", "a")}
+    actual = {name: ModuleCall({0: X[:, :4]}, {0: X}) for name in ("a.down", "a")}
     assert find_reshaped(expected, actual, {"a"}) == ("a", (2, 4, 4), (2, 8, 4))
     assert find_reshaped(expected, expected, {"a"}) is None
 
 
 class Forked(nn.Module):
-    """Two layers that read one tensor."""
+    """Two layers with the same input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, carry: Tensor, microbatch: Microbatch) -> Tensor:
-        hidden = carry * 1
+    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        hidden = hidden * 1
         return self.left(hidden).sum() + 2 * self.right(hidden).sum()
 
 
@@ -57,7 +57,7 @@ def microbatch(first: int, step: int = 0) -> Microbatch:
     return Microbatch(ids, ids, ids, None, torch.tensor([first]), step=step)
 
 
-def test_a_tracer_keeps_chosen_microbatches_of_the_first_step_and_each_use_has_its_own_gradient() -> None:
+def test_a_tracer_records_chosen_microbatches_of_the_first_step_with_a_gradient_for_each_use() -> None:
     stage = Forked()
     tracer = ModuleTracer([stage], [3])
     x = torch.randn(2, 4, requires_grad=True)
@@ -72,7 +72,7 @@ def test_a_tracer_keeps_chosen_microbatches_of_the_first_step_and_each_use_has_i
 
 
 class Named(nn.Module):
-    """Takes its input by keyword, in a container, and gives a mapping."""
+    """Accepts its input by keyword, in a container, and returns a mapping."""
 
     def forward(self, *, given: list[Tensor]) -> dict[str, Tensor]:
         return {"sum": given[0] + given[1]}
@@ -80,7 +80,7 @@ class Named(nn.Module):
 
 def test_tensors_in_containers_and_by_keyword_are_recorded_and_a_failed_call_stays_open() -> None:
     layer = Named()
-    recorder = Recorder([("", layer)])
+    recorder = CallRecorder([("", layer)])
     recorder.trace = trace = {}
     layer(given=[X, 2 * X])
     assert list(trace[""].inputs) == ["given.0", "given.1"]
@@ -93,7 +93,7 @@ def test_tensors_in_containers_and_by_keyword_are_recorded_and_a_failed_call_sta
 
 def test_a_recomputed_call_is_recorded_once_with_the_gradients_of_the_second() -> None:
     layer = nn.Linear(4, 4).double()
-    recorder = Recorder([("a", layer)])
+    recorder = CallRecorder([("a", layer)])
     recorder.trace = trace = {}
     x = X.clone().requires_grad_()
     with torch.no_grad():

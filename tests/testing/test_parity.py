@@ -1,4 +1,4 @@
-"""assert_parity: right layers pass on every mesh, and each fault that trains along unseen is caught by name."""
+"""assert_parity: correct layers pass on every mesh, and errors that do not stop a training are caught by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megastack.mesh.shape import Axis, MeshShape
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Placement, Shard, Zeros
 from megastack.testing.parity import assert_parity, perturb_
-from tests.testing import unstable_layers
+from tests.testing import impure_layers
 from tests.testing.layers import (
     RIGHT,
     SPLIT,
@@ -47,7 +47,7 @@ def test_layers_on_dp2_tp2(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(SPLIT))
-def test_layers_with_a_split_sequence_on_dp2_tp2(name: str) -> None:
+def test_layers_with_sequence_parallelism_on_dp2_tp2(name: str) -> None:
     assert_parity(partial(split, name=name), DP2_TP2, steps=2, sequence_parallel=True)
 
 
@@ -79,33 +79,33 @@ def one_seed(mesh: Mesh) -> nn.Module:
 @pytest.mark.parametrize(
     ("factory", "options", "words"),
     [
-        (undeclared_slope, {}, "copies of gradient slope differs"),
-        (undeclared_norm, {"sequence_parallel": True}, "copies of gradient norm.weight differs"),
+        (undeclared_slope, {}, "replicas of gradient slope differ between ranks"),
+        (undeclared_norm, {"sequence_parallel": True}, "replicas of gradient norm.weight differ"),
         (declared_without_need, {}, r"gradient norm\.weight differs by .* \(ratio 2\)"),
         (early_bias, {}, "gradient <output> differs"),
-        (Dropping, {}, "copies of gradient <output> differs"),
+        (Dropping, {}, "replicas of gradient <output> differ"),
         (one_seed, {}, r"gradient down\.weight differs"),
-        (Drifting, {}, r"copies of weight down\.bias differs"),
+        (Drifting, {}, r"replicas of weight down\.bias differ"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_faults_are_caught_by_name(factory: Callable[[Mesh], nn.Module], options: Any, words: str) -> None:
-    with pytest.raises(AssertionError, match=rf"(?s)tp2 against one rank\n.*{words}"):
+def test_errors_are_caught_by_name(factory: Callable[[Mesh], nn.Module], options: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=rf"(?s)^the layer on tp2 does not match one rank\n.*{words}"):
         assert_parity(factory, TP2, steps=1, **options)
 
 
-def test_a_bias_that_is_added_too_often_is_caught_in_what_follows_from_it() -> None:
-    """Its own gradient is right; noise on the zeros of a bias makes the output tell."""
+def test_a_bias_that_is_added_too_often_is_caught_in_the_output() -> None:
+    """Its own gradient is right, but its perturbed values change the output."""
     with pytest.raises(AssertionError) as caught:
         assert_parity(early_bias, TP2, steps=2)
     assert "the output of down (EarlyBias)" in str(caught.value)
     assert "cause    bias added before the reduction: the output is off by exactly 1 × down.bias" in str(caught.value)
     assert "loss differs" in str(caught.value)
-    assert "gradient down.bias" not in str(caught.value).split("step 1")[0]
+    assert "gradient down.bias" not in str(caught.value).split("step 2")[0]
 
 
 class BatchMean(ParallelMLP):
-    """Takes a mean over the samples of the batch."""
+    """Subtracts a mean over the samples of the batch."""
 
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
         output = super().forward(hidden_BSD, context)
@@ -116,25 +116,25 @@ class BatchMean(ParallelMLP):
     ("layer", "shape", "words"),
     [
         (
-            unstable_layers.LocalFeatures,
+            impure_layers.LocalFeatures,
             TP2,
-            r"output of the layer \(LocalFeatures\).*\ncause .*its own code depends on",
+            r"output of the layer \(LocalFeatures\).*\ncause .*the error is in its own code",
         ),
         (
-            unstable_layers.RankConstant,
+            impure_layers.RankConstant,
             MeshShape(dp=2),
-            r"output of the layer \(RankConstant\).*\ncause .*its own code",
+            r"output of the layer \(RankConstant\).*\ncause .*the error is in its own code",
         ),
         (
-            unstable_layers.DroppingModule,
+            impure_layers.DroppingModule,
             TP2,
             r"\(DroppingModule\).*\ncause    drop \(Dropout\) draws from torch's gen",
         ),
-        (unstable_layers.Clock, TP2, r"output of the layer \(Clock\).*\ncause    it is not deterministic"),
+        (impure_layers.Clock, TP2, r"output of the layer \(Clock\).*\ncause    it is not deterministic"),
         (
-            unstable_layers.NoisyBackward,
+            impure_layers.NoisyBackward,
             TP2,
-            r"gradient of the layer's input.*\ncause    the gradient is right where it enters the layer \(NoisyB",
+            r"gradient of the layer's input.*\ncause    the gradient is right at the output of the layer \(NoisyB",
         ),
         (BatchMean, MeshShape(dp=2), r"output of the layer \(BatchMean\).*\ncause .* mixes samples of the batch"),
     ],
@@ -146,7 +146,7 @@ def test_the_class_at_fault_and_the_cause_are_named(layer: Any, shape: MeshShape
 
 
 class EarlyInside(ParallelMLP):
-    """Adds the bias of a product that it does not call, on every rank before the sum."""
+    """Adds the bias of a submodule that it does not call, on every rank before the sum."""
 
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
         inner = self.activate(self.up(hidden_BSD))
@@ -154,58 +154,60 @@ class EarlyInside(ParallelMLP):
 
 
 class TwiceOnOne(ParallelMLP):
-    """Right in the forward; one rank of two passes back twice the gradient."""
+    """Correct in the forward pass; one of two ranks passes back twice the gradient."""
 
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
         output = super().forward(hidden_BSD, context)
         return output + (output - output.detach()) * self.mesh[Axis.TP].rank
 
 
-def test_a_parameter_that_is_used_without_calling_its_layer_is_known() -> None:
+def test_a_parameter_that_is_used_without_calling_its_layer_is_named() -> None:
     words = r"(?s)output of the layer \(EarlyInside\).*bias added before the reduction: .* 1 × down.bias"
     with pytest.raises(AssertionError, match=words):
         assert_parity(lambda mesh: EarlyInside(D, F, mesh, bias=True), TP2, steps=1)
 
 
-def test_a_factor_on_one_rank_alone_is_no_sum_too_many() -> None:
+def test_a_factor_on_one_rank_only_is_not_taken_for_a_sum() -> None:
     with pytest.raises(AssertionError, match="TwiceOnOne") as caught:
         assert_parity(lambda mesh: TwiceOnOne(D, F, mesh), TP2, steps=1)
     assert "too often" not in str(caught.value)
 
 
-class Buffered(unstable_layers.RankConstant):
-    """Takes nothing but fp32."""
+class Buffered(impure_layers.RankConstant):
+    """Accepts only fp32."""
 
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
         assert hidden_BSD.dtype == torch.float32
         return super().forward(hidden_BSD, context)
 
 
-def test_a_layer_of_one_dtype_is_looked_into_in_that() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)output of the layer \(Buffered\).*its own code depends on the rank"):
+def test_a_layer_of_a_fixed_dtype_is_diagnosed_in_it() -> None:
+    with pytest.raises(
+        AssertionError, match=r"(?s)output of the layer \(Buffered\).*its own code: it depends on the rank"
+    ):
         assert_parity(lambda mesh: Buffered(D, F, mesh), TP2, steps=1, dtype=torch.float32)
 
 
-def test_it_is_named_inside_of_other_layers_and_in_fp32() -> None:
+def test_the_class_at_fault_is_named_inside_other_layers_and_in_fp32() -> None:
     def nested(mesh: Mesh) -> nn.Module:
-        return nn.Sequential(unstable_layers.LocalHeads(D, 4, mesh), mlp(mesh))
+        return nn.Sequential(impure_layers.LocalHeads(D, 4, mesh), mlp(mesh))
 
     with pytest.raises(
-        AssertionError, match=r"(?s)the output of 0 \(LocalHeads\).*gives to 0.out \(RowParallelLinear\)"
+        AssertionError, match=r"(?s)the output of 0 \(LocalHeads\).*passes to 0.out \(RowParallelLinear\)"
     ):
         assert_parity(nested, TP2, steps=1, dtype=torch.float32, optimizer="adamw")
 
 
-def test_an_undeclared_partial_gradient_of_a_norm_is_that_of_the_class_that_built_it() -> None:
+def test_an_undeclared_partial_gradient_of_a_norm_is_attributed_to_the_class_that_built_it() -> None:
     def layer(mesh: Mesh) -> nn.Module:
-        return unstable_layers.WholeNorm(D, F, mesh, sequence_parallel=True)
+        return impure_layers.WholeNorm(D, F, mesh, sequence_parallel=True)
 
     words = r"(?s)the gradient of norm.weight \(WholeNorm\).*\ncause    undeclared partial gradient over tp"
     with pytest.raises(AssertionError, match=words):
         assert_parity(layer, TP2, steps=1, sequence_parallel=True)
 
 
-def test_any_factory_will_do() -> None:
+def test_any_callable_is_a_factory() -> None:
     class Local(ParallelMLP):
         pass
 
@@ -218,7 +220,7 @@ def unnamed(mesh: Mesh) -> nn.Module:
     return nn.Identity()
 
 
-def test_what_a_single_layer_cannot_be_tried_on_is_refused() -> None:
+def test_meshes_that_do_not_fit_a_single_layer_are_rejected() -> None:
     for shape in (MeshShape(pp=2), MeshShape(cp=2)):
         with pytest.raises(MeshError, match="no pipeline or context axis; use dp and tp"):
             assert_parity(Pair, shape)
@@ -232,7 +234,7 @@ def test_what_a_single_layer_cannot_be_tried_on_is_refused() -> None:
     assert isinstance(getattr(caught.value, "error", None), PlacementError)
 
 
-def test_perturbing_moves_what_starts_at_one_value_and_nothing_else() -> None:
+def test_only_constant_initial_values_are_perturbed() -> None:
     mesh, layer = Mesh.single(), Normed(Mesh.single(), RMSNorm, sequence_parallel=False)
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}
     perturb_(layer, mesh)
@@ -241,7 +243,7 @@ def test_perturbing_moves_what_starts_at_one_value_and_nothing_else() -> None:
         assert moved == (name.endswith("bias") or name == "norm.weight"), name
 
 
-def test_noise_on_a_rank_that_holds_only_padding_changes_nothing() -> None:
+def test_padding_is_not_perturbed() -> None:
     class Table(ParallelModule):
         def placements(self) -> dict[str, Placement]:
             return {"weight": Placement((5, 2), {Axis.TP: Shard(0)}, init=Zeros(), padded_shape=(8, 2))}

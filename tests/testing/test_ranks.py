@@ -1,4 +1,4 @@
-"""run_ranks: results by rank, the first failure with its own traceback, no hang, a pool that recovers."""
+"""run_ranks: results by rank, the first failure with its traceback, no hang, a pool that recovers."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def killed_on(rank: int) -> None:
     dist.barrier()
 
 
-def raises_behind_its_peers(rank: int) -> None:
+def raises_after_its_peers_failed(rank: int) -> None:
     dist.barrier()
     if dist.get_rank() == rank:
         dist.destroy_process_group()  # now the others cannot reach it
@@ -58,14 +58,14 @@ def sleeps_on(rank: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 4)])
-def test_every_rank_returns_what_it_saw(shape: tuple[int, int]) -> None:
+def test_results_are_ordered_by_rank(shape: tuple[int, int]) -> None:
     dp, tp = shape
     world = dp * tp
     expected = [(r // tp, r % tp, world * (world - 1) // 2) for r in range(world)]
     assert run_ranks(coordinates, world, dp, tp) == expected
 
 
-def test_a_closure_runs_in_a_fresh_fork() -> None:
+def test_a_closure_runs_in_a_new_fork() -> None:
     offset = 40
     assert run_ranks(lambda: dist.get_rank() + offset, 2) == [40, 41]
 
@@ -78,7 +78,7 @@ def pid() -> int:
     return os.getpid()
 
 
-def test_any_callable_may_be_an_argument_and_what_cannot_be_imported_is_inherited() -> None:
+def test_any_callable_may_be_an_argument_and_is_inherited_if_it_cannot_be_imported() -> None:
     class Local:
         def __call__(self) -> int:
             return 7
@@ -93,8 +93,8 @@ def seven() -> int:
     return 7
 
 
-def test_what_main_defines_later_than_the_pool_was_forked_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that was forked before cannot know it."""
+def test_a_function_that_main_defined_after_the_pool_was_forked_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that was forked earlier does not have it."""
     assert run_ranks(called, 2, seven) == [(0, 7), (1, 7)]
     monkeypatch.setattr(sys.modules["__main__"], "eight", lambda: 8, raising=False)
     eight = sys.modules["__main__"].eight  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def test_plain_functions_and_arguments_share_a_standing_pool() -> None:
 
 
 class Odd(Exception):
-    """An exception that pickles, and cannot be built again."""
+    """An exception that can be pickled but not unpickled."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
@@ -118,13 +118,13 @@ def raises_odd() -> None:
     raise Odd(1, 2)
 
 
-def test_an_error_that_does_not_travel_is_told_by_its_traceback() -> None:
+def test_an_error_that_cannot_be_unpickled_is_reported_by_its_traceback() -> None:
     with pytest.raises(RankFailure, match="1 and 2") as caught:
         run_ranks(raises_odd, 1)
     assert caught.value.error is None
 
 
-def test_a_result_that_does_not_travel_is_a_failure() -> None:
+def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
     with pytest.raises(RankFailure, match="the result cannot be pickled"):
         run_ranks(threading.Lock, 1)
 
@@ -137,9 +137,9 @@ def test_the_first_failing_rank_is_named_with_its_traceback_and_the_pool_recover
     assert run_ranks(coordinates, 2, 1, 2)[1] == (0, 1, 1)
 
 
-def test_a_rank_is_named_before_those_that_only_miss_it() -> None:
+def test_a_primary_failure_is_named_before_secondary_ones() -> None:
     with pytest.raises(RankFailure, match=r"rank 1 failed \(ranks \[0, 2\] failed after it\)[^$]*the bad one"):
-        run_ranks(raises_behind_its_peers, 3, 1)
+        run_ranks(raises_after_its_peers_failed, 3, 1)
 
 
 def test_a_killed_rank_is_named() -> None:
@@ -148,7 +148,7 @@ def test_a_killed_rank_is_named() -> None:
     assert caught.value.rank == 2
 
 
-def test_a_late_rank_is_killed_at_the_time_out() -> None:
+def test_a_rank_that_times_out_is_killed() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"ranks \[0\]: no result within 4 s"):
         run_ranks(sleeps_on, 2, 0, timeout=4)
@@ -182,7 +182,9 @@ def test_the_rank_that_others_wait_for_is_named(how: str, place: str) -> None:
     assert re.match("rank 0 waits for other ranks at .*in wait", places[0]) and re.match(f"rank 1 {place}", places[1])
 
 
-def test_it_is_named_where_the_wait_of_the_others_ends_first() -> None:
-    with pytest.raises(RankFailure, match=r"ranks \[1\]: did not return; ranks \[0, 2\] missed it") as caught:
+def test_it_is_named_also_if_the_others_time_out_first() -> None:
+    with pytest.raises(
+        RankFailure, match=r"ranks \[1\]: did not return; ranks \[0, 2\] failed waiting for them"
+    ) as caught:
         run_ranks(hangs_on, 3, 1, "sleep", 2, timeout=60)
     assert caught.value.rank == 1

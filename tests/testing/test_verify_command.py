@@ -75,7 +75,7 @@ def test_all_prints_a_line_for_each_layout_and_explains_the_first_bad_one(
         (["model.headz=3"], "use model.heads"),
         (["parallel.tp=2", OWN % "Undeclared"], "blocks.0.mlp.extra: has no placement"),
         (["parallel.tp=2", OWN % "Nowhere"], "has no class or function Nowhere"),
-        (["--all", "--ranks", "7"], "--ranks=7: no layout of 7 ranks is legal"),
+        (["--all", "--ranks", "7"], "--ranks=7: no layout of 7 ranks is valid"),
         (["--all", "--ranks", "65"], "ranks=65: .*at most 64"),
         (["data.paths=[nothing.txt]", "parallel.tp=2"], "nothing.txt"),
     ],

@@ -1,4 +1,4 @@
-"""The page about layers of one's own: its files, its commands, and what it says that they print."""
+"""The page about your own layers: its files, its commands, and the output that it shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def commands(verb: str) -> list[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder outside the package with the files of the page, as the current one."""
+    """The current folder, outside the package, with the files of the page."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def numbers_out(text: str) -> list[str]:
-    """The lines, without figures that follow from the text that is trained on and from rounding."""
+    """The lines without figures, which depend on the training text and on rounding."""
     lines = [re.sub(r"^(adamw|sgd) .*", r"\1", line) for line in text.splitlines()]
     return [re.sub(r" +", " ", re.sub(r"^by +\S+", "by", line)).rstrip() for line in lines]
 
@@ -64,9 +64,9 @@ def test_the_layers_train_from_yaml(command: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("command", list(SHOWN), ids=lambda command: command.partition("mine")[2] or "own layers")
 def test_verify_prints_what_the_page_shows(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(shlex.split(command)[1:])
-    said = capsys.readouterr().out
-    assert code == (1 if "mistakes" in command else 0), said
-    assert numbers_out(said) == numbers_out(SHOWN[command])
+    output = capsys.readouterr().out
+    assert code == (1 if "mistakes" in command else 0), output
+    assert numbers_out(output) == numbers_out(SHOWN[command])
 
 
 def test_the_layer_with_buffers_is_equal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_the_layer_with_buffers_is_equal(folder: Path, capsys: pytest.CaptureFix
     assert main(command) == 0, capsys.readouterr().out
 
 
-def test_the_missing_declaration_is_named_with_its_cause_and_the_wrong_forward_with_its_module() -> None:
+def test_the_page_shows_the_cause_of_a_missing_declaration_and_the_module_of_a_wrong_forward() -> None:
     forgotten, local = (shown for command, shown in SHOWN.items() if "mistakes" in command)
     assert "the gradient of blocks.1.mlp.gain (ForgottenGain)" in forgotten
     assert "undeclared partial gradient over tp" in forgotten

@@ -1,4 +1,4 @@
-"""Layers that are wrong in one way each, for verify to find, and one that is right."""
+"""Layers with one error each, for verify to find, and a correct one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTIAL = frozenset({Axis.TP})
 
 
 class GainMLP(ParallelMLP):
-    """Right: a gain for each output, whole, and a slope for each inner feature, cut."""
+    """Correct: a replicated gain for each output, and a sharded slope for each inner feature."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Any, *, sequence_parallel: bool = False, **options: Any) -> None:
         super().__init__(hidden, ffn, mesh, sequence_parallel=sequence_parallel, **options)
@@ -51,7 +51,7 @@ class OverdeclaredGain(GainMLP):
 
 
 class UndeclaredScale(ParallelAttention):
-    """A whole parameter on this rank's heads: partial without sequence parallelism too."""
+    """A replicated parameter applied to this rank's heads: partial without sequence parallelism too."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -88,14 +88,14 @@ class EarlyBias(ParallelMLP):
 
 
 class NoReduction(ParallelMLP):
-    """Gives each rank's part of the sum; without a cut of the sequence the shapes are right."""
+    """Returns each rank's part of the sum; without sequence parallelism the shapes are right."""
 
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
         return F.linear(self.activate(self.up(hidden_BSD)), self.down.weight)
 
 
 class NoCopy(ParallelMLP):
-    """Right in the forward; the gradient of its input is each rank's part."""
+    """Correct in the forward pass; the gradient of its input is each rank's part."""
 
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
         up = F.linear(hidden_BSD, self.up.weight.flatten(0, -2)).unflatten(-1, self.up.weight.shape[:-1])
@@ -103,7 +103,7 @@ class NoCopy(ParallelMLP):
 
 
 class Undeclared(ParallelMLP):
-    """Owns a parameter that no placement names."""
+    """Has a parameter without a placement."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -111,7 +111,7 @@ class Undeclared(ParallelMLP):
 
 
 class Rounded(GainMLP):
-    """Its backward adds noise that no tolerance allows, to the gain alone, on the last tp rank."""
+    """Its backward adds an error above every tolerance, to the gain only, on the last tp rank."""
 
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
         off = 1e-6 if self.mesh[Axis.TP].rank else 0.0

@@ -1,4 +1,4 @@
-"""Parameters that a run begins to train later: thawed or added, they start as in a new run, and resume as they are."""
+"""Parameters that are trained only later, unfrozen or added: they start as in a new run, and resume exactly."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def tiny(folder: Path, *more: str) -> TrainConfig:
 
 
 def phase(config: TrainConfig, steps: range, start: str | None, end: str) -> Any:
-    """Steps from a checkpoint; losses, and the state before and after them."""
+    """Run steps from a checkpoint; the losses, and the state before and after."""
     training = built(config)
     if start is None:
-        for item in training.weight_items():  # what was frozen is not what it began with, as after another run
-            if joins(item.name) and joins(" ".join(config.optim.freeze)):
+        for item in training.weight_items():  # frozen weights, changed as by another run
+            if trained_late(item.name) and trained_late(" ".join(config.optim.freeze)):
                 for _, part in item.boxes:
                     part.mul_(1.25)
     else:
@@ -51,12 +51,12 @@ def on_ranks(config: TrainConfig, steps: range, start: str | None, end: str) -> 
     return run_ranks(phase, mesh_shape(config).world_size, config, steps, start, end)[0]
 
 
-def joins(name: str) -> bool:
+def trained_late(name: str) -> bool:
     return "mlp" in name or "blocks.1.attention.q" in name or "embedding" in name
 
 
 LAYOUTS = {
-    "alone": [],
+    "one rank": [],
     "dp2 tp2, ZeRO 1": ["parallel.dp=2", "parallel.tp=2", "parallel.zero.stage=1"],
     "dp2 pp2": ["parallel.dp=2", "parallel.pp=2"],
     "dp4, ZeRO 3": ["parallel.dp=4", "parallel.zero.stage=3"],
@@ -67,13 +67,13 @@ LAYOUTS = {
 
 
 def main_parameters(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is updated, by parameter."""
+    """The tensors that the optimizer updates, by parameter."""
     kind = "optim/master/" if any("optim/master/" in name for name in state) else "model/"
     return {name.partition(kind)[2]: x for name, x in state.items() if name.startswith(kind)}
 
 
 def check_first_update(before: Tensor, after: Tensor, exp_avg: Tensor) -> None:
-    """Adam's first update is ``lr · g / (|g| + eps)``, and leaves a tenth of the gradient in the moment."""
+    """Adam's first update is ``lr · g / (|g| + eps)``, and its first moment is a tenth of the gradient."""
     gradient = exp_avg.double() / (1 - 0.9)
     assert bool((gradient.abs() > 1e-6).any())
     expected = -RATE * gradient / (gradient.abs() + 1e-8)
@@ -81,22 +81,22 @@ def check_first_update(before: Tensor, after: Tensor, exp_avg: Tensor) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_thawed_parameters_start_as_in_a_new_run_and_resume_exactly(layout: str, tmp_path: Path) -> None:
+def test_unfrozen_parameters_start_as_in_a_new_run_and_resume_exactly(layout: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"step_0000000{number}") for number in (3, 5, 7)]
     more = LAYOUTS[layout]
     _, _, frozen = on_ranks(tiny(tmp_path, FROZEN, *more), range(3), None, paths[0])
-    thawed = tiny(tmp_path, LOOSE, *more)
-    _, before, after = on_ranks(thawed, range(3, 4), paths[0], paths[1])
+    unfrozen = tiny(tmp_path, LOOSE, *more)
+    _, before, after = on_ranks(unfrozen, range(3, 4), paths[0], paths[1])
     weights = {name for name in frozen if name.startswith("model/")}
     assert all(torch.equal(before[name], frozen[name]) for name in weights)
-    for name in filter(joins, main_parameters(before)):
+    for name in filter(trained_late, main_parameters(before)):
         check_first_update(main_parameters(before)[name], main_parameters(after)[name], after[f"optim/exp_avg/{name}"])
     starts = CheckpointReader(paths[1]).trainer["optimizer_starts"]
-    assert set(starts.values()) == {3} and all(map(joins, starts)) and len(starts) >= 5
+    assert set(starts.values()) == {3} and all(map(trained_late, starts)) and len(starts) >= 5
 
-    straight, _, expected = on_ranks(thawed, range(3, 7), paths[0], paths[2])
-    later, _, found = on_ranks(thawed, range(4, 7), paths[1], f"{paths[2]}0")
-    assert later == straight[1:]
+    uninterrupted, _, expected = on_ranks(unfrozen, range(3, 7), paths[0], paths[2])
+    later, _, found = on_ranks(unfrozen, range(4, 7), paths[1], f"{paths[2]}0")
+    assert later == uninterrupted[1:]
     assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
@@ -120,7 +120,7 @@ def test_added_parameters_start_as_in_a_new_run(tmp_path: Path) -> None:
     assert starts == {"blocks.0.mlp.gain": 3, "blocks.1.mlp.gain": 3}
 
 
-def test_another_optimizer_starts_afresh(tmp_path: Path) -> None:
+def test_another_optimizer_starts_without_moments(tmp_path: Path) -> None:
     paths = [str(tmp_path / f"step_0000000{number}") for number in (2, 3)]
     on_ranks(tiny(tmp_path, "optim.name=sgd", "optim.momentum=0.9"), range(2), None, paths[0])
     _, before, after = on_ranks(tiny(tmp_path, LOOSE), range(2, 3), paths[0], paths[1])
@@ -128,7 +128,7 @@ def test_another_optimizer_starts_afresh(tmp_path: Path) -> None:
     check_first_update(before[f"model/{name}"], after[f"model/{name}"], after[f"optim/exp_avg/{name}"])
 
 
-def refused(config: TrainConfig, path: str) -> str:
+def restore_error(config: TrainConfig, path: str) -> str:
     try:
         built(config).restore(Path(path))
     except CheckpointError as error:
@@ -136,12 +136,12 @@ def refused(config: TrainConfig, path: str) -> str:
     return ""
 
 
-def test_a_strict_resume_names_what_has_no_moments_before_anything_starts(tmp_path: Path) -> None:
+def test_a_strict_resume_names_parameters_without_moments_before_launch(tmp_path: Path) -> None:
     path = str(tmp_path / "step_00000001")
     on_ranks(tiny(tmp_path, FROZEN), range(1), None, path)
     config = tiny(tmp_path)
-    (said,) = run_ranks(refused, 1, config, path)
-    assert "missing from the checkpoint" in said and "optim/exp_avg/blocks.0.mlp.up.weight" in said
+    (error,) = run_ranks(restore_error, 1, config, path)
+    assert "missing from the checkpoint" in error and "optim/exp_avg/blocks.0.mlp.up.weight" in error
     model = ask_model(config, ErrorCollector())
     with pytest.raises(ConfigError, match=r"embedding.weight has no exp_avg there.*checkpoint.strict=false"):
         check_moments(Path(path), model, config)

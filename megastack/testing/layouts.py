@@ -1,7 +1,7 @@
-"""Layouts of one configuration: its one-rank reference, and every layout of N ranks that the rules accept.
+"""Layouts of one configuration: the one-rank reference, and every valid layout of N ranks.
 
-A layout is everything that must not change the mathematics: degrees, sequence parallelism, pipeline schedule and
-chunks. These are configurations like any other, so what is enumerated here is exactly what could be trained.
+The layouts differ in what must not change the mathematics: parallel degrees, sequence parallelism, pipeline schedule
+and chunks. They are configurations like any other, so every layout listed here can be trained.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megastack.pipeline.schedules.registry import schedule_names
 
 
 def in_double(config: TrainConfig) -> TrainConfig:
-    """The same training in fp64 on this machine's CPUs, whatever precision and machines it is meant for."""
+    """The same training in fp64 on the CPUs of this machine."""
     precise = {"precision.compute": ComputeDtype.fp64, "precision.reduce": None, "precision.loss_scale": None}
     return replace_values(config, precise | {"device": Device.cpu, "cluster": ClusterOptions()})
 
 
 def reference_of(config: TrainConfig) -> TrainConfig:
-    """The same training on one rank, with nothing cut, scheduled or computed again."""
+    """The same training on one rank, without sharding, pipeline schedule or recomputation."""
     return replace(
         config,
         parallel=ParallelOptions(dp=1),
@@ -43,12 +43,12 @@ def reference_of(config: TrainConfig) -> TrainConfig:
 
 
 def with_sgd(config: TrainConfig) -> TrainConfig:
-    """The same training with plain SGD and no clipping: no factor on a gradient is hidden by what follows it."""
+    """The same training with plain SGD and no clipping, which would hide a constant factor on a gradient."""
     return replace_values(config, {"optim.name": OptimizerName.sgd, "optim.clip_norm": None})
 
 
 def legal_layouts(config: TrainConfig, ranks: int) -> list[TrainConfig]:
-    """Every layout of ``ranks`` ranks that the rules accept, one-stage and data-parallel ones first."""
+    """Every valid layout of ``ranks`` ranks, with few pipeline stages and low tp first."""
     found = [candidate for candidate in _candidates(config, ranks) if not violations(candidate)]
     return sorted(found, key=lambda c: (c.parallel.pp, c.parallel.tp, c.schedule.chunks))
 
@@ -66,24 +66,24 @@ def _candidates(config: TrainConfig, ranks: int) -> Iterator[TrainConfig]:
 
 
 def _pipelines(config: TrainConfig, pp: int) -> Iterator[dict[str, object]]:
-    """Schedules with their chunks; of one stage only one, for they are all the same there."""
+    """Schedules with their chunks; only one schedule for a single stage, where all are the same."""
     for chunks in range(1, max(1, config.model.layers // pp) + 1):
         stages = pp * chunks
         for name in schedule_names() if stages > 1 else ("1f1b",):
             if name != "custom":
                 yield {
                     "schedule": ScheduleOptions(name=name, chunks=chunks, memory_limit=config.schedule.memory_limit),
-                    "parallel.layers_per_stage": _listed(config, stages),
+                    "parallel.layers_per_stage": _layers_per_stage(config, stages),
                 }
 
 
-def _listed(config: TrainConfig, stages: int) -> list[int] | None:
+def _layers_per_stage(config: TrainConfig, stages: int) -> list[int] | None:
     counts = config.parallel.layers_per_stage
     return counts if counts is not None and len(counts) == stages else None
 
 
 def layout_text(config: TrainConfig) -> str:
-    """A layout in a few words, e.g. ``dp2 × tp2 × pp2, sequence parallel, interleaved of 2 chunks``."""
+    """A short description, for example ``dp2 × tp2 × pp2, sequence parallel, interleaved of 2 chunks``."""
     grid, schedule = config.parallel, config.schedule
     sizes = {"dp": data_parallel_degree(config), "cp": grid.cp, "tp": grid.tp, "pp": grid.pp, "ep": grid.ep}
     words = [" × ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"]
@@ -98,7 +98,7 @@ def layout_text(config: TrainConfig) -> str:
 
 
 def layout_overrides(config: TrainConfig) -> list[str]:
-    """The layout as one would write it on a command line."""
+    """The command-line overrides that select this layout."""
     shape, grid, schedule = mesh_shape(config), config.parallel, config.schedule
     degrees = {"dp": shape.dp, "tp": shape.tp, "pp": shape.pp, "cp": shape.cp}
     found = [f"parallel.{axis}={size}" for axis, size in degrees.items() if size > 1 or axis in ("dp", "tp", "pp")]

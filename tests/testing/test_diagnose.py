@@ -1,4 +1,4 @@
-"""What numbers tell about a mistake, and that they tell nothing where the signature is not exact."""
+"""Causes that follow from the numbers, and none where the signature is not exact."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from megastack.mesh.shape import Axis
 from megastack.placement.placement import Placement, Shard
-from megastack.testing.cause import backward_cause, factor_cause, gradient_cause, output_cause
+from megastack.testing.diagnose import backward_cause, factor_cause, gradient_cause, output_cause
 
 WHOLE = Placement((6,))
 PARTIAL = Placement((6,), partial=frozenset({Axis.TP}))
@@ -15,24 +15,24 @@ ROWS = torch.randn(2, 3, 6, dtype=torch.float64)
 
 
 def test_parts_that_sum_to_the_reference_are_an_undeclared_partial_gradient() -> None:
-    said = gradient_cause("blocks.0.mlp.gain", WHOLE, [A, B], A + B)
-    assert said is not None
-    assert said.startswith("undeclared partial gradient over tp")
-    assert 'placements() of blocks.0.mlp must say "gain"' in said
+    cause = gradient_cause("blocks.0.mlp.gain", WHOLE, [A, B], A + B)
+    assert cause is not None
+    assert cause.startswith("undeclared partial gradient over tp")
+    assert 'declare it in placements() of blocks.0.mlp: "gain": Placement' in cause
 
 
 def test_parts_that_sum_to_something_else_are_not() -> None:
     assert gradient_cause("gain", WHOLE, [A, B], (A + B) * (1 + 1e-4)) is None
 
 
-def test_t_times_the_reference_is_a_declaration_too_many_only_if_it_is_declared() -> None:
-    said = gradient_cause("gain", PARTIAL, [2 * A, 2 * A], A)
-    assert said is not None
-    assert "declared partial over tp on a full gradient: it is exactly 2 times" in said
+def test_t_times_the_reference_is_a_wrong_declaration_only_if_it_is_declared_partial() -> None:
+    cause = gradient_cause("gain", PARTIAL, [2 * A, 2 * A], A)
+    assert cause is not None
+    assert "declared partial over tp, but complete on every rank: it is exactly 2 times" in cause
     assert gradient_cause("gain", WHOLE, [2 * A, 2 * A], A) is None
 
 
-def test_a_cut_parameter_and_a_single_rank_have_no_such_cause() -> None:
+def test_a_sharded_parameter_and_a_single_rank_have_no_such_cause() -> None:
     assert gradient_cause("gain", Placement((12,), {Axis.TP: Shard(0)}), [A, B], A + B) is None
     assert gradient_cause("gain", WHOLE, [A], A) is None
 
@@ -45,14 +45,14 @@ def test_whole_multiples_name_the_axis_of_that_degree() -> None:
     assert factor_cause([1.0], degrees) is None
 
 
-def test_a_bias_added_by_every_rank_is_off_by_t_minus_1_of_it_on_whole_outputs_and_on_rows() -> None:
-    for pieces in ([ROWS] * 4, list(torch.randn(4, 2, 3, 6, dtype=torch.float64))):
-        said = output_cause([piece + 3 * A for piece in pieces], pieces, {"mlp.down.bias": A})
-        assert said is not None
-        assert "bias added before the reduction: the output is off by exactly 3 × mlp.down.bias" in said
+def test_a_bias_added_by_every_rank_is_t_minus_1_too_many_on_whole_outputs_and_on_rows() -> None:
+    for parts in ([ROWS] * 4, list(torch.randn(4, 2, 3, 6, dtype=torch.float64))):
+        cause = output_cause([part + 3 * A for part in parts], parts, {"mlp.down.bias": A})
+        assert cause is not None
+        assert "bias added before the reduction: the output is off by exactly 3 × mlp.down.bias" in cause
 
 
-def test_outputs_that_sum_to_the_reference_miss_a_reduction_and_t_times_it_has_one_too_many() -> None:
+def test_outputs_that_sum_to_the_reference_lack_a_reduction_and_t_times_it_has_one_too_many() -> None:
     other = torch.randn_like(ROWS)
     assert "missing reduction" in (output_cause([ROWS - other, other], [ROWS, ROWS], {}) or "")
     assert "2 times" in (output_cause([2 * ROWS, 2 * ROWS], [ROWS, ROWS], {}) or "")
@@ -60,7 +60,7 @@ def test_outputs_that_sum_to_the_reference_miss_a_reduction_and_t_times_it_has_o
     assert output_cause([other], [ROWS], {}) is None
 
 
-def test_an_input_gradient_that_is_left_as_parts_asks_for_copy_to() -> None:
+def test_an_input_gradient_left_as_parts_needs_copy_to() -> None:
     other = torch.randn_like(ROWS)
     assert "copy_to" in backward_cause("blocks.1.mlp", [ROWS - other, other], [ROWS, ROWS])
     assert "2 times" in backward_cause("blocks.1.mlp", [2 * ROWS, 2 * ROWS], [ROWS, ROWS])

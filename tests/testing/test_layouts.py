@@ -1,4 +1,4 @@
-"""The layouts that verify compares: legal ones only, all of them, and one rank as the reference."""
+"""The layouts that verify compares: every valid one, and one rank as the reference."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.pipeline.schedules.registry import schedule_names
-from megastack.testing.training import composed
-from megastack.testing.variants import (
+from megastack.testing.layouts import (
     in_double,
     layout_overrides,
     layout_text,
@@ -20,6 +19,7 @@ from megastack.testing.variants import (
     reference_of,
     with_sgd,
 )
+from megastack.testing.training import composed
 
 
 def identity(config: TrainConfig) -> tuple[object, ...]:
@@ -31,7 +31,7 @@ def identity(config: TrainConfig) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
-def test_exactly_the_layouts_that_the_rules_accept_are_listed_once(ranks: int) -> None:
+def test_every_valid_layout_is_listed_exactly_once(ranks: int) -> None:
     config = composed("experiment=parity", "model.layers=3", "batch.global_size=12")
     found = [identity(layout) for layout in legal_layouts(config, ranks)]
     sizes = range(1, ranks + 1)
@@ -61,23 +61,23 @@ def test_the_reference_is_one_rank_of_the_same_training() -> None:
     assert not violations(alone)
 
 
-def test_everything_is_computed_in_double_precision_on_cpus() -> None:
+def test_verification_runs_in_fp64_on_cpus() -> None:
     config = in_double(composed("precision.compute=fp32", "device=cuda", "precision.reduce=fp32"))
     assert (config.precision.compute, config.precision.reduce, config.device) == ("fp64", None, "cpu")
 
 
-def test_sgd_hides_nothing_behind_a_clipped_norm() -> None:
+def test_sgd_runs_without_clipping() -> None:
     config = with_sgd(composed("optim=adamw", "optim.clip_norm=1.0"))
     assert (config.optim.name, config.optim.clip_norm) == ("sgd", None)
 
 
-def test_a_layout_reads_well_and_composes_again_from_what_is_printed() -> None:
+def test_the_printed_overrides_compose_the_same_layout() -> None:
     config = composed("experiment=parity", "parallel.tp=2", "parallel.pp=2", "schedule=interleaved")
     assert layout_text(config) == "tp2 × pp2, sequence parallel, interleaved of 2 chunks"
     assert identity(composed("experiment=parity", layout_overrides(config))) == identity(config)
 
 
-def test_the_cut_over_data_ranks_is_said_and_composes_again() -> None:
+def test_zero_options_are_printed_and_compose_the_same_layout() -> None:
     config = composed("experiment=parity", "parallel.dp=4", "parallel.zero.stage=3", "parallel.zero.shard_size=2")
     assert layout_text(config) == "dp4, ZeRO 3 of 2 ranks"
     again = composed("experiment=parity", layout_overrides(config))

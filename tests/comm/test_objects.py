@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megastack.comm.objects import average_by_key
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
-from megastack.observe.reduce import average_by_key
 from megastack.testing.ranks import run_ranks
 
 

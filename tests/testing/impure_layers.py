@@ -39,14 +39,14 @@ class LocalFeatures(ParallelMLP):
 
 
 class RankConstant(ParallelMLP):
-    """Uses the rank for a factor."""
+    """Multiplies by a factor that depends on the rank."""
 
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
         return super().forward(hidden_BSD, context) * (1 + 0.1 * self.mesh.rank)
 
 
 class WrongDim(ParallelMLP):
-    """Mixes inner features by a square matrix that is cut in the wrong dim."""
+    """Mixes inner features by a square matrix that is sharded in the wrong dim."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Any, **options: Any) -> None:
         super().__init__(hidden, ffn, mesh, **options)
@@ -67,7 +67,7 @@ class Dropping(ParallelMLP):
 
 
 class DroppingModule(ParallelMLP):
-    """The same through a module of torch's."""
+    """The same with a torch module."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Any, **options: Any) -> None:
         super().__init__(hidden, ffn, mesh, **options)
@@ -98,7 +98,7 @@ class Clock(ParallelMLP):
 
 
 class Counting(ParallelMLP):
-    """Scales by how often it was called."""
+    """Scales by the number of its calls."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Any, **options: Any) -> None:
         super().__init__(hidden, ffn, mesh, **options)
@@ -110,7 +110,7 @@ class Counting(ParallelMLP):
 
 
 class OneRankPair(ParallelModule):
-    """Its second product does not know of the other ranks, which is not that product's fault."""
+    """Its second product does not know of the other ranks, which is this layer's fault."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Mesh, *, sequence_parallel: bool = False, **options: Any) -> None:
         super().__init__(mesh)
@@ -125,7 +125,7 @@ class OneRankPair(ParallelModule):
 
 
 class WholeNorm(ParallelMLP):
-    """A norm of rows of the sequence that was built for whole sequences."""
+    """A norm that was built without sequence parallelism, applied to a shard of the sequence."""
 
     def __init__(self, hidden: int, ffn: int, mesh: Any, **options: Any) -> None:
         super().__init__(hidden, ffn, mesh, **options)
@@ -146,14 +146,14 @@ class _Noisy(torch.autograd.Function):
 
 
 class NoisyBackward(ParallelMLP):
-    """Right in the forward; its backward draws."""
+    """Correct in the forward pass; its backward draws random numbers."""
 
     def forward(self, hidden_BSD: Tensor, context: Any = None) -> Tensor:
         return super().forward(_Noisy.apply(hidden_BSD), context)
 
 
 class LocalBlock(Block):
-    """A block whose own code takes a mean over rows of the sequence."""
+    """A block whose own code subtracts a mean over rows of the sequence."""
 
     def forward(self, hidden_BSD: Tensor, context: Any) -> Tensor:
         output = super().forward(hidden_BSD, context)
@@ -161,7 +161,7 @@ class LocalBlock(Block):
 
 
 class Bent(ParallelMLP):
-    """Gives a tensor that nothing takes, on several ranks."""
+    """Produces a tensor of a wrong shape on several ranks."""
 
     def activate(self, up: Tensor) -> Tensor:
         inner = super().activate(up)
