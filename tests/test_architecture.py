@@ -32,7 +32,10 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"random", "batch"},
     "checkpoint": {"placement", "comm", "mesh", "records", "observe.printable"},
     "observe": {"records", "mesh.shape", "comm.group", "comm.objects", "comm.flight_recorder"},
-    "config": {"mesh.shape", "pipeline.schedules", "layers.rules", "data.shares"},
+    "config": {
+        *("mesh.shape", "pipeline.schedules", "data.shares"),
+        *("layers.rules", "layers.spec", "layers.attention_spec", "layers.mlp_spec", "layers.vocabulary_spec"),
+    },
     "training": {
         "batch",
         "pipeline.runtime",
@@ -89,7 +92,7 @@ ALLOWED: dict[str, set[str]] = {
             "optim",
             "placement",
         ),
-        *("random", "training", "batch", "layers.rules", "pipeline.schedules", "observe.console"),
+        *("random", "training", "batch", "layers.spec", "pipeline.schedules", "observe.console"),
     },
     "interop": {
         *("config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console", "data.tokenizers"),
@@ -109,10 +112,8 @@ TORCH_FREE = [
         "records",
         "cli",
         *("mesh.shape", "mesh.environment"),
-        "layers.rules",
-        "models.profile",
-        "models.activations",
-        "models.stages",
+        *("layers.rules", "layers.spec", "layers.attention_spec", "layers.mlp_spec", "layers.vocabulary_spec"),
+        *("models.config", "models.specs", "models.profile", "models.activations", "models.stages"),
     ),
     *("config.schema", "config.rules", "config.compose", "config.explain"),
     *("pipeline.action", "pipeline.schedule", "pipeline.check", "pipeline.simulate", "pipeline.render"),

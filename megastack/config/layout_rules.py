@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from megastack.config.convert import UNUSABLE
-from megastack.config.schema import ModelOptions, TrainConfig
+from megastack.config.schema import TrainConfig
 from megastack.errors import Violation, counted
-from megastack.layers.rules import SplitSizes, divisors, head_violations, split_violations
+from megastack.layers.attention_spec import AttentionSpec
+from megastack.layers.mlp_spec import MLPSpec
+from megastack.layers.rules import split_violations
+from megastack.layers.spec import LayerSpec, divisors, spec_of
+from megastack.layers.vocabulary_spec import VocabularySpec
 from megastack.mesh.shape import MeshShape
 from megastack.pipeline.schedules.registry import schedule_violations, splits_backward
 
@@ -73,49 +77,32 @@ def nodes_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation
 
 def tensor_parallel_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
     """Heads, groups, ffn, vocabulary and sequence can be cut over tp."""
-    yield from split_violations(split_sizes(config), config.parallel.tp, KEY_OF.__getitem__)
+    cut_sequence = config.parallel.sequence_parallel and config.parallel.tp > 1
+    sequence = _known(config.batch.sequence_length) if cut_sequence else None
+    yield from split_violations(*split_layers(config), config.parallel.tp, sequence=sequence)
 
 
-def split_sizes(config: TrainConfig) -> SplitSizes:
-    """The sizes of this model that tensor parallelism cuts; one that is not known is 0, which every degree divides."""
-    model, cut_sequence = config.model, config.parallel.sequence_parallel and config.parallel.tp > 1
+def split_layers(config: TrainConfig) -> tuple[AttentionSpec, list[LayerSpec]]:
+    """The layers that tensor parallelism splits; a size that is not known is 0, which fits every degree."""
+    model = config.model
     known_rows = not any(size is UNUSABLE for size in (model.vocab, model.vocab_multiple))
-    return SplitSizes(
-        heads=model.heads,
-        kv_groups=model.heads if model.kv_groups is None else _known(model.kv_groups),
-        ffn=_known(model.ffn),
-        vocab=model.vocab if known_rows else 0,
-        vocab_multiple=model.vocab_multiple if known_rows else 1,
-        sequence=_known(config.batch.sequence_length) if cut_sequence else None,
-    )
+    rows = {"vocab": model.vocab, "vocab_multiple": model.vocab_multiple} if known_rows else ROWS_UNKNOWN
+    groups = None if model.kv_groups is None else _known(model.kv_groups)
+    attention = spec_of(AttentionSpec, model, kv_groups=groups)
+    return attention, [spec_of(MLPSpec, model, ffn=_known(model.ffn)), spec_of(VocabularySpec, model, **rows)]
+
+
+ROWS_UNKNOWN = {"vocab": 0, "vocab_multiple": 1}
 
 
 def _known(size: int) -> int:
     return 0 if size is UNUSABLE else size
 
 
-KEY_OF = {
-    "tp": "parallel.tp",
-    "heads": "model.heads",
-    "kv_groups": "model.kv_groups",
-    "head_dim": "model.head_dim",
-    "hidden": "model.hidden",
-    "ffn": "model.ffn",
-    "vocab": "model.vocab",
-    "vocab_multiple": "model.vocab_multiple",
-    "sequence": "batch.sequence_length",
-    "sequence_parallel": "parallel.sequence_parallel",
-}
-"""The layers' argument names as keys of the configuration."""
-
-
 def heads_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
     """Query heads, key and value groups and head width go together."""
-    model: ModelOptions = config.model
-    rotary = model.positions == "rope"
-    yield from head_violations(
-        model.hidden, model.heads, model.kv_groups, model.head_dim, rotary=rotary, name=KEY_OF.__getitem__
-    )
+    rotary = config.model.positions == "rope"
+    yield from spec_of(AttentionSpec, config.model, rotary=rotary).size_violations()
 
 
 def layers_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:

@@ -16,7 +16,8 @@ from megastack.config.schema import ModelOptions, TrainConfig
 from megastack.errors import ConfigError, Violation, spell
 from megastack.interop.class_keys import KEYS, completed
 from megastack.interop.hub_config import ARCHITECTURES, Architecture, read_hub_config
-from megastack.models.profile import head_dim, kv_groups, max_positions
+from megastack.models.config import ModelConfig
+from megastack.models.specs import attention_sizes
 
 LLAMA_LIKE = {"norm": ("rms",), "activation": ("swiglu",), "positions": ("rope",)}
 EXPRESSES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
@@ -71,9 +72,9 @@ def _inexpressible(model: ModelOptions, name: str) -> Iterator[Violation]:
             yield Violation(f"model.{option}", getattr(model, option), "a layer of your own has no counterpart there")
     if name == "llama" and model.qkv_bias and not model.bias:
         yield Violation("model.qkv_bias", True, cannot, ("--architecture qwen2",))
-    if name == "gpt2" and kv_groups(model) != model.heads:
+    if name == "gpt2" and attention_sizes(model).groups != model.heads:
         yield Violation("model.kv_groups", model.kv_groups, cannot, (model.heads,))
-    if name == "gpt2" and head_dim(model) * model.heads != model.hidden:
+    if name == "gpt2" and attention_sizes(model).width * model.heads != model.hidden:
         yield Violation("model.head_dim", model.head_dim, cannot, (model.hidden // model.heads,))
     if name == "gpt2" and model.qkv_bias and not model.bias:
         yield Violation("model.qkv_bias", True, cannot, (False,))
@@ -138,8 +139,8 @@ def _llama_like(config: TrainConfig, architecture: Architecture) -> dict[str, An
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn,
         "num_attention_heads": model.heads,
-        "num_key_value_heads": kv_groups(model),
-        "head_dim": head_dim(model),
+        "num_key_value_heads": attention_sizes(model).groups,
+        "head_dim": attention_sizes(model).width,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "max_position_embeddings": longest(config).batch.sequence_length,
@@ -181,7 +182,7 @@ def _gpt2(config: TrainConfig) -> dict[str, Any]:
         "n_embd": model.hidden,
         "n_head": model.heads,
         "n_inner": None if model.ffn == 4 * model.hidden else model.ffn,
-        "n_positions": max_positions(config),
+        "n_positions": ModelConfig.of(config).max_positions,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": model.norm_eps,
         "embd_pdrop": model.dropout,

@@ -14,19 +14,20 @@ Shapes: B microbatch, S sequence, D hidden, H heads, G kv groups, K head dim, t 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megastack.errors import ConfigError, PlacementError
+from megastack.layers.attention_spec import AttentionSpec
 from megastack.layers.context import Context
 from megastack.layers.dropout import attention_dropout
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megastack.layers.norm import RMSNorm
 from megastack.layers.overrides import built_in
 from megastack.layers.rope import Rope, rotate
+from megastack.layers.rules import split_violations
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
@@ -85,27 +86,29 @@ class ParallelAttention(ParallelModule):
         out_init: Initialiser | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.heads, self.kv_groups = heads, kv_groups or heads
-        self.head_dim = head_dim or hidden // heads
-        self.rope, self.attention_dropout = rope, attention_dropout
-        self._check(hidden, head_dim)
-        copies = max(1, mesh[Axis.TP].size // self.kv_groups)
-        q, kv = (heads, self.head_dim), (self.kv_groups, 2, self.head_dim)
-        project = partial(ColumnParallelLinear, bias=bias or qkv_bias, sequence_parallel=sequence_parallel, init=init)
-        self.q = project(hidden, q, mesh)
-        self.kv = project(hidden, kv, mesh, copies=copies)
-        # Each rank normalises its own heads: partial gradients over tp, whether or not the sequence is split.
-        head_norm = partial(RMSNorm, self.head_dim, mesh, eps=norm_eps, sequence_parallel=True)
-        self.q_norm = head_norm() if qk_norm else None
-        self.k_norm = head_norm() if qk_norm else None
-        self.out = RowParallelLinear(
-            heads * self.head_dim,
+        self.spec = spec = AttentionSpec(
             hidden,
-            mesh,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            init=out_init or init,
+            heads,
+            kv_groups or None,
+            head_dim or None,
+            rope is not None,
+            qk_norm,
+            bias,
+            sequence_parallel,
+            qkv_bias,
+            attention_dropout,
+            norm_eps,
+            init,
+            out_init,
         )
+        _check(spec, rope, mesh.shape.tp)
+        self.heads, self.kv_groups, self.head_dim = heads, spec.groups, spec.width
+        self.rope, self.attention_dropout = rope, attention_dropout
+        self.q = ColumnParallelLinear.from_spec(spec.q, mesh)
+        self.kv = ColumnParallelLinear.from_spec(spec.kv(mesh.shape.tp), mesh)
+        self.q_norm = RMSNorm.from_spec(spec.head_norm, mesh) if qk_norm else None
+        self.k_norm = RMSNorm.from_spec(spec.head_norm, mesh) if qk_norm else None
+        self.out = RowParallelLinear.from_spec(spec.out, mesh)
 
     @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None) -> Tensor:
@@ -167,24 +170,12 @@ class ParallelAttention(ParallelModule):
         kept_BHSS = attention_dropout(weights_BHSS, self.attention_dropout, context, "weights", first_head=first)
         return (kept_BHSS.view(batch, groups, -1, length) @ v_BGSK).view(q_BHSK.shape)
 
-    def _check(self, hidden: int, head_dim: int | None) -> None:
-        heads, groups, tp = self.heads, self.kv_groups, self.mesh[Axis.TP].size
-        if head_dim is None and hidden % heads:
-            raise ConfigError(
-                f"model.hidden={hidden}: must be a multiple of model.heads={heads}; or set model.head_dim"
-            )
-        if heads % groups:
-            raise ConfigError(f"model.kv_groups={groups}: must divide model.heads={heads}; use {_divisors(heads)}")
-        if self.rope is not None and self.rope.head_dim != self.head_dim:
-            raise ConfigError(f"rope.head_dim={self.rope.head_dim}: must be the layer's head_dim; use {self.head_dim}")
-        if heads % tp:
-            raise PlacementError(f"parallel.tp={tp}: must divide model.heads={heads}; use {_divisors(heads)}")
-        if groups % tp and tp % groups:
-            raise PlacementError(
-                f"parallel.tp={tp}: must divide model.kv_groups={groups} or be a multiple of it, so that each rank "
-                f"holds whole groups or a copy of one; use {_divisors(groups)}"
-            )
 
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def _check(spec: AttentionSpec, rope: Rope | None, tp: int) -> None:
+    """Raises for sizes that do not fit each other, the rotation or the degree."""
+    if found := spec.size_violations():
+        raise ConfigError.of(found)
+    if rope is not None and rope.head_dim != spec.width:
+        raise ConfigError(f"rope.head_dim={rope.head_dim}: must be the layer's head_dim; use {spec.width}")
+    if found := split_violations(spec, (), tp):
+        raise PlacementError("\n".join(map(str, found)))

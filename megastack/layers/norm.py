@@ -10,7 +10,7 @@ For backward the input is kept as it came, and one or two numbers a row.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,30 +20,35 @@ from torch.autograd.function import once_differentiable
 from megastack.layers.autocast import in_own_dtypes
 from megastack.layers.linear_ops import rows_of
 from megastack.layers.overrides import built_in
+from megastack.layers.spec import NormSpec
 from megastack.mesh.mesh import Mesh
-from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
-from megastack.placement.placement import Ones, Placement, Zeros
+from megastack.placement.placement import Placement
 
 
 class _Norm(ParallelModule):
-    """What both norms share: sizes, and where their gradients are partial."""
+    """A norm with the parameters of its spec."""
 
+    KIND: ClassVar[str]
     weight: nn.Parameter
 
     def __init__(self, hidden: int, mesh: Mesh, *, eps: float = 1e-5, sequence_parallel: bool = False) -> None:
         super().__init__(mesh)
-        self.hidden = hidden
-        self.eps = eps
-        self.partial = frozenset({Axis.TP} if sequence_parallel else ())
+        self.hidden, self.eps = hidden, eps
+        self.spec = NormSpec(hidden, self.KIND, eps, sequence_parallel)
         self.create_parameters()
 
+    @classmethod
+    def from_spec(cls, spec: NormSpec, mesh: Mesh) -> Self:
+        """The norm of a spec."""
+        return cls(spec.hidden, mesh, eps=spec.norm_eps, sequence_parallel=spec.sequence_parallel)
+
     def placements(self) -> dict[str, Placement]:
-        """The weight, replicated, one at the start, without weight decay."""
-        return {"weight": Placement((self.hidden,), partial=self.partial, init=Ones(), decay=False)}
+        """The weight and, in a LayerNorm, the bias, as the spec declares them."""
+        return self.spec.placements(self.mesh.shape.tp)
 
     def extra_repr(self) -> str:
-        return f"{self.hidden}, eps={self.eps}, partial={sorted(self.partial)}"
+        return f"{self.hidden}, eps={self.eps}, sp={self.spec.sequence_parallel}"
 
 
 class RMSNorm(_Norm):
@@ -55,6 +60,8 @@ class RMSNorm(_Norm):
         eps: added to the mean square.
         sequence_parallel: the input is split over tp, so the gradient is partial over it.
     """
+
+    KIND = "rms"
 
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -72,12 +79,8 @@ class LayerNorm(_Norm):
         sequence_parallel: the input is split over tp, so both gradients are partial over it.
     """
 
+    KIND = "layer"
     bias: nn.Parameter
-
-    def placements(self) -> dict[str, Placement]:
-        """The weight and the bias, replicated, one and zero at the start, without weight decay."""
-        bias = Placement((self.hidden,), partial=self.partial, init=Zeros(), decay=False)
-        return {**super().placements(), "bias": bias}
 
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:

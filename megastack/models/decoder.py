@@ -24,34 +24,25 @@ import torch
 from torch import Tensor, nn
 
 from megastack.batch import Microbatch, StageLoss
-from megastack.config.rules import with_legal_values
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
 from megastack.layers.cache import KeyValueCache
-from megastack.layers.cacheable import cache_obstacle
 from megastack.layers.context import Context
 from megastack.layers.dropout import dropout
-from megastack.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from megastack.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead
 from megastack.layers.linear_ops import column_product
 from megastack.layers.loss import vocab_parallel_losses
-from megastack.layers.overrides import built_in
+from megastack.layers.overrides import built_in, cache_obstacle
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.models.families import (
-    block_factory,
-    learned_positions,
-    norm_factory,
-    rope_of,
-    splits_sequence,
-    vocabulary_layer,
-)
+from megastack.models.config import ModelConfig
+from megastack.models.families import block_factory, norm_factory, rope_of
 from megastack.models.recompute import recompute_blocks_
+from megastack.models.specs import decoder_spec
 from megastack.placement.module import ParallelModule
 
 LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Activations below fp32, which begin behind the embedding: its weight may be kept in fp32."""
-READS = ("seed", "model", "loss", "recompute", "batch.sequence_length", "parallel.sequence_parallel")
-"""What a decoder reads of a configuration."""
 StageTensors = Mapping[str, Any]
 """What one stage gives the next: ``hidden``, and blocks' extra values by name (a tensor or None)."""
 
@@ -60,7 +51,7 @@ class Decoder(ParallelModule):
     """A stage of the model that a configuration describes.
 
     Args:
-        config: the run; its model, loss, seed, sequence length and sequence parallelism are read.
+        config: the model, its loss, precision and recompute; of a run's configuration only these parts are read.
         mesh: the ranks the layers are split over; the degrees come from here, never from the configuration.
         layers: global numbers of the blocks, all of them by default.
         embedding: whether the stage begins with the embedding; by default if the blocks begin with block 0.
@@ -73,7 +64,7 @@ class Decoder(ParallelModule):
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: ModelConfig | TrainConfig,
         mesh: Mesh,
         *,
         layers: range | None = None,
@@ -81,24 +72,24 @@ class Decoder(ParallelModule):
         head: bool | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.config = config = with_legal_values(config, *READS)
-        self.layers = range(config.model.layers) if layers is None else layers
+        self.config = ModelConfig.validated(config)
+        model, recompute = self.config.model, self.config.recompute
+        spec = decoder_spec(self.config, mesh.shape.tp)
+        self.layers = range(model.layers) if layers is None else layers
         self.has_embedding = self.layers.start == 0 if embedding is None else embedding
-        self.has_head = self.layers.stop == config.model.layers if head is None else head
-        self.sequence_parallel = splits_sequence(config, mesh)
-        self.rope = rope_of(config)
-        embeds = self.has_embedding or (self.has_head and config.model.tied)
-        learns = self.has_embedding and config.model.positions == "learned"
-        projects = self.has_head and not config.model.tied
-        block = block_factory(config, mesh)
-        self.embedding = vocabulary_layer(VocabParallelEmbedding, config, mesh) if embeds else None
-        self.positions = learned_positions(config, mesh) if learns else None
+        self.has_head = self.layers.stop == model.layers if head is None else head
+        self.sequence_parallel = spec.norm.sequence_parallel
+        self.rope = rope_of(model, spec)
+        embeds = self.has_embedding or (self.has_head and model.tied)
+        learned = spec.positions if self.has_embedding else None
+        projects = self.has_head and not model.tied
+        block = block_factory(model, spec, mesh)
+        self.embedding = VocabParallelEmbedding.from_spec(spec.embedding, mesh) if embeds else None
+        self.positions = None if learned is None else LearnedPositions.from_spec(learned, mesh)
         self.blocks = nn.ModuleDict({str(layer): block(layer=layer) for layer in self.layers})
-        recompute_blocks_(
-            dict(self.blocks.items()), config.recompute.mode, config.recompute.pattern, layers=config.model.layers
-        )
-        self.norm = norm_factory(config, mesh)() if self.has_head else None
-        self.head = vocabulary_layer(VocabParallelHead, config, mesh) if projects else None
+        recompute_blocks_(dict(self.blocks.items()), recompute.mode, recompute.pattern, layers=model.layers)
+        self.norm = norm_factory(spec, mesh)() if self.has_head else None
+        self.head = VocabParallelHead.from_spec(spec.head, mesh) if projects else None
 
     @built_in
     def forward(self, carry: StageTensors, microbatch: Microbatch) -> dict[str, Any] | StageLoss:

@@ -7,7 +7,7 @@ projection and its reduction) is not done again. Tensors found again go one by o
 Collectives inside run again too, in the order of the first time and at the same point of backward on every rank of a
 tensor-parallel group. Dropout is a function of the microbatch (:mod:`megastack.layers.dropout`) and repeats itself; a
 layer that draws from torch's generator finds it as it was, ``torch.autocast`` is on where it was on, and a layer that
-updates a buffer of the recomputed module updates it once (:mod:`megastack.models.kept_buffers`). A function that takes
+updates a buffer of the recomputed module updates it once (:class:`BufferCopies`). A function that takes
 gradients itself runs again there and then, up to where it is, and what it had saved by then is kept from there on. The
 second run sees ``context.recomputing``, so that side effects such as counters can be left to the first. A second run
 that saves other tensors than the first is an error.
@@ -37,7 +37,6 @@ from megastack.layers.attention import ParallelAttention
 from megastack.layers.autocast import AutocastState
 from megastack.layers.context import Context
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megastack.models.kept_buffers import KeptBuffers
 
 EVERY_BLOCK = r"blocks\.\d+"
 
@@ -168,7 +167,7 @@ class _Call:
         self.others = [_AGAIN if isinstance(x, Tensor) else x for x in values]
         self.inputs = _Keep.apply(torch.empty(0, requires_grad=True), *tensors)
         self.generators = _Generators(tensors)
-        self.buffers = KeptBuffers(function)
+        self.buffers = BufferCopies(function)
         self.autocast = AutocastState.now(tensors)
         self.places: list[ref[_Place]] = []
 
@@ -278,3 +277,48 @@ class _Generators:
             yield
         finally:
             self._set(now)
+
+
+_COPIES = "_recompute_copies"
+"""The attribute of a module that holds the last copy of each of its buffers, with the buffer and version it is of."""
+
+
+class BufferCopies:
+    """The values of a module's buffers when it is made.
+
+    A copy serves all runs between two changes of a buffer, so an unchanged buffer is copied once. Changes are seen
+    by torch's version counter, which a write through ``.data`` leaves alone.
+
+    Args:
+        function: a method of the module as ``functools.partial`` binds it; any other function has no buffers here.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        owner = function.args[0] if isinstance(function, partial) and function.args else None
+        modules = owner.modules() if isinstance(owner, nn.Module) else ()
+        self._kept = [
+            (module, name, _copy_of(module, name, buffer))
+            for module in modules
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+
+    @contextmanager
+    def as_they_were(self) -> Iterator[None]:
+        """Let the module have copies of the values as they were, and afterwards its own buffers again."""
+        now = [(module, name, module._buffers[name]) for module, name, _ in self._kept]
+        for module, name, copy in self._kept:
+            module._buffers[name] = copy.clone()
+        try:
+            yield
+        finally:
+            for module, name, buffer in now:
+                module._buffers[name] = buffer
+
+
+def _copy_of(module: nn.Module, name: str, buffer: Tensor) -> Tensor:
+    """The last copy of a buffer if that has not changed since, else a new one."""
+    copies: dict[str, tuple[ref[Tensor], int, Tensor]] = module.__dict__.setdefault(_COPIES, {})
+    last = copies.get(name)
+    if last is None or last[0]() is not buffer or last[1] != buffer._version:
+        last = copies[name] = ref(buffer), buffer._version, buffer.detach().clone()
+    return last[2]

@@ -18,11 +18,10 @@ from megastack.config.schema import ParallelOptions, PrecisionOptions, ScheduleO
 from megastack.errors import ConfigError, MegastackError
 from megastack.inference.generate import Completion, Generator
 from megastack.inference.sample import Sampling
-from megastack.layers import attention, embedding, linear, mlp, norm, positions
+from megastack.layers import attention, embedding, linear, mlp, norm
 from megastack.layers.attention import ParallelAttention
-from megastack.layers.cacheable import METHODS
 from megastack.layers.mlp import ParallelMLP
-from megastack.layers.overrides import is_built_in
+from megastack.layers.overrides import METHODS, is_built_in
 from megastack.mesh.mesh import Mesh
 from megastack.models import block, decoder
 from megastack.models.block import Block
@@ -391,7 +390,7 @@ def test_replaced_functions_and_modules_take_whole_rows(monkeypatch: pytest.Monk
 
 
 def test_every_marked_method_decides() -> None:
-    modules = (attention, embedding, linear, mlp, norm, positions, block, decoder)
+    modules = (attention, embedding, linear, mlp, norm, block, decoder)
     kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
     marked = {name for kind in kinds for name, value in vars(kind).items() if is_built_in(value)}
     assert marked == set(METHODS)
