@@ -7,18 +7,17 @@ options) only to a callable that takes them, and one that is in use and not take
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from megastack.errors import ConfigError, LayerError, MegastackError, counted
+from megastack.targets import import_path
 
 ADVISORY = ("init", "out_init")
 """Extras that a layer may leave out without being refused: then it chooses its own initial values."""
@@ -66,23 +65,7 @@ def import_target(key: str, spec: Any) -> Callable[..., Any]:
     path = spec.get("_target_") if isinstance(spec, Mapping) else None
     if not isinstance(path, str) or "." not in path.strip("."):
         raise ConfigError(f"{key}={spec}: must name a layer; use {key}={{_target_: my_file.MyLayer}}")
-    module_name, name = path.rsplit(".", 1)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"{key}._target_={path}: importing {module_name} failed with {type(error).__name__}: {error}; "
-            "use a module on sys.path (the current folder is on it)"
-        ) from error
-    target = getattr(module, name, None)
-    if not callable(target):
-        near = [other for other in get_close_matches(name, dir(module), 4) if other != name][:3]
-        near = near or [other for other in vars(module) if other[:1].isupper() and other != name][:3]
-        raise ConfigError(
-            f"{key}._target_={path}: {module_name} has no class or function {name}; "
-            f"use {' or '.join(near) or 'another name'}"
-        )
-    return target
+    return import_path(f"{key}._target_", path)
 
 
 def _accepted(key: str, target: Callable[..., Any], extras: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
