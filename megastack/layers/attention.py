@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from megastack.errors import ConfigError, PlacementError
@@ -160,15 +161,17 @@ class ParallelAttention(ParallelModule):
     @built_in
     def _attend_with_dropout(self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, context: Context) -> Tensor:
         """Attention with explicit weights, so that what is dropped is drawn by global head, query and key."""
-        batch, heads, length, width = q_BHSK.shape
-        groups = k_BGSK.shape[1]
-        q_BGRK = q_BHSK.reshape(batch, groups, -1, width)  # R: the queries of all heads of a group, one after another
-        scores_BHSS = (q_BGRK @ k_BGSK.mT).view(batch, heads, length, length) * self.head_dim**-0.5
+        heads, length, groups = q_BHSK.shape[1], q_BHSK.shape[2], k_BGSK.shape[1]
+        # The heads of a group read the same keys and values, so one product serves them all.
+        q_BGQK = rearrange(q_BHSK, "B (G R) S K -> B G (R S) K", G=groups)
+        scores_BGQS = (q_BGQK @ k_BGSK.mT) * self.head_dim**-0.5
+        scores_BHSS = rearrange(scores_BGQS, "B G (R Q) S -> B (G R) Q S", Q=length)
         bias_SS = context.bias_for(length, scores_BHSS.dtype, scores_BHSS.device)  # added, so that no mask is kept
         weights_BHSS = (scores_BHSS + bias_SS).softmax(-1)
         first = self.mesh[Axis.TP].rank * heads
         kept_BHSS = attention_dropout(weights_BHSS, self.attention_dropout, context, "weights", first_head=first)
-        return (kept_BHSS.view(batch, groups, -1, length) @ v_BGSK).view(q_BHSK.shape)
+        kept_BGQS = rearrange(kept_BHSS, "B (G R) Q S -> B G (R Q) S", G=groups)
+        return rearrange(kept_BGQS @ v_BGSK, "B G (R Q) K -> B (G R) Q K", Q=length)
 
 
 def _check(spec: AttentionSpec, rope: Rope | None, tp: int) -> None:
