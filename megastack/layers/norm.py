@@ -1,11 +1,10 @@
-"""Normalisation over the last dim, with a weight that every rank holds whole.
+"""Normalisation over the last dim, with replicated parameters.
 
-Nothing is communicated here. What matters is the gradient of the replicated weight: where the input is split over tp
-(along the sequence, or by heads for the q and k norms), each rank sees only its part of it, and the placement declares
-the gradient partial over tp.
+Nothing is communicated here. Where the input is split over tp (along the sequence, or by heads for the query and key
+norms), each rank sees only a part of it, so the placement declares the gradients partial over tp.
 
-fp32 and fp64 inputs are normalised in their own dtype, lower precisions in fp32, and the output has the input's dtype.
-For backward the input is kept as it came, and one or two numbers a row.
+fp32 and fp64 inputs are normalised in their own dtype, lower precisions in fp32; the output has the input's dtype.
+Backward needs the input in its own dtype and one or two numbers per row.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class RMSNorm(_Norm):
 
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Any shape that ends in ``hidden``."""
+        """Accepts any shape that ends in ``hidden``."""
         return _RMSNorm.apply(x_BSD, self.weight, self.eps)
 
 
@@ -84,14 +83,14 @@ class LayerNorm(_Norm):
 
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Any shape that ends in ``hidden``."""
+        """Accepts any shape that ends in ``hidden``."""
         if x_BSD.dtype == self.weight.dtype == _wide(x_BSD):
             return F.layer_norm(x_BSD, (self.hidden,), self.weight, self.bias, self.eps)
         return _LayerNorm.apply(x_BSD, self.weight, self.bias, self.eps)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """torch's own keeps the normalised input as well."""
+    """Unlike torch's, this one does not also save the normalised input."""
 
     @staticmethod
     @in_own_dtypes
@@ -118,7 +117,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _LayerNorm(torch.autograd.Function):
-    """torch's own in a wider dtype than the input's, which is kept as it came."""
+    """torch's LayerNorm computed in a wider dtype than the input's; saves the input in its own dtype."""
 
     @staticmethod
     @in_own_dtypes
@@ -142,5 +141,5 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype to compute in."""
+    """The dtype of the computation."""
     return torch.promote_types(x.dtype, torch.float32)
