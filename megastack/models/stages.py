@@ -1,4 +1,4 @@
-"""How a configuration cuts its model into pipeline stages and schedules them; torch-free."""
+"""The pipeline stages of a configuration and their schedule; torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StageSlice:
 
 
 def stage_slices(config: TrainConfig, stages: int) -> list[StageSlice]:
-    """The slice of each stage: as ``parallel.layers_per_stage`` lists it, else balanced by cost."""
+    """The slice of each stage, from ``parallel.layers_per_stage`` if that is set, else balanced by cost."""
     counts = config.parallel.layers_per_stage or _balanced(config, stages)
     ends = list(accumulate(counts))
     return [
@@ -40,7 +40,7 @@ def _balanced(config: TrainConfig, stages: int) -> list[int]:
 
 
 def configured_schedule(config: TrainConfig, shape: MeshShape) -> Schedule:
-    """The pipeline schedule of a legal configuration; one rank has a schedule of one stage."""
+    """The pipeline schedule of a valid configuration; one rank has a schedule of one stage."""
     options = config.schedule
     microbatches = config.batch.global_size // (config.batch.micro_size * shape.dp)
     given = {"round": options.round, "path": options.path}
