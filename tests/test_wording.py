@@ -28,11 +28,11 @@ NEVER_ONE = {
     ("layers/loss.py", "group.size"),  # one rank has all columns
     ("config/overrides.py", "MOST_JOBS"),
     ("config/overrides.py", "jobs"),  # more than the limit
-    ("config/text_rules.py", "LONGEST_NAME"),
+    ("config/value_rules.py", "LONGEST_NAME"),
     ("launch/weights.py", "vocab"),
-    ("config/elastic.py", "replica"),  # does not fit in the ranks, of which there is one
-    ("config/layout_rules.py", "count"),  # more stages than layers
-    ("config/phase_rules.py", "BYTE_IDS"),
+    ("config/rules.py", "replica"),  # does not fit in the ranks, of which there is one
+    ("config/layout_rules.py", "stages"),  # more stages than layers
+    ("config/phases.py", "BYTE_IDS"),
     ("config/value_rules.py", "BYTE_IDS"),
     ("corpus/command.py", "counts.tokens / seconds"),  # a rate
     ("data/blend.py", "drawn"),  # more than a period
@@ -54,8 +54,6 @@ NEVER_ONE = {
 }
 
 NOT_A_COUNT = {
-    ("config/layout_rules.py", "zero.stage"),
-    ("config/value_rules.py", "source"),
     ("interop/hub_config.py", "absent"),
     ("testing/parity_cause.py", "classes.label(blame.module)"),
     ("data/indexed.py", "self.dtype"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megastack.config.data_phases import PhaseConfig, phase_configs
+from megastack.config.phases import PhaseConfig, phase_configs
 from megastack.config.schema import TrainConfig
 from megastack.data.continuity import identity as data_identity
 from megastack.data.dataset import DataPhase, Dataset, DatasetSpec, Streams, build_dataset
@@ -41,7 +41,7 @@ def _read_later(stage: PhaseConfig, at: int, streams: Streams) -> DataPhase:
     try:
         return DataPhase(stage.from_step, _read_stage(stage.config, streams, scored=False))
     except DataError as error:
-        raise DataError(f"data.stages[{at}], after step {stage.from_step}: {error}") from error
+        raise DataError(f"data.phases[{at}], after step {stage.from_step}: {error}") from error
 
 
 def _read_stage(config: TrainConfig, streams: Streams, *, scored: bool) -> Dataset:

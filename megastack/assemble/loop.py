@@ -12,7 +12,7 @@ from megastack.assemble.training import Training
 from megastack.checkpoint.dump import write_dump
 from megastack.checkpoint.items import StateItem
 from megastack.checkpoint.manager import CheckpointManager
-from megastack.config.data_phases import phase_at, phase_configs
+from megastack.config.phases import phase_at, phase_configs
 from megastack.data.baseline import bigram_loss
 from megastack.errors import ConfigError
 from megastack.inference.generate import check_prompts

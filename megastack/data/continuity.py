@@ -42,16 +42,16 @@ def identity_errors(trainer: Record, own: Record) -> list[str]:
     theirs, ours = _begun(trainer, step), _begun(own, step)
     errors += _data_errors("data", trainer, own, over=bool(_begun(own, step + 1)))
     for at, (old, new) in enumerate(zip(theirs, ours, strict=False)):
-        names, key = ("from_step", "sequence_length"), f"data.stages[{at}]"
+        names, key = ("from_step", "sequence_length"), f"data.phases[{at}]"
         moved = list(_other_values({f"{key}.{name}": (new[name], old.get(name)) for name in names}))
         errors += moved or _data_errors(key, old, new, over=at + 1 < len(_begun(own, step + 1)))
     for extra in ours[len(theirs) :]:
         at, begin = ours.index(extra), extra["from_step"]
         rule = f"the checkpoint's run went on to step {step} without this stage"
-        errors.append(f"data.stages[{at}].from_step={begin}: {rule}; use {step} or more")
+        errors.append(f"data.phases[{at}].from_step={begin}: {rule}; use {step} or more")
     for lost in theirs[len(ours) :]:
         begin = lost["from_step"]
-        errors.append(f"data.stages: the checkpoint's run has one from step {begin} on; use the same up to step {step}")
+        errors.append(f"data.phases: the checkpoint's run has one from step {begin} on; use the same up to step {step}")
     return errors
 
 

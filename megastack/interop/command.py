@@ -75,7 +75,7 @@ def _export(options: argparse.Namespace, console: Console) -> Transfer:
     saved = find_saved(options.source, config_dir=options.config_dir, config_name=options.config_name)
     partial_config = saved.compose_partial(options.overrides)
     if partial_config.errors:
-        with partial_config.origins():
+        with partial_config.located_errors():
             raise ConfigError.of(partial_config.errors)
     done = export_model(
         saved.checkpoint,

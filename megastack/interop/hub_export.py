@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megastack.config.convert import to_plain
-from megastack.config.data_phases import longest
+from megastack.config.phases import longest
 from megastack.config.schema import ModelOptions, TrainConfig
 from megastack.errors import ConfigError, Violation, spell
 from megastack.interop.class_keys import KEYS, completed

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megastack.checkpoint.find import find_checkpoint
-from megastack.config.compose import PartialConfig, compose_partial, from_yaml
+from megastack.config.compose import PartialConfig, compose_partial
 from megastack.config.convert import replace_values, value_of
+from megastack.config.reading import from_yaml
 from megastack.errors import CheckpointError, ConfigError
 from megastack.interop.folder import RUN_CONFIG
 from megastack.interop.transfer import HUB, MODEL

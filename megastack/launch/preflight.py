@@ -19,7 +19,7 @@ from megastack.checkpoint.find import CHECKPOINTS, NoCheckpointError, find_check
 from megastack.checkpoint.folder import Resume, resolve_resume
 from megastack.checkpoint.manifest import read_trainer
 from megastack.checkpoint.recovery import recover
-from megastack.config.compose import to_yaml
+from megastack.config.reading import to_yaml
 from megastack.config.schema import TrainConfig
 from megastack.data.continuity import identity_errors
 from megastack.data.dataset import Dataset

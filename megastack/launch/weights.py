@@ -31,7 +31,7 @@ WITHOUT_TOKENIZER: dict[str, Any] = {
     "source": DataSource.bin,
     "paths": ["ids.npy"],
     "blend": [],
-    "stages": [],
+    "phases": [],
     "pack": True,
 }
 """Data that are ids already, as far as the rules ask."""
@@ -64,7 +64,7 @@ class Use:
         Raises:
             ConfigError: every fault.
         """
-        with self.partial_config.origins():
+        with self.partial_config.located_errors():
             self.errors.require_none()
 
     def __str__(self) -> str:

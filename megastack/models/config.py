@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megastack.config.rules import with_legal_values
+from megastack.config.rules import validate_sections
 from megastack.config.schema import (
     BatchOptions,
     LossOptions,
@@ -76,7 +76,7 @@ class ModelConfig:
             ConfigError: a value that a decoder reads is invalid, or learned positions have no number of rows.
         """
         run = config._as_run() if isinstance(config, ModelConfig) else config
-        found = ModelConfig.of(with_legal_values(run, *READS))
+        found = ModelConfig.of(validate_sections(run, *READS))
         learned = found.model.positions == "learned" and found.model.max_positions is None
         if learned and isinstance(config, ModelConfig) and config.sequence_length is None:
             rule = "must be set where positions are learned and no sequence_length is given"

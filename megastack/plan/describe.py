@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megastack.config.data_phases import phase_configs, source_text
+from megastack.config.phases import phase_configs, source_text
 from megastack.config.schema import TrainConfig
 from megastack.errors import counted
 from megastack.mesh.shape import DENSE_AXES

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from megastack.config.data_phases import longest
 from megastack.config.layout_rules import mesh_shape
+from megastack.config.phases import longest
 from megastack.config.schema import TrainConfig
 from megastack.mesh.shape import MeshShape
 from megastack.models.activations import activation_bytes

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megastack.config.choices import ComputeDtype, Device, OptimizerName
 from megastack.config.convert import replace_values
 from megastack.config.layout_rules import data_parallel_degree, mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import (
     ClusterOptions,
-    ComputeDtype,
-    Device,
-    OptimizerName,
     ParallelOptions,
     RecomputeOptions,
     ScheduleOptions,

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
+from megastack.config.choices import Norm
 from megastack.config.convert import (
-    UNUSABLE,
+    INVALID,
     Conversion,
-    UnusableError,
+    InvalidValueError,
     defaults,
     replace_values,
     to_plain,
     value_of,
 )
-from megastack.config.schema import Norm, OptimGroupOptions, ParallelOptions, TrainConfig
+from megastack.config.schema import OptimGroupOptions, ParallelOptions, TrainConfig
 from tests.config.config_cases import a_config
 
 
@@ -77,7 +78,7 @@ def test_values_that_are_taken(kind: Any, given: Any, taken: Any) -> None:
 )
 def test_values_that_are_refused(kind: Any, given: Any, message: str) -> None:
     conversion = Conversion()
-    assert conversion.value(kind, given, "key") is UNUSABLE
+    assert conversion.value(kind, given, "key") is INVALID
     assert [str(error) for error in conversion.errors] == [message]
 
 
@@ -119,5 +120,5 @@ def test_values_by_dotted_key() -> None:
     "use", [bool, len, str, hash, lambda x: x + 1, lambda x: 8 % x, lambda x: x < 1, lambda x: x == 1, list]
 )
 def test_an_unusable_value_cannot_be_used(use: Any) -> None:
-    with pytest.raises(UnusableError):
-        use(UNUSABLE)
+    with pytest.raises(InvalidValueError):
+        use(INVALID)

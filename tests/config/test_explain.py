@@ -20,8 +20,8 @@ def test_a_value() -> None:
 
 
 def test_the_file_that_gave_a_value() -> None:
-    assert explain("optim.lr", ["experiment=laptop"]).origin == str(packaged_configs() / "experiment" / "laptop.yaml")
-    assert explain("seed").origin == "the default"
+    assert explain("optim.lr", ["experiment=laptop"]).location == str(packaged_configs() / "experiment" / "laptop.yaml")
+    assert explain("seed").location == "the default"
 
 
 def test_a_feature_to_come_says_so() -> None:

@@ -57,7 +57,7 @@ def test_every_number_has_a_lower_and_an_upper_bound(key: Key) -> None:
 
 def test_no_numeric_key_is_left_out() -> None:
     assert set(NUMERIC) == {key.name for key in RANGED}
-    assert {"optim.groups.lr_scale", "data.blend.weight", "data.stages.from_step", "data.stages.blend.weight"} <= set(
+    assert {"optim.groups.lr_scale", "data.blend.weight", "data.phases.from_step", "data.phases.blend.weight"} <= set(
         IN_LISTS
     )
 
@@ -106,8 +106,8 @@ def test_extremes_are_refused_by_name_or_accepted(base: TrainConfig, name: str) 
 ITEM = {
     "optim.groups": {"pattern": "norm"},
     "data.blend": {"paths": ["a"], "weight": 1},
-    "data.stages": {"from_step": 1, "sequence_length": 4},
-    "data.stages.blend": {"paths": ["a"], "weight": 1},
+    "data.phases": {"from_step": 1, "sequence_length": 4},
+    "data.phases.blend": {"paths": ["a"], "weight": 1},
 }
 
 
@@ -116,8 +116,8 @@ def test_extremes_in_items_of_lists_are_refused_by_name_or_accepted(base: TrainC
     of, _, last = name.rpartition(".")
     for value in EXTREMES:
         item = ITEM[of] | {last: value}
-        if of == "data.stages.blend":
-            item, of_list = {"from_step": 1, "blend": [item]}, "data.stages"
+        if of == "data.phases.blend":
+            item, of_list = {"from_step": 1, "blend": [item]}, "data.phases"
         else:
             of_list = of
         plain, conversion = to_plain(base), Conversion()
@@ -125,7 +125,7 @@ def test_extremes_in_items_of_lists_are_refused_by_name_or_accepted(base: TrainC
         plain[section][key] = [item]
         config = conversion.section(TrainConfig, plain)
         found = [*conversion.errors, *violations(config)]
-        where = re.sub(r"\.(?=[^.]+$)", r"[0].", name).replace("stages.blend", "stages[0].blend")
+        where = re.sub(r"\.(?=[^.]+$)", r"[0].", name).replace("phases.blend", "phases[0].blend")
         refused = any(violation.key == where for violation in found)
         assert refused or (math.isfinite(value) and abs(value) <= 1e15), f"{name}={value}"
 

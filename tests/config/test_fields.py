@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from megastack.config.choices import Norm
 from megastack.config.fields import REQUIRED, describe_bounds, describe_type, keys
-from megastack.config.schema import Norm, OptimGroupOptions, TrainConfig
+from megastack.config.schema import OptimGroupOptions, TrainConfig
 
 BY_NAME = {key.name: key for key in keys(TrainConfig)}
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastack.config.compose import compose, from_yaml, to_yaml
+from megastack.config.compose import compose
 from megastack.config.convert import replace_values
+from megastack.config.reading import from_yaml, to_yaml
 from megastack.config.schema import OptimGroupOptions
 from megastack.errors import ConfigError
 from tests.config.config_cases import a_config

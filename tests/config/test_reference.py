@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megastack.config.explain import reference
 from megastack.config.fields import keys
-from megastack.config.reference import reference
 from megastack.config.schema import TrainConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"

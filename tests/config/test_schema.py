@@ -8,7 +8,7 @@ from enum import StrEnum
 import pytest
 
 from megastack.config import choices
-from megastack.config.schema import Norm
+from megastack.config.choices import Norm
 from tests.config.config_cases import a_config
 
 

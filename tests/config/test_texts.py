@@ -10,7 +10,7 @@ from megastack.config.convert import replace_values
 from megastack.config.fields import keys, without_null
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
-from megastack.config.text_rules import NAMES, PATHS
+from megastack.config.value_rules import NAMES, PATHS
 from megastack.testing.training import composed
 
 BASE = [
@@ -53,8 +53,8 @@ def test_an_empty_text_is_refused_with_what_to_use(key: str, text: str) -> None:
             "data.blend[0].paths[1]=' ': must not be empty; use the path of a file",
         ),
         (
-            "data.stages=[{from_step:2,paths:['']}]",
-            "data.stages[0].paths[0]='': must not be empty; use the path of a file",
+            "data.phases=[{from_step:2,paths:['']}]",
+            "data.phases[0].paths[0]='': must not be empty; use the path of a file",
         ),
         ("run.name=a/b", "run.name=a/b: must be a name, not a path; use train"),
         ("run.name=..", "run.name=..: must be a name, not a path; use train"),

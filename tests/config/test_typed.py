@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import megastack
-from megastack.config.convert import replace_values
+from megastack.config.choices import Device
+from megastack.config.convert import coerce, replace_values
 from megastack.config.fields import keys
 from megastack.config.rules import violations
-from megastack.config.schema import Device, RunOptions, TrainConfig
-from megastack.config.typed import typed
+from megastack.config.schema import RunOptions, TrainConfig
 from megastack.errors import ConfigError
 from megastack.mesh.mesh import Mesh
 from megastack.models.decoder import Decoder
@@ -64,7 +64,7 @@ def test_a_value_of_another_type_is_refused_by_its_key(key: str, value: Any, lin
     ],
 )
 def test_what_means_the_same_becomes_what_the_schema_holds(key: str, value: Any, becomes: Any) -> None:
-    config, errors = typed(replace_values(a_config(), {key: value}))
+    config, errors = coerce(replace_values(a_config(), {key: value}))
     assert errors == [] and config == replace_values(a_config(), {key: becomes})
     head, _, last = key.rpartition(".")
     found = getattr(getattr(config, head) if head else config, last)
@@ -79,7 +79,7 @@ def test_no_value_of_any_key_is_an_error_of_another_kind(value: Any) -> None:
 
 
 def test_a_legal_configuration_stays_as_it_is() -> None:
-    assert typed(a_config()) == (a_config(), [])
+    assert coerce(a_config()) == (a_config(), [])
 
 
 @pytest.mark.parametrize("thing", [None, {"run": {"steps": 3}}, "train", RunOptions(steps=3)])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastack.config.compose import compose
-from megastack.config.data_phases import source_text
+from megastack.config.phases import source_text
 from megastack.data.blend import (
     PERIOD,
     BlendOrder,

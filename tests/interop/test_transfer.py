@@ -15,7 +15,7 @@ from megastack.checkpoint.collect import model_items
 from megastack.checkpoint.items import State
 from megastack.checkpoint.load import load
 from megastack.checkpoint.save import save
-from megastack.config.compose import from_yaml
+from megastack.config.reading import from_yaml
 from megastack.config.schema import TrainConfig
 from megastack.interop.folder import HubFolder
 from megastack.interop.hub_config import ARCHITECTURES, read_hub_config

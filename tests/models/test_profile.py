@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megastack.config.schema import ModelOptions, OptimizerName, OptimOptions, PrecisionOptions, ZeroOptions
+from megastack.config.choices import OptimizerName
+from megastack.config.schema import ModelOptions, OptimOptions, PrecisionOptions, ZeroOptions
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.models.decoder import Decoder

@@ -39,7 +39,7 @@ def tiny(folder: Path, stages: str, *more: str) -> TrainConfig:
     """A tiny run with these stages, in which OTHER is another text."""
     other = folder / "other.jsonl"
     other.write_text("".join(f'{{"text": "{n} plus {n} makes {2 * n}."}}\n' for n in range(40)))
-    return composed(overrides(folder), MORE, f"data.stages=[{stages.replace('OTHER', str(other))}]", *more)
+    return composed(overrides(folder), MORE, f"data.phases=[{stages.replace('OTHER', str(other))}]", *more)
 
 
 def steps_of(config: TrainConfig, cuts: list[int], folder: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megastack.config.names import OTHER_SYSTEMS, known_keys, suggest
+from megastack.config.suggestions import OTHER_SYSTEMS, known_keys, suggest
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ from megastack.config.names import OTHER_SYSTEMS, known_keys, suggest
         ("scheduler.params.warmup_num_steps", "lr.warmup_steps"),
         ("bf16.enabled", "precision.compute"),
         ("pipeline.stages", "parallel.pp"),
-        ("data_stages", "data.stages"),
+        ("data_stages", "data.phases"),
     ],
 )
 def test_what_was_meant(written: str, meant: str) -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megastack.config.compose import compose
 from megastack.config.convert import replace_values
-from megastack.config.elastic import fit_world
-from megastack.config.rules import violations
+from megastack.config.rules import fit_data_parallel, violations
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
 
@@ -53,7 +52,7 @@ CASES: list[tuple[dict[str, Any], int, int]] = [
 
 @pytest.mark.parametrize(("values", "ranks", "dp"), CASES)
 def test_the_largest_legal_degree_is_taken(base: TrainConfig, values: dict[str, Any], ranks: int, dp: int) -> None:
-    fitted = fit_world(replace_values(base, values), ranks)
+    fitted = fit_data_parallel(replace_values(base, values), ranks)
     assert fitted.parallel.dp == dp
     assert replace_values(fitted, {"parallel.dp": None}) == replace_values(base, values | {"parallel.dp": None})
 
@@ -76,15 +75,15 @@ def test_no_larger_degree_would_be_legal(
 
     fitting = [dp for dp in range(1, ranks // tp + 1) if dp <= (most or ranks) and legal(dp)]
     if fitting:
-        assert fit_world(config, ranks).parallel.dp == fitting[-1]
+        assert fit_data_parallel(config, ranks).parallel.dp == fitting[-1]
     else:
         with pytest.raises(ConfigError):
-            fit_world(config, ranks)
+            fit_data_parallel(config, ranks)
 
 
 def refusal(config: TrainConfig, ranks: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        fit_world(config, ranks)
+        fit_data_parallel(config, ranks)
     return str(caught.value)
 
 
@@ -117,13 +116,13 @@ def test_where_no_degree_is_legal_the_reasons_of_some_are_told(base: TrainConfig
     [
         (
             {"resume": None},
-            "launch.elastic=true: a restart goes on in its folder from the newest checkpoint, resume=null does not; "
+            "launch.elastic=true: a restart must continue from the newest checkpoint, which resume=null does not do; "
             "use resume=auto with run.dir=FOLDER or false",
         ),
         ({"run.dir": None}, "resume=auto: needs the folder to continue in; use run.dir=FOLDER"),
         (
             {"cluster.nodes": 2},
-            "cluster.nodes=2: launch.elastic=true has as many machines as there are at each start; "
+            "cluster.nodes=2: launch.elastic=true does not fix the number of machines; "
             "use 1 or cluster.ranks_per_node=RANKS",
         ),
     ],

@@ -1,6 +1,6 @@
-"""What somebody meant by a key that does not exist: ours by other systems' names, by its last word, by its spelling.
+"""Suggestions for unknown keys: by the names that other systems use, by the last word, by similar spelling.
 
-A suggestion is printed, never applied.
+A suggestion is only printed, never applied.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ OTHER_SYSTEMS: Mapping[str, str] = {
     "async_save": "checkpoint.asynchronous",
     "load": "resume",
     "data_path": "data.paths",
-    "data_stages": "data.stages",
+    "data_stages": "data.phases",
+    "data.stage": "data.phases",
     "tokenizer_model": "data.tokenizer",
     "tokenizer_type": "data.tokenizer",
     "reset_attention_mask": "data.document_mask",
@@ -100,7 +101,7 @@ OTHER_SYSTEMS: Mapping[str, str] = {
     "total_num_steps": "lr.total_steps",
     "activation_checkpointing": "recompute.mode",
     "autotp_size": "parallel.tp",
-    # torchtitan, transformers and common speech
+    # torchtitan, transformers and common usage
     "tensor_parallel_degree": "parallel.tp",
     "pipeline_parallel_degree": "parallel.pp",
     "context_parallel_degree": "parallel.cp",
@@ -140,13 +141,13 @@ OTHER_SYSTEMS: Mapping[str, str] = {
     "batch_size": "batch.global_size",
     "virtual_stages": "schedule.chunks",
 }
-"""Names of other systems' settings (last word, underscores) to the key of ours that does what they do."""
+"""Settings of other systems (last word, with underscores) to the corresponding key."""
 
 SWITCHES = ("enabled", "device", "type")
-"""Last words that turn a section on or choose its kind (``bf16.enabled``, ``optimizer.type``): the section is meant."""
+"""Last words that enable a section or select its kind (``bf16.enabled``, ``optimizer.type``); they are ignored."""
 
 CLOSE, CLOSE_WORD = 0.7, 0.8
-"""Least similarity, by :mod:`difflib`, of a whole key and of a last word that are worth suggesting."""
+"""Minimum :mod:`difflib` similarity of a full key and of a last word."""
 
 
 @cache
@@ -156,11 +157,11 @@ def known_keys() -> tuple[str, ...]:
 
 
 def suggest(key: str, known: Sequence[str] | None = None) -> str | None:
-    """The key that was probably meant by one that does not exist, or None.
+    """The existing key that an unknown key most likely stands for, or None.
 
     Args:
-        key: the key as written; other systems' names may come with dashes and in other sections.
-        known: the keys to choose from; None for all, with other systems' names.
+        key: the unknown key; names of other systems may contain dashes and belong to any section.
+        known: the keys to choose from; None for every key, including the names of other systems.
     """
     path = key.replace("-", "_").lower().strip("_").split(".")
     if len(path) > 1 and path[-1] in SWITCHES and path[-2] in OTHER_SYSTEMS:
