@@ -26,8 +26,7 @@ def import_path(key: str, path: str) -> Callable[..., Any]:
     """
     module_name, _, name = path.rpartition(".")
     if not module_name or not name:
-        rule = "must be a dotted path"
-        raise ConfigError.of([Violation(key, path, rule, ("my_file.name",))])
+        raise ConfigError.of([Violation(key, path, "must be a dotted path", (f"my_file.{name or 'name'}",))])
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megastack.config.convert import INVALID
-from megastack.config.schema import TrainConfig
+from megastack.config.schema import ScheduleOptions, TrainConfig
 from megastack.errors import Violation, counted
 from megastack.layers.attention_spec import AttentionSpec
 from megastack.layers.mlp_spec import MLPSpec
@@ -172,16 +173,34 @@ def schedule_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
     """The schedule is registered and supports these sizes and options; reads the file of a custom schedule."""
     schedule, batch, zero = config.schedule, config.batch, config.parallel.zero
     microbatches = max(1, batch.global_size // (batch.micro_size * degrees.dp))  # batch_fits reports 0
-    sizes = (schedule.name, config.parallel.pp, schedule.chunks, microbatches)
-    path = None if schedule.path is None else str(schedule.path)
-    if found := schedule_violations(*sizes, round=schedule.round, path=path):
+    if schedule.options is not None and not isinstance(schedule.options, dict):
+        yield Violation("schedule.options", schedule.options, "must be a mapping", ("{name: value}", None))
+        return
+    name, options = chosen_schedule(schedule)
+    if schedule._target_ is not None and "." not in name:
+        yield Violation("schedule._target_", name, "must be a dotted path", (f"my_file.{name}",))
+        return
+    if fixed := [key for key in ("name", "pp", "chunks", "microbatches") if key in options]:
+        rule = "must not be an option; the schedule gets it from the layout"
+        yield Violation(f"schedule.{fixed[0]}", options[fixed[0]], rule, ("another name for the option",))
+        return
+    sizes = (name, config.parallel.pp, schedule.chunks, microbatches)
+    if found := schedule_violations(*sizes, **options):
         yield from found
         return
     sharded = zero.stage >= 2 and (zero.shard_size or degrees.data_ranks) > 1
-    if sharded and splits_backward(*sizes, round=schedule.round, path=path):
+    if sharded and splits_backward(*sizes, **options):
         rule = f"parallel.zero.stage={zero.stage} reduces gradients after I and would miss the weight gradients of W"
         unsplit = "1f1b" if schedule.chunks == 1 else "interleaved"
-        yield Violation("schedule.name", schedule.name, rule, (unsplit, "parallel.zero.stage=1"))
+        key = "schedule.name" if schedule._target_ is None else "schedule._target_"
+        yield Violation(key, name, rule, (unsplit, "parallel.zero.stage=1"))
+
+
+def chosen_schedule(schedule: ScheduleOptions) -> tuple[str, dict[str, Any]]:
+    """The name or the dotted path of a configured schedule, and its options; None stands for one that is not set."""
+    path = None if schedule.path is None else str(schedule.path)
+    name = schedule.name if schedule._target_ is None else schedule._target_
+    return name, {"round": schedule.round, "path": path, **(schedule.options or {})}
 
 
 def shard_size_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:

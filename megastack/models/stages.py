@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+from megastack.config.layout_rules import chosen_schedule
 from megastack.config.schema import TrainConfig
 from megastack.mesh.shape import MeshShape
 from megastack.models.profile import unit_costs
@@ -41,8 +42,6 @@ def _balanced(config: TrainConfig, stages: int) -> list[int]:
 
 def configured_schedule(config: TrainConfig, shape: MeshShape) -> Schedule:
     """The pipeline schedule of a valid configuration; one rank has a schedule of one stage."""
-    options = config.schedule
+    name, options = chosen_schedule(config.schedule)
     microbatches = config.batch.global_size // (config.batch.micro_size * shape.dp)
-    given = {"round": options.round, "path": options.path}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return build_schedule(options.name, shape.pp, options.chunks, microbatches, **chosen)
+    return build_schedule(name, shape.pp, config.schedule.chunks, microbatches, **options)
