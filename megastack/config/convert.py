@@ -19,7 +19,7 @@ from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
 from megastack.config.fields import RENAMED, REQUIRED, hints, keys, without_null
-from megastack.config.schema import TrainConfig
+from megastack.config.schema import ScheduleOptions, TrainConfig
 from megastack.config.suggestions import suggest
 from megastack.errors import ConfigError, Violation
 
@@ -62,7 +62,7 @@ class Conversion:
 
     def section(self, cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
         """An object of ``cls``, with :data:`INVALID` for each value that is missing or has the wrong type."""
-        known = hints(cls)
+        known, values = hints(cls), _collect_options(cls, values)
         for name, value in values.items():
             if name not in known:
                 self._unknown(f"{prefix}{name}", value, tuple(prefix + other for other in known))
@@ -138,6 +138,16 @@ class Conversion:
     def _wrong(self, key: str, value: object, rule: str, legal: tuple[object, ...] = ()) -> InvalidValue:
         self.errors.append(Violation(key, value, rule, legal))
         return INVALID
+
+
+def _collect_options(cls: type, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of a section; keys beside the ``_target_`` of a schedule become its options."""
+    if cls is not ScheduleOptions or values.get("_target_") is None:
+        return values
+    own = {name: value for name, value in values.items() if name not in hints(cls)}
+    given = values.get("options")
+    options = own or None if given is None else {**given, **own} if isinstance(given, Mapping) else given
+    return {name: value for name, value in values.items() if name not in own} | {"options": options}
 
 
 def _is_always_set(member: dataclasses.Field[Any], kind: object) -> bool:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megastack.config.convert import INVALID
-from megastack.config.schema import TrainConfig
+from megastack.config.schema import ScheduleOptions, TrainConfig
 from megastack.errors import Violation, counted
-from megastack.layers.rules import SplitSizes, divisors, head_violations, split_violations
+from megastack.layers.attention_spec import AttentionSpec
+from megastack.layers.mlp_spec import MLPSpec
+from megastack.layers.rules import split_violations
+from megastack.layers.spec import LayerSpec, divisors, spec_of
+from megastack.layers.vocabulary_spec import VocabularySpec
 from megastack.mesh.shape import MeshShape
 from megastack.pipeline.schedules.registry import schedule_violations, splits_backward
 
@@ -109,49 +114,29 @@ def degrees_fit_nodes(config: TrainConfig, degrees: Degrees) -> Iterator[Violati
 
 def tensor_parallel_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
     """Heads, kv groups, ffn, vocabulary and sequence split evenly over tp."""
-    yield from split_violations(_split_sizes(config), config.parallel.tp, KEY_OF.__getitem__)
+    split_sequence = config.parallel.sequence_parallel and config.parallel.tp > 1
+    sequence = _valid_or_0(config.batch.sequence_length) if split_sequence else None
+    yield from split_violations(*_split_layers(config), config.parallel.tp, sequence=sequence)
 
 
-def _split_sizes(config: TrainConfig) -> SplitSizes:
-    """The sizes that tensor parallelism splits; an invalid one is replaced by 0, which every degree divides."""
-    model, split_sequence = config.model, config.parallel.sequence_parallel and config.parallel.tp > 1
+def _split_layers(config: TrainConfig) -> tuple[AttentionSpec, list[LayerSpec]]:
+    """The layers that tensor parallelism splits; an invalid size is replaced by 0, which every degree divides."""
+    model = config.model
     valid_rows = not any(size is INVALID for size in (model.vocab, model.vocab_multiple))
-    return SplitSizes(
-        heads=model.heads,
-        kv_groups=model.heads if model.kv_groups is None else _valid_or_0(model.kv_groups),
-        ffn=_valid_or_0(model.ffn),
-        vocab=model.vocab if valid_rows else 0,
-        vocab_multiple=model.vocab_multiple if valid_rows else 1,
-        sequence=_valid_or_0(config.batch.sequence_length) if split_sequence else None,
-    )
+    rows = {} if valid_rows else {"vocab": 0, "vocab_multiple": 1}
+    groups = None if model.kv_groups is None else _valid_or_0(model.kv_groups)
+    attention = spec_of(AttentionSpec, model, kv_groups=groups)
+    return attention, [spec_of(MLPSpec, model, ffn=_valid_or_0(model.ffn)), spec_of(VocabularySpec, model, **rows)]
 
 
 def _valid_or_0(size: int) -> int:
     return 0 if size is INVALID else size
 
 
-KEY_OF = {
-    "tp": "parallel.tp",
-    "heads": "model.heads",
-    "kv_groups": "model.kv_groups",
-    "head_dim": "model.head_dim",
-    "hidden": "model.hidden",
-    "ffn": "model.ffn",
-    "vocab": "model.vocab",
-    "vocab_multiple": "model.vocab_multiple",
-    "sequence": "batch.sequence_length",
-    "sequence_parallel": "parallel.sequence_parallel",
-}
-"""The configuration key of each argument of the layers' rules."""
-
-
 def heads_fit(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
     """Query heads, kv groups and head width are consistent."""
-    model = config.model
-    rotary = model.positions == "rope"
-    yield from head_violations(
-        model.hidden, model.heads, model.kv_groups, model.head_dim, rotary=rotary, name=KEY_OF.__getitem__
-    )
+    rotary = config.model.positions == "rope"
+    yield from spec_of(AttentionSpec, config.model, rotary=rotary).size_violations()
 
 
 def layers_fit(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
@@ -188,16 +173,34 @@ def schedule_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
     """The schedule is registered and supports these sizes and options; reads the file of a custom schedule."""
     schedule, batch, zero = config.schedule, config.batch, config.parallel.zero
     microbatches = max(1, batch.global_size // (batch.micro_size * degrees.dp))  # batch_fits reports 0
-    sizes = (schedule.name, config.parallel.pp, schedule.chunks, microbatches)
-    path = None if schedule.path is None else str(schedule.path)
-    if found := schedule_violations(*sizes, round=schedule.round, path=path):
+    if schedule.options is not None and not isinstance(schedule.options, dict):
+        yield Violation("schedule.options", schedule.options, "must be a mapping", ("{name: value}", None))
+        return
+    name, options = chosen_schedule(schedule)
+    if schedule._target_ is not None and "." not in name:
+        yield Violation("schedule._target_", name, "must be a dotted path", (f"my_file.{name}",))
+        return
+    if fixed := [key for key in ("name", "pp", "chunks", "microbatches") if key in options]:
+        rule = "must not be an option; the schedule gets it from the layout"
+        yield Violation(f"schedule.{fixed[0]}", options[fixed[0]], rule, ("another name for the option",))
+        return
+    sizes = (name, config.parallel.pp, schedule.chunks, microbatches)
+    if found := schedule_violations(*sizes, **options):
         yield from found
         return
     sharded = zero.stage >= 2 and (zero.shard_size or degrees.data_ranks) > 1
-    if sharded and splits_backward(*sizes, round=schedule.round, path=path):
-        rule = f"parallel.zero.stage={zero.stage} reduces gradients after I and misses the weight gradients of W"
+    if sharded and splits_backward(*sizes, **options):
+        rule = f"parallel.zero.stage={zero.stage} reduces gradients after I and would miss the weight gradients of W"
         unsplit = "1f1b" if schedule.chunks == 1 else "interleaved"
-        yield Violation("schedule.name", schedule.name, rule, (unsplit, "parallel.zero.stage=1"))
+        key = "schedule.name" if schedule._target_ is None else "schedule._target_"
+        yield Violation(key, name, rule, (unsplit, "parallel.zero.stage=1"))
+
+
+def chosen_schedule(schedule: ScheduleOptions) -> tuple[str, dict[str, Any]]:
+    """The name or the dotted path of a configured schedule, and its options; None stands for one that is not set."""
+    path = None if schedule.path is None else str(schedule.path)
+    name = schedule.name if schedule._target_ is None else schedule._target_
+    return name, {"round": schedule.round, "path": path, **(schedule.options or {})}
 
 
 def shard_size_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:

@@ -164,8 +164,11 @@ def _is_group(override: Override, groups: Sequence[str]) -> bool:
 
 
 def _is_key(key: str) -> bool:
-    """Whether the schema has this key, or accepts any key below a part of it."""
-    return current_name(key) in known_keys() or any(key.startswith(free + ".") for free in FREE_KEYS)
+    """Whether the schema has this key, or accepts any key below a part of it.
+
+    Keys below ``schedule`` may be options of a function; where they are not, the conversion of the values rejects them.
+    """
+    return current_name(key) in known_keys() or any(key.startswith(free + ".") for free in (*FREE_KEYS, "schedule"))
 
 
 def _split(text: str) -> tuple[str, str]:

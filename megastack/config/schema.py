@@ -128,6 +128,11 @@ class ScheduleOptions:
     memory_limit: float | None = option(
         None, "Peak activation memory, in microbatch activations of one rank; null is pp.", above=0
     )
+    _target_: str | None = option(
+        None,
+        "Your schedule, the dotted path of a function `(pp, chunks, microbatches, *, …)`, instead of `schedule.name`.",
+    )
+    options: Any = option(None, "Options of your schedule; they may also stand directly beside `schedule._target_`.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ from megastack.errors import ConfigError, Violation, spell
 from megastack.interop.config_keys import KEYS, WORDS, is_of_kind, with_defaults
 from megastack.interop.hub_config import ARCHITECTURES, Architecture, read_hub_config
 from megastack.interop.json_file import read_json
-from megastack.models.profile import head_dim, kv_groups, max_positions
+from megastack.models.config import ModelConfig
+from megastack.models.specs import attention_sizes
 
 LLAMA_LIKE = {"norm": ("rms",), "activation": ("swiglu",), "positions": ("rope",)}
 EXPRESSES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
@@ -85,9 +86,9 @@ def _inexpressible(model: ModelOptions, name: str) -> Iterator[Violation]:
             )
     if name == "llama" and model.qkv_bias and not model.bias:
         yield Violation("model.qkv_bias", True, cannot, ("--architecture qwen2",))
-    if name == "gpt2" and kv_groups(model) != model.heads:
+    if name == "gpt2" and attention_sizes(model).groups != model.heads:
         yield Violation("model.kv_groups", model.kv_groups, cannot, (model.heads,))
-    if name == "gpt2" and head_dim(model) * model.heads != model.hidden:
+    if name == "gpt2" and attention_sizes(model).width * model.heads != model.hidden:
         yield Violation("model.head_dim", model.head_dim, cannot, (model.hidden // model.heads,))
     if name == "gpt2" and model.qkv_bias and not model.bias:
         yield Violation("model.qkv_bias", True, cannot, (False,))
@@ -152,8 +153,8 @@ def _llama_like(config: TrainConfig, architecture: Architecture) -> dict[str, An
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn,
         "num_attention_heads": model.heads,
-        "num_key_value_heads": kv_groups(model),
-        "head_dim": head_dim(model),
+        "num_key_value_heads": attention_sizes(model).groups,
+        "head_dim": attention_sizes(model).width,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "max_position_embeddings": longest(config).batch.sequence_length,
@@ -195,7 +196,7 @@ def _gpt2(config: TrainConfig) -> dict[str, Any]:
         "n_embd": model.hidden,
         "n_head": model.heads,
         "n_inner": None if model.ffn == 4 * model.hidden else model.ffn,
-        "n_positions": max_positions(config),
+        "n_positions": ModelConfig.of(config).max_positions,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": model.norm_eps,
         "embd_pdrop": model.dropout,

@@ -30,6 +30,8 @@ WEIGHTS_ONLY = {
     "schedule.chunks": "1",
     "schedule.round": "null",
     "schedule.path": "null",
+    "schedule._target_": "null",
+    "schedule.options": "null",
     "recompute.mode": "none",
     "recompute.pattern": "null",
     "cluster.nodes": "1",

@@ -12,7 +12,7 @@ Shapes: B microbatch, S sequence, D hidden, V vocabulary, Vp padded vocabulary, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +23,19 @@ from megastack.errors import PlacementError
 from megastack.layers.autocast import in_own_dtypes
 from megastack.layers.linear_ops import SEQUENCE_DIM, check_dims, check_sequence, column_product, rows_of
 from megastack.layers.overrides import built_in
-from megastack.layers.rules import padded_vocab
+from megastack.layers.vocabulary_spec import EmbeddingSpec, HeadSpec, LearnedPositionsSpec, VocabularySpec
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.boxes import local_shape
 from megastack.placement.module import ParallelModule
-from megastack.placement.placement import Initialiser, Normal, Placement, Shard
+from megastack.placement.placement import Initialiser, Normal, Placement
 from megastack.weight_gradients import Target, WeightGradients
 
 
 class _VocabParallel(ParallelModule):
-    """A weight ``(V, D)`` cut along the padded vocabulary, its own or another layer's."""
+    """A weight ``(V, D)`` split along the padded vocabulary, its own or another layer's."""
 
+    SPEC: ClassVar[type[VocabularySpec]]
     weight: nn.Parameter
 
     def __init__(
@@ -49,20 +50,28 @@ class _VocabParallel(ParallelModule):
         weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.vocab, self.hidden = vocab, hidden
-        self.padded = padded_vocab(vocab, vocab_multiple)
+        self.spec = self.SPEC(vocab, hidden, vocab_multiple, sequence_parallel, init)
         self.sequence_parallel = sequence_parallel
-        self.init = init
         if weight is None:
             self.create_parameters()
         else:
             self._tie(weight)
 
+    @classmethod
+    def from_spec(cls, spec: VocabularySpec, mesh: Mesh) -> Self:
+        """The layer of a spec, with a weight of its own."""
+        return cls(
+            spec.vocab,
+            spec.hidden,
+            mesh,
+            vocab_multiple=spec.vocab_multiple,
+            sequence_parallel=spec.sequence_parallel,
+            init=spec.init,
+        )
+
     def placements(self) -> dict[str, Placement]:
-        """The weight ``(V, D)``, allocated as ``(Vp, D)``, cut along its rows."""
-        padded = (self.padded, self.hidden)
-        shards = {Axis.TP: Shard(0)}
-        return {"weight": Placement((self.vocab, self.hidden), shards, init=self.init, padded_shape=padded)}
+        """The weight ``(V, D)``, allocated as ``(Vp, D)``, split along its rows."""
+        return self.spec.placements(self.mesh.shape.tp)
 
     def _tie(self, weight: nn.Parameter) -> None:
         expected = local_shape(self.placements()["weight"], self.mesh.shape)
@@ -73,7 +82,8 @@ class _VocabParallel(ParallelModule):
         self.weight = weight
 
     def extra_repr(self) -> str:
-        return f"vocab={self.vocab}, padded={self.padded}, hidden={self.hidden}, sp={self.sequence_parallel}"
+        spec = self.spec
+        return f"vocab={spec.vocab}, padded={spec.padded}, hidden={spec.hidden}, sp={spec.sequence_parallel}"
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -94,6 +104,8 @@ class VocabParallelEmbedding(_VocabParallel):
     Raises:
         PlacementError: tp does not divide the padded vocabulary, or (in forward) the sequence.
     """
+
+    SPEC = EmbeddingSpec
 
     @built_in
     def forward(self, tokens_BS: Tensor) -> Tensor:
@@ -183,9 +195,62 @@ class VocabParallelHead(_VocabParallel):
         PlacementError: tp does not divide the padded vocabulary, or the tied weight has another shape.
     """
 
+    SPEC = HeadSpec
+
     @built_in
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """``(B, S, D)``, or ``(B, S/t, D)`` with ``sequence_parallel``, to ``(B, S, Vp/t)``."""
         return column_product(
             hidden_BSD, [self.weight], [None], self.mesh[Axis.TP], sequence_parallel=self.sequence_parallel
         )[0]
+
+
+class LearnedPositions(ParallelModule):
+    """Rows of a table by position.
+
+    Args:
+        max_positions: rows of the table; the loader keeps positions below it.
+        hidden: D.
+        mesh: the ranks that a sequence may be split over.
+        sequence_parallel: give this rank's slice of the sequence only.
+        init: initial values of the table.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        max_positions: int,
+        hidden: int,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool = False,
+        init: Initialiser = Normal(0.02),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__(mesh)
+        self.spec = LearnedPositionsSpec(max_positions, hidden, sequence_parallel, init)
+        self.sequence_parallel = sequence_parallel
+        self.create_parameters()
+
+    @classmethod
+    def from_spec(cls, spec: LearnedPositionsSpec, mesh: Mesh) -> Self:
+        """The table of a spec."""
+        return cls(spec.max_positions, spec.hidden, mesh, sequence_parallel=spec.sequence_parallel, init=spec.init)
+
+    def placements(self) -> dict[str, Placement]:
+        """The replicated table; its gradient is partial over tp under sequence parallelism."""
+        return self.spec.placements(self.mesh.shape.tp)
+
+    @built_in
+    def forward(self, positions_BS: Tensor) -> Tensor:
+        """``(B, S)`` positions to ``(B, S, D)``, or to this rank's ``(B, S/t, D)`` under sequence parallelism.
+
+        Raises:
+            PlacementError: S is not a multiple of t under sequence parallelism.
+        """
+        group = self.mesh[Axis.TP]
+        if self.sequence_parallel:
+            check_dims(positions_BS, "(…, S) positions", least=1)
+            check_sequence(positions_BS.shape[-1], group)
+            positions_BS = torch.tensor_split(positions_BS, group.size, dim=-1)[group.rank]
+        return F.embedding(positions_BS, self.weight)

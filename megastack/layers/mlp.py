@@ -21,12 +21,11 @@ from megastack.errors import ConfigError
 from megastack.layers.autocast import in_own_dtypes
 from megastack.layers.context import Context
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megastack.layers.mlp_spec import GATED, MLPSpec
 from megastack.layers.overrides import built_in
 from megastack.mesh.mesh import Mesh
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Initialiser, Normal
-
-GATED = {"swiglu": True, "gelu": False}
 
 _SLOPE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
@@ -73,11 +72,10 @@ class ParallelMLP(ParallelModule):
         super().__init__(mesh)
         if activation not in GATED:
             raise ConfigError(f"model.activation={activation}: unknown; use {' or '.join(GATED)}, or subclass the MLP")
-        self.gated = GATED[activation]
-        inner, dim = ((2, ffn), 1) if self.gated else ((ffn,), 0)
-        shared = {"bias": bias, "sequence_parallel": sequence_parallel}
-        self.up = ColumnParallelLinear(hidden, inner, mesh, shard_dim=dim, init=init, **shared)
-        self.down = RowParallelLinear(ffn, hidden, mesh, init=out_init or init, **shared)
+        self.spec = MLPSpec(hidden, ffn, activation, bias, sequence_parallel, init, out_init)
+        self.gated = self.spec.gated
+        self.up = ColumnParallelLinear.from_spec(self.spec.up, mesh)
+        self.down = RowParallelLinear.from_spec(self.spec.down, mesh)
 
     @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None) -> Tensor:

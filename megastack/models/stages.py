@@ -1,10 +1,11 @@
-"""How a configuration cuts its model into pipeline stages and schedules them; torch-free."""
+"""The pipeline stages of a configuration and their schedule; torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
 
+from megastack.config.layout_rules import chosen_schedule
 from megastack.config.schema import TrainConfig
 from megastack.mesh.shape import MeshShape
 from megastack.models.profile import unit_costs
@@ -23,7 +24,7 @@ class StageSlice:
 
 
 def stage_slices(config: TrainConfig, stages: int) -> list[StageSlice]:
-    """The slice of each stage: as ``parallel.layers_per_stage`` lists it, else balanced by cost."""
+    """The slice of each stage, from ``parallel.layers_per_stage`` if that is set, else balanced by cost."""
     counts = config.parallel.layers_per_stage or _balanced(config, stages)
     ends = list(accumulate(counts))
     return [
@@ -40,9 +41,7 @@ def _balanced(config: TrainConfig, stages: int) -> list[int]:
 
 
 def configured_schedule(config: TrainConfig, shape: MeshShape) -> Schedule:
-    """The pipeline schedule of a legal configuration; one rank has a schedule of one stage."""
-    options = config.schedule
+    """The pipeline schedule of a valid configuration; one rank has a schedule of one stage."""
+    name, options = chosen_schedule(config.schedule)
     microbatches = config.batch.global_size // (config.batch.micro_size * shape.dp)
-    given = {"round": options.round, "path": options.path}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return build_schedule(options.name, shape.pp, options.chunks, microbatches, **chosen)
+    return build_schedule(name, shape.pp, config.schedule.chunks, microbatches, **options)

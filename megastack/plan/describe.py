@@ -142,7 +142,7 @@ def _schedule_figures(layout: Layout) -> str:
     bubble, whole = f"{timeline.bubble:.1%}", f"{timeline.step_bubble:.1%}"
     over = "" if whole == bubble else f" of a rank's own span, {whole} of the whole step"
     return (
-        f"schedule  {layout.config.schedule.name}, {counted(layout.schedule.stages, 'stage')}; bubble {bubble}{over}; "
+        f"schedule  {layout.schedule.name}, {counted(layout.schedule.stages, 'stage')}; bubble {bubble}{over}; "
         f"at most {counted(peak, 'microbatch', 'microbatches')} alive; "
         f"{gibibytes(heaviest.bytes.total)} static on the fullest rank"
     )

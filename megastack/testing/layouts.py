@@ -21,7 +21,7 @@ from megastack.config.schema import (
     TrainConfig,
 )
 from megastack.errors import counted
-from megastack.layers.rules import divisors
+from megastack.layers.spec import divisors
 from megastack.pipeline.schedules.registry import schedule_names
 
 

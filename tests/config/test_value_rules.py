@@ -18,8 +18,8 @@ BASE = [
     *("model.hidden=16", "model.ffn=32", "model.vocab=256"),
 ]
 EMPTY = "must not be empty; use the path of a file"
-OTHERS = {"run.sample_prompt", "schedule.name", "recompute.pattern"}
-"""Text keys that are neither paths nor names of files: a prompt, a registered name, a pattern."""
+OTHERS = {"run.sample_prompt", "schedule.name", "schedule._target_", "recompute.pattern"}
+"""Texts that are no names of files: a prompt, an entry of a registry, a pattern."""
 
 
 def found(override: str) -> list[str]:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from megastack.errors import PlacementError
 from megastack.layers.attention import ParallelAttention
-from megastack.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from megastack.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megastack.layers.loss import vocab_parallel_cross_entropy
 from megastack.layers.mlp import ParallelMLP
 from megastack.layers.norm import LayerNorm, RMSNorm
-from megastack.layers.positions import LearnedPositions
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.placement.module import ParallelModule

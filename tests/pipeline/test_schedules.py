@@ -1,5 +1,6 @@
 """The schedules themselves: closed forms, torch's own orders, names and options."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from megastack.pipeline.schedules.registry import (
     register_schedule,
     schedule_names,
     schedule_violations,
+    splits_backward,
 )
 from megastack.pipeline.simulate import Costs, simulate
 
@@ -293,3 +295,62 @@ def test_forward_only_keeps_the_placement_of_training() -> None:
     assert check(schedule).sends == (3, 3)
     with pytest.raises(ScheduleError, match="at least 1"):
         forward_only(2, 1, 0)
+
+
+def flavoured(pp: int, chunks: int, microbatches: int, *, flavour: str = "plain") -> list[list[Action]]:
+    order = range(microbatches)[:: -1 if flavour == "reversed" else 1]
+    return [[Action.parse(f"0F{m}") for m in order] + [Action.parse(f"0B{m}") for m in order]]
+
+
+def needs_depth(pp: int, chunks: int, microbatches: int, *, depth: int) -> list[list[Action]]:
+    return flavoured(pp, chunks, microbatches)
+
+
+def without_sizes() -> list[list[Action]]:
+    return []
+
+
+def not_actions(pp: int, chunks: int, microbatches: int) -> str:
+    return "actions"
+
+
+def of_two_microbatches(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    return flavoured(pp, chunks, 2)
+
+
+def raises(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    return [[1 // 0]]
+
+
+HERE = "tests.pipeline.test_schedules"
+
+
+def test_a_dotted_path_names_a_function_and_its_options() -> None:
+    schedule = build_schedule(f"{HERE}.flavoured", 1, 1, 3, flavour="reversed")
+    assert str(schedule.ranks[0][0]) == "0F2" and schedule.name == f"{HERE}.flavoured"
+    assert not splits_backward(f"{HERE}.flavoured", 1, 1, 3)
+    assert closed_form(f"{HERE}.flavoured", 1, 1, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("nowhere.fn", {}, "schedule._target_=nowhere.fn: importing nowhere failed with ModuleNotFoundError"),
+        (f"{HERE}.flavored", {}, f"schedule._target_={HERE}.flavored: {HERE} has no class or function .*use flavoured"),
+        (
+            f"{HERE}.flavoured",
+            {"flavor": "x"},
+            f"schedule.flavor=x: schedule._target_={HERE}.flavoured takes no such option; use flavour",
+        ),
+        (f"{HERE}.needs_depth", {}, f"schedule.depth=null: schedule._target_={HERE}.needs_depth needs it"),
+        (f"{HERE}.without_sizes", {}, r"must accept three positional arguments; use \(pp, chunks, microbatches"),
+        (f"{HERE}.not_actions", {}, "must return a list of actions for each rank, got AttributeError"),
+        (f"{HERE}.of_two_microbatches", {}, "its lists are for pp=1, chunks=1, microbatches=2"),
+        (f"{HERE}.raises", {}, "must return a list of actions for each rank, got ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_one_error(path: str, options: dict[str, str], message: str) -> None:
+    [violation] = schedule_violations(path, 1, 1, 3, **options)
+    assert re.search(message, str(violation)), str(violation)
+    with pytest.raises(ScheduleError):
+        build_schedule(path, 1, 1, 3, **options)

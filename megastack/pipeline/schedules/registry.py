@@ -7,6 +7,9 @@ but not built are known here, so that a configuration can be told so.
     @register_schedule("mine")
     def mine(pp, chunks, microbatches, *, flavour="plain"):
         return [[Action.parse("0F0"), Action.parse("0B0")]]
+
+A dotted path names a function without registration; this is how a configuration chooses one, with its options beside
+the path: ``schedule: {_target_: my_file.mine, flavour: fancy}``.
 """
 
 from __future__ import annotations
@@ -17,15 +20,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megastack.errors import ScheduleError, Violation, counted
+from megastack.errors import ConfigError, ScheduleError, Violation, counted
 from megastack.pipeline.action import EXECUTED, Action, Op
 from megastack.pipeline.check import check
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 from megastack.pipeline.simulate import error
+from megastack.targets import import_path
 
 Rows = Sequence[Sequence[Action]]
 Generator = TypeVar("Generator", bound=Callable[..., Rows])
+
+TARGET = "schedule._target_"
 
 PLANNED = ("zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
 
@@ -56,6 +62,7 @@ class _Kind:
     peaks: Callable[..., Sequence[float]] | None = None
     violations: Callable[..., list[Violation]] | None = None
     proven: bool = False
+    key: str = "schedule.name"
 
     def options(self) -> dict[str, bool]:
         """Its options, and whether each must be given."""
@@ -71,10 +78,7 @@ def custom(pp: int, chunks: int, microbatches: int, *, path: str) -> Rows:
 def _custom_violations(pp: int, chunks: int, microbatches: int, *, path: str) -> list[Violation]:
     """What is wrong with the file: unreadable, for other sizes, or lists that fail `check`."""
     try:
-        schedule = Schedule.load(path)
-        _require_sizes(schedule, (pp, chunks, microbatches))
-        _require_executed(schedule)
-        check(schedule)
+        _require_usable(Schedule.load(path), (pp, chunks, microbatches))
     except ScheduleError as error:
         return [Violation("schedule.path", path, str(error).removeprefix(f"schedule.path={path}: "))]
     return []
@@ -128,21 +132,66 @@ def known_names() -> tuple[str, ...]:
     return (*_KINDS, *PLANNED)
 
 
-def schedule_violations(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> list[Violation]:
-    """What stands against a schedule of these sizes and options (None: not given); reads the file of `custom`."""
-    if name not in _KINDS:
+def _find(name: str) -> _Kind | list[Violation]:
+    """The schedule of a name or a dotted path, or what is wrong with it."""
+    if name in _KINDS:
+        return _KINDS[name]
+    if "." not in name:
         rule = "is not available yet" if name in PLANNED else "is no schedule"
         return [Violation("schedule.name", name, rule, schedule_names())]
+    try:
+        generate = import_path(TARGET, name)
+        inspect.signature(generate).bind(1, 1, 1, **_placeholders(generate))
+    except ConfigError as error:
+        return list(error.violations)
+    except (TypeError, ValueError):
+        return [
+            Violation(TARGET, name, "must accept three positional arguments", ("(pp, chunks, microbatches, *, …)",))
+        ]
+    return _Kind(generate, violations=partial(_own_violations, generate, name), key=TARGET)
+
+
+def _kind(name: str) -> _Kind:
+    """The schedule of a legal name or dotted path."""
+    kind = _find(name)
+    assert isinstance(kind, _Kind), kind
+    return kind
+
+
+def _placeholders(generate: Callable[..., Any]) -> dict[str, None]:
+    parameters = inspect.signature(generate).parameters.values()
+    return {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _own_violations(
+    generate: Callable[..., Any], path: str, pp: int, chunks: int, microbatches: int, **options: Any
+) -> list[Violation]:
+    """What is wrong with the result of a function that a dotted path names."""
+    try:
+        schedule = Schedule.from_actions(generate(pp, chunks, microbatches, **options), name=path)
+        _require_usable(schedule, (pp, chunks, microbatches))
+    except ScheduleError as error:
+        return [Violation(TARGET, path, str(error))]
+    except Exception as error:
+        rule = f"must return a list of actions for each rank, got {type(error).__name__}: {error}"
+        return [Violation(TARGET, path, rule)]
+    return []
+
+
+def schedule_violations(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> list[Violation]:
+    """What stands against a schedule of these sizes and options (None: not given); reads the file of `custom`."""
+    kind = _find(name)
+    if not isinstance(kind, _Kind):
+        return kind
     sizes = {"parallel.pp": pp, "schedule.chunks": chunks, "microbatches": microbatches}
     found = [Violation(key, size, "must be at least 1") for key, size in sizes.items() if size < 1]
-    kind, given = _KINDS[name], _given(options)
-    takes = kind.options()
+    given, takes, chosen = _given(options), kind.options(), f"{kind.key}={name}"
     for key in sorted(given.keys() - takes.keys()):
-        rule = f"schedule.name={name} takes no such option"
-        found.append(Violation(f"schedule.{key}", given[key], rule, (None,)))
+        legal = tuple(takes) if kind.key == TARGET and takes else (None,)
+        found.append(Violation(f"schedule.{key}", given[key], f"{chosen} takes no such option", legal))
     for key, required in takes.items():
         if required and key not in given:
-            found.append(Violation(f"schedule.{key}", None, f"schedule.name={name} needs it"))
+            found.append(Violation(f"schedule.{key}", None, f"{chosen} needs it"))
     if not found and kind.violations:
         found += kind.violations(pp, chunks, microbatches, **given)
     return found
@@ -152,7 +201,7 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
     """The schedule `name` for p ranks, v chunks each and M microbatches.
 
     Args:
-        name: one of `schedule_names()`.
+        name: one of `schedule_names()`, or the dotted path of a function.
         pp, chunks, microbatches: p, v and M, each at least 1.
         options: what the schedule takes beside them (interleaved: `round`; custom: `path`); None means not given.
 
@@ -161,7 +210,7 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
     """
     if found := schedule_violations(name, pp, chunks, microbatches, **options):
         raise ScheduleError("\n".join(map(str, found)))
-    kind = _KINDS[name]
+    kind = _kind(name)
     schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)), name=name)
     if not (kind.proven or kind.violations):
         _require_sizes(schedule, (pp, chunks, microbatches))
@@ -171,7 +220,7 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
 
 def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> bool:
     """Whether a legal schedule has W's, gradients of weights apart from those of the inputs."""
-    kind = _KINDS[name]
+    kind = _kind(name)
     if kind.proven:  # the second rank is like all later ones, one microbatch like all others
         pp, microbatches = min(pp, 2), 1
     rows = kind.generate(pp, chunks, microbatches, **_given(options))
@@ -182,7 +231,7 @@ def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: A
     """What the formulas of a schedule say, without building it; None where it has none."""
     if found := schedule_violations(name, pp, chunks, microbatches, **options):
         raise ScheduleError("\n".join(map(str, found)))
-    kind = _KINDS[name]
+    kind = _kind(name)
     if kind.idle is None or kind.peaks is None:
         return None
     idle = kind.idle(pp, chunks, microbatches, **_given(options))
@@ -192,6 +241,12 @@ def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: A
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
+
+
+def _require_usable(schedule: Schedule, sizes: tuple[int, int, int]) -> None:
+    _require_sizes(schedule, sizes)
+    _require_executed(schedule)
+    check(schedule)
 
 
 def _require_executed(schedule: Schedule) -> None:
