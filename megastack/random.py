@@ -22,9 +22,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megastack.errors import ConfigError
+from megastack.torch_private import has_values
 
 _CPU_CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 24
@@ -72,7 +72,7 @@ def counter_normal(
     rounded to fp32 and then cast to ``dtype``, so runs in any precision start alike.
     """
     out = torch.empty(tuple(box.size), dtype=dtype, device=device)
-    if not _has_values(out) or not out.numel():
+    if not has_values(out) or not out.numel():
         return out
     key = stream_key("normal", seed, name)
     outer, run_length = _runs(shape, box)
@@ -118,7 +118,7 @@ def dropout_mask(
     if not 0 <= p < 1:
         raise ConfigError(f"dropout={p}: must be at least 0 and below 1")
     keep = torch.empty((len(samples_B), length, features), dtype=torch.bool, device=samples_B.device)
-    if not _has_values(keep) or not keep.numel():
+    if not has_values(keep) or not keep.numel():
         return keep
     key_B11 = counter_bits(stream_key("dropout", seed, step, site), samples_B)[:, None, None]
     threshold = round(p * 2**64) - 2**63
@@ -194,10 +194,6 @@ def _normals(bits: Tensor, std: float) -> Tensor:
     radius = (bits >> 32).bitwise_and_(_LOW_32).double().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = bits.bitwise_and_(_LOW_32).double().mul_(2.0 * pi / 2**32)
     return radius.mul_(angle.cos_()).mul_(std).float()
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _chunk_size(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""FSDP2's gathers and reductions over megastack's own collectives, so that the ledger counts what travels."""
+"""FSDP2's all-gathers and reduce-scatters over megastack's own collectives, so that they are counted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megastack.comm.backend import backend_of
 from megastack.comm.collectives import Pending, start_all_gather_, start_reduce_scatter_
 from megastack.comm.group import AxisGroup
 
 
-class _Traffic:
-    """A way of FSDP2 to communicate that is ours, and counted."""
+class _Collective:
+    """FSDP2's interface for custom communication."""
 
     def __init__(self, group: AxisGroup, dtype: torch.dtype | None = None) -> None:
         self._group, self._dtype = group, dtype
@@ -23,25 +24,25 @@ class _Traffic:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class CountedGather(_Traffic):
-    """The all-gather; its input lies in its output already.
+class CountedGather(_Collective):
+    """The all-gather; its input already lies in its output.
 
-    On the CPU it goes on until the parameters are used. On a GPU it runs on the stream that FSDP2 has chosen, and
-    waiting for it does not hold up the host.
+    Where waiting blocks the host, the wait comes when the parameters are used. On a GPU the gather runs on the stream
+    that FSDP2 has chosen, which waits at once.
     """
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         gathering = start_all_gather_(output_tensor, self._group)
-        if output_tensor.device.type == "cpu":
+        if backend_of(output_tensor.device).wait_blocks_host:
             return _Gathering(gathering)
         gathering.wait()
         return None
 
 
 class _Gathering(dist.Work):
-    """A gather under way, as FSDP2 waits for one."""
+    """A gather in progress, as FSDP2 waits for one."""
 
     def __init__(self, pending: Pending) -> None:
         super().__init__()
@@ -52,8 +53,8 @@ class _Gathering(dist.Work):
         return True
 
 
-class CountedReduce(_Traffic):
-    """The reduce-scatter, in the dtype that is wanted on the wire."""
+class CountedReduce(_Collective):
+    """The reduce-scatter, in the dtype of the communication."""
 
     def __call__(
         self,

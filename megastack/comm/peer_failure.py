@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
+from megastack.torch_private import DISPATCH_FILE, TRANSPORT_FILES
+
 _OWN = f"{Path(__file__).parent}/"
-_TORCH = f"{Path(torch.__file__).parent}/"
-_TRANSPORT = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distributed/_functional_collectives.py")
-_DISPATCH = f"{_TORCH}_ops.py"
 _TEXTS = ("gloo/", "caused pair closure", "NCCL")
 """For waits in code that is neither torch's nor megastack's, where the call itself leaves no frame."""
 
@@ -47,8 +45,8 @@ def _in_transport(error: BaseException) -> bool:
 
 def is_transport(calls: Sequence[tuple[str, str]]) -> bool:
     """Whether a stack, as files and functions, ends in torch's communication, or in one of megastack's waits for it."""
-    file, name = next((call for call in reversed(calls) if call[0] != _DISPATCH), ("", ""))
-    return file in _TRANSPORT or (file.startswith(_OWN) and name == "wait")
+    file, name = next((call for call in reversed(calls) if call[0] != DISPATCH_FILE), ("", ""))
+    return file in TRANSPORT_FILES or (file.startswith(_OWN) and name == "wait")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

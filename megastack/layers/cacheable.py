@@ -14,11 +14,8 @@ from functools import partial
 
 from torch import nn
 
-from megastack.layers.overrides import (
-    has_forward_hooks,
-    is_called_plainly,
-    method_is_built_in,
-)
+from megastack.layers.overrides import is_called_plainly, method_is_built_in
+from megastack.torch_private import has_forward_hooks
 
 METHODS = (
     *("forward", "attend", "activate", "_positioned", "_attend_with_dropout", "_drop"),

@@ -112,7 +112,7 @@ class Decoder(ParallelModule):
             The carry for the next stage, or the loss sums where this stage has the head.
         """
         carry = self._run(carry, microbatch)
-        self.mesh.ledger.flight_recorder.layer = "head" if self.has_head else None
+        self.mesh.observer.on_layer("head" if self.has_head else None)
         return self._loss(self._logits(carry["hidden"]), microbatch.labels_BS) if self.has_head else carry
 
     def logits(self, carry: StageTensors, microbatch: Microbatch) -> Tensor:
@@ -174,7 +174,7 @@ class Decoder(ParallelModule):
         context = self._context(microbatch, cache)
         values = {"hidden": self._embed(microbatch, context)} if self.has_embedding else dict(carry)
         for name, block in self.blocks.items():
-            self.mesh.ledger.flight_recorder.layer = f"blocks.{name}"
+            self.mesh.observer.on_layer(f"blocks.{name}")
             values |= _call(block, values, context)
         return values
 

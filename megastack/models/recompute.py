@@ -38,6 +38,7 @@ from megastack.layers.autocast import AutocastState
 from megastack.layers.context import Context
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megastack.models.kept_buffers import KeptBuffers
+from megastack.weight_gradients import current_scope, entered
 
 EVERY_BLOCK = r"blocks\.\d+"
 
@@ -170,6 +171,7 @@ class _Call:
         self.generators = _Generators(tensors)
         self.buffers = KeptBuffers(function)
         self.autocast = AutocastState.now(tensors)
+        self.scope = current_scope()
         self.places: list[ref[_Place]] = []
 
     def forget(self, x: Tensor) -> _Place:
@@ -203,7 +205,7 @@ class _Call:
         args, kwargs = self._arguments()
         hooks = saved_tensors_hooks(take, _as_kept)
         before = self.generators.as_they_were(), self.buffers.as_they_were(), self.autocast.restored()
-        with before[0], before[1], before[2], suppress(_Done), torch.enable_grad(), hooks:
+        with before[0], before[1], before[2], entered(self.scope), suppress(_Done), torch.enable_grad(), hooks:
             self.function(*args, **kwargs)
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:

@@ -29,7 +29,7 @@ class Op(StrEnum):
     UNSHARD = "UNSHARD"  # gather a stage's parameters
     RESHARD = "RESHARD"  # drop what was gathered
     REDUCE_GRAD = "REDUCE_GRAD"  # reduce a stage's gradients over data-parallel ranks
-    OVERLAP_F_B = "OVERLAP_F_B"  # its parts run as one unit
+    OVERLAP_F_B = "OVERLAP_F_B"  # its parts run as one computation
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
@@ -50,7 +50,7 @@ class Action:
         op: what to do; its text is accepted too.
         stage: global stage number; -1 for ``OVERLAP_F_B``, whose parts name theirs.
         microbatch: its number within the step, None for UNSHARD, RESHARD and REDUCE_GRAD.
-        parts: for ``OVERLAP_F_B`` only, the actions that run as one unit.
+        parts: for ``OVERLAP_F_B`` only, the actions that run as one computation.
 
     Raises:
         ScheduleError: for an unknown op, a negative number, or a microbatch or parts that the op does not take.
@@ -77,7 +77,7 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        """Whether it takes a rank's compute time: F, B, I, W, or several of them as one unit."""
+        """Whether it takes a rank's compute time: F, B, I, W, or several of them as one computation."""
         return self.op in COMPUTE or self.op is Op.OVERLAP_F_B
 
     @classmethod
@@ -102,7 +102,7 @@ def _op(text: str) -> Op:
         raise ScheduleError(f"{text!r} is not an op; use one of {', '.join(Op)}") from None
 
 
-# Packed form: | joined: 1 | op: 5 | stage: 24 | microbatch + 1: 24 |. A unit of several parts is stored as its parts,
+# Packed form: | joined: 1 | op: 5 | stage: 24 | microbatch + 1: 24 |. An OVERLAP_F_B is stored as its parts,
 # each but the last with `joined` set.
 OP_SHIFT, STAGE_SHIFT = 48, 24
 JOINED = 1 << 53
@@ -142,12 +142,12 @@ def microbatch_of(packed: int) -> int | None:
 
 
 def unpack(packed: int) -> Action:
-    """The action of one packed integer (the part alone where it belongs to a unit)."""
+    """The action of one packed integer (a part on its own)."""
     return Action(op_of(packed), stage_of(packed), microbatch_of(packed))
 
 
-def units(row: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    """Group a row of packed integers into its steps: one integer each, or the parts of a unit."""
+def split_steps(row: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """Group a row of packed integers into its steps: one integer each, or the parts of one action."""
     parts: tuple[int, ...] = ()
     for packed in row:
         parts += (packed & ~JOINED,)
@@ -156,13 +156,13 @@ def units(row: Iterable[int]) -> Iterator[tuple[int, ...]]:
             parts = ()
 
 
-def join(unit: Sequence[int]) -> list[int]:
-    """The parts of one step as they are stored in a row; `units` is the inverse."""
-    return [packed | JOINED for packed in unit[:-1]] + list(unit[-1:])
+def join(parts: Sequence[int]) -> list[int]:
+    """The parts of one step as they are stored in a row; `split_steps` is the inverse."""
+    return [packed | JOINED for packed in parts[:-1]] + list(parts[-1:])
 
 
-def unpack_unit(unit: tuple[int, ...]) -> Action:
+def unpack_step(parts: tuple[int, ...]) -> Action:
     """The action of one step."""
-    if len(unit) == 1:
-        return unpack(unit[0])
-    return Action(Op.OVERLAP_F_B, -1, None, tuple(map(unpack, unit)))
+    if len(parts) == 1:
+        return unpack(parts[0])
+    return Action(Op.OVERLAP_F_B, -1, None, tuple(map(unpack, parts)))

@@ -15,7 +15,7 @@ from itertools import islice
 from os import PathLike
 
 from megastack.errors import ScheduleError
-from megastack.pipeline.action import COMPUTE, Action, pack, units, unpack_unit
+from megastack.pipeline.action import COMPUTE, Action, pack, split_steps, unpack_step
 from megastack.pipeline.grid import grid
 
 
@@ -70,15 +70,15 @@ class Schedule:
     @property
     def ranks(self) -> list[list[Action]]:
         """For each rank, its actions in order. The lists are copies."""
-        return [[unpack_unit(unit) for unit in units(self.codes(rank))] for rank in range(self.pp)]
+        return [[unpack_step(parts) for parts in split_steps(self.codes(rank))] for rank in range(self.pp)]
 
     def codes(self, rank: int) -> memoryview:
         """The packed integers of one rank."""
         return memoryview(self.packed[rank]).cast("q")
 
     def steps(self, rank: int) -> list[tuple[int, ...]]:
-        """The steps of one rank as packed integers: one each, or the parts of a unit."""
-        return list(units(self.codes(rank)))
+        """The steps of one rank as packed integers: one each, or the parts of one action."""
+        return list(split_steps(self.codes(rank)))
 
     def stage_rank(self, stage: int) -> int:
         """The rank that holds `stage`."""

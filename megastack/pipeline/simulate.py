@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from megastack.errors import ScheduleError, counted
 from megastack.pipeline import progress
-from megastack.pipeline.action import COMPUTE, SENDS, Action, Op, op_of, stage_of, unpack, unpack_unit
+from megastack.pipeline.action import COMPUTE, SENDS, Action, Op, op_of, stage_of, unpack, unpack_step
 from megastack.pipeline.activations import peak_microbatches
-from megastack.pipeline.boundary import carried, has_communication, message, value, wanted
 from megastack.pipeline.grid import grid
+from megastack.pipeline.messages import has_communication, input_key, message_of, output_key, payload_key
 from megastack.pipeline.schedule import Schedule
 
 PerStage = float | Sequence[float]
@@ -107,7 +107,7 @@ class Timeline:
 
     def rank_spans(self, rank: int) -> list[Span]:
         """When each computation of one rank runs, in order."""
-        computations = [packed for unit in self.schedule.steps(rank) for packed in unit if op_of(packed) in COMPUTE]
+        computations = [packed for parts in self.schedule.steps(rank) for packed in parts if op_of(packed) in COMPUTE]
         times = self.times[rank]
         return [Span(rank, unpack(packed), times[2 * i], times[2 * i + 1]) for i, packed in enumerate(computations)]
 
@@ -155,7 +155,7 @@ def error(schedule: Schedule, text: str, rank: int, step: int | None = None) -> 
 
 def stuck(schedule: Schedule, cycle: Sequence[int], positions: Mapping[int, int], awaited: str) -> ScheduleError:
     """The error for ranks that wait for one another, the first of `cycle` marked as offending."""
-    actions = [unpack_unit(schedule.steps(rank)[positions[rank]]) for rank in cycle]
+    actions = [unpack_step(schedule.steps(rank)[positions[rank]]) for rank in cycle]
     chain = ", which waits for ".join(f"rank {rank} at {action}" for rank, action in zip(cycle, actions, strict=True))
     end = f", which waits for rank {cycle[0]}" if len(cycle) > 1 else f" waits for {awaited} that never comes"
     rows = schedule.ranks
@@ -167,19 +167,19 @@ def stuck(schedule: Schedule, cycle: Sequence[int], positions: Mapping[int, int]
 def _rows(schedule: Schedule) -> list[list[progress.Step]]:
     """What each step waits for and makes; keys are packed values, or packed sends where the lists name them."""
     sent = has_communication(schedule)
-    return [[_step(schedule, unit, sent) for unit in schedule.steps(rank)] for rank in range(schedule.pp)]
+    return [[_step(schedule, parts, sent) for parts in schedule.steps(rank)] for rank in range(schedule.pp)]
 
 
-def _step(schedule: Schedule, unit: tuple[int, ...], sent: bool) -> progress.Step:
+def _step(schedule: Schedule, parts: tuple[int, ...], sent: bool) -> progress.Step:
     needs: list[Hashable] = []
     gives: list[Hashable] = []
-    for packed in unit:
+    for packed in parts:
         op = op_of(packed)
         if op in COMPUTE:
-            key, made = wanted(schedule, packed), value(packed)
+            key, made = input_key(schedule, packed), output_key(packed)
             if key is not None:
-                way = message(schedule, key) if sent else None
-                needs.append(way.send if way else key)
+                message = message_of(schedule, key) if sent else None
+                needs.append(message.send if message else key)
             if made is not None:
                 gives.append(made)
         elif op in SENDS:
@@ -195,23 +195,23 @@ def _times(schedule: Schedule, costs: Costs, order: Sequence[tuple[int, int]]) -
     arrivals: dict[int, float] = {}
     times: list[array[float]] = [array("d") for _ in range(schedule.pp)]
     for rank, position in order:
-        unit = steps[rank][position]
-        inputs = (arrivals.get(key, 0.0) for packed in unit if (key := wanted(schedule, packed)) is not None)
+        parts = steps[rank][position]
+        inputs = (arrivals.get(key, 0.0) for packed in parts if (key := input_key(schedule, packed)) is not None)
         clock = max(clocks[rank], *inputs, 0.0)
         made = []
-        for packed in unit:
+        for packed in parts:
             op = op_of(packed)
             if op in SENDS:
-                key = carried(packed)
-                way = message(schedule, key)
-                arrivals[key] = clock + (costs.latency(way.source, way.destination) if way else 0.0)
+                key = payload_key(packed)
+                message = message_of(schedule, key)
+                arrivals[key] = clock + (costs.latency(message.source, message.destination) if message else 0.0)
             elif op in COMPUTE:
                 times[rank].append(clock)
                 clock += durations[op][stage_of(packed)]
                 times[rank].append(clock)
-                made.append(value(packed))
+                made.append(output_key(packed))
         for key in made:
-            if key is not None and not ((way := message(schedule, key)) and sent):
-                arrivals[key] = clock + (costs.latency(way.source, way.destination) if way else 0.0)
+            if key is not None and not ((message := message_of(schedule, key)) and sent):
+                arrivals[key] = clock + (costs.latency(message.source, message.destination) if message else 0.0)
         clocks[rank] = clock
     return times

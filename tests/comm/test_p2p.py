@@ -8,15 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megastack.comm.ledger import Traffic
 from megastack.comm.p2p import P2PChannels
+from megastack.comm.traffic import Traffic
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.testing.ranks import run_ranks
 
 
 def lines_of(mesh: Mesh) -> P2PChannels:
-    return P2PChannels(mesh[Axis.PP], mesh.backward_lines, mesh.device)
+    return P2PChannels(mesh[Axis.PP], mesh.backward_channels, mesh.device)
 
 
 def in_order() -> list[list[float]]:
@@ -119,9 +119,9 @@ def test_a_message_is_kept_until_it_was_matched_and_no_longer() -> None:
 def groups_of_lines() -> tuple[bool, bool]:
     mesh = Mesh.from_environment(MeshShape(pp=2, dp=2))
     lines, group = lines_of(mesh), mesh[Axis.PP].group
-    assert mesh.backward_lines is not None
-    same_ranks = dist.get_process_group_ranks(mesh.backward_lines) == list(mesh[Axis.PP].ranks)
-    return lines._line(0, 1) is group and lines._line(1, 0) is mesh.backward_lines is not group, same_ranks
+    assert mesh.backward_channels is not None
+    same_ranks = dist.get_process_group_ranks(mesh.backward_channels) == list(mesh[Axis.PP].ranks)
+    return lines._line(0, 1) is group and lines._line(1, 0) is mesh.backward_channels is not group, same_ranks
 
 
 def test_the_two_directions_of_a_pair_have_a_group_each() -> None:
@@ -130,9 +130,9 @@ def test_the_two_directions_of_a_pair_have_a_group_each() -> None:
 
 
 def test_a_mesh_without_a_pipeline_has_no_second_group() -> None:
-    assert Mesh.single().backward_lines is None
+    assert Mesh.single().backward_channels is None
     assert run_ranks(second_group, 2) == [None] * 2
 
 
 def second_group() -> object:
-    return Mesh.from_environment(MeshShape(dp=2)).backward_lines
+    return Mesh.from_environment(MeshShape(dp=2)).backward_channels

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megastack.comm.collectives import all_reduce, start_all_reduce
-from megastack.comm.ledger import Traffic
 from megastack.comm.p2p import P2PChannels
+from megastack.comm.traffic import Traffic
 from megastack.errors import MeshError
 from megastack.mesh.mesh import Mesh, pick_device
 from megastack.mesh.shape import Axis, MeshShape
@@ -220,7 +220,7 @@ def waits_in_vain() -> dict[str, float]:
     began = time.monotonic()
     pending = {name: start_all_reduce(torch.ones(1), group) for name, group in groups.items() if last in group.ranks}
     if last in mesh[Axis.PP].ranks:
-        lines = P2PChannels(mesh[Axis.PP], mesh.backward_lines, mesh.device)
+        lines = P2PChannels(mesh[Axis.PP], mesh.backward_channels, mesh.device)
         pending["backward"] = lines.receive((1,), torch.float32, 1)
     for operation in pending.values():
         with pytest.raises(RuntimeError):

@@ -7,7 +7,8 @@ import threading
 import time
 from dataclasses import replace
 
-from megastack.comm.flight_recorder import KEPT, FlightRecorder, Operation, Waited
+from megastack.comm.flight_recorder import KEPT, FlightRecorder, Operation
+from megastack.comm.observer import ObservedWork, RankObserver
 from megastack.mesh.shape import Axis
 from megastack.observe.watchdog import RankState, Watchdog, find_missing_ranks, read_reports
 
@@ -136,8 +137,9 @@ def test_where_no_rank_waits_on_the_host_the_last_operations_tell_who_is_missing
 
 
 def test_the_time_of_a_wait_counts_from_the_start_of_a_collective() -> None:
-    flight_recorder, work = FlightRecorder(), type("Work", (), {"wait": lambda self: None})()
-    pending = Waited(work, flight_recorder, flight_recorder.start("dp", "all_reduce", (3,), (0, 1)))
+    observer, work = RankObserver(), type("Work", (), {"wait": lambda self: None})()
+    flight_recorder = observer.flight_recorder
+    pending = ObservedWork(work, observer, observer.on_operation("dp", "all_reduce", (0, 1), (3,), None))
     time.sleep(0.05)
     pending.wait()
     assert flight_recorder.moved - flight_recorder.since >= 0.05

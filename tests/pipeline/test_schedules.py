@@ -260,7 +260,7 @@ def test_a_users_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one_by_one" in schedule_names()
     assert check(build_schedule("one_by_one", 3, 1, 2)).peaks == (1, 1, 1)
     assert closed_form("one_by_one", 3, 1, 2) is None
-    with pytest.raises(ScheduleError, match="0B0 stands before 0F0"):
+    with pytest.raises(ScheduleError, match="0B0 comes before 0F0"):
         build_schedule("one_by_one", 3, 1, 2, faulty=True)
     with pytest.raises(ScheduleError, match="one_by_one takes no such option"):
         build_schedule("one_by_one", 3, 1, 2, round=1)

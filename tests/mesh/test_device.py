@@ -8,8 +8,8 @@ import resource
 
 import pytest
 import torch
-
 from megastack.launch.memory import keep_freed_memory
+
 from megastack.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
