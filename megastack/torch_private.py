@@ -65,6 +65,11 @@ def has_values(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
+def version_of(x: Tensor) -> int:
+    """The version counter of a tensor: changes in place increase it, except through ``.data``."""
+    return x._version
+
+
 # Modules.
 
 MODULE_CALL: dict[str, Callable[..., Any]] = {
@@ -96,6 +101,21 @@ def has_backward_hooks(module: nn.Module) -> bool:
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
     )
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The table of a module's own parameters, to be changed in place."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table of a module's own buffers, to be changed in place."""
+    return module._buffers
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether one of a module's own buffers is part of its state dict."""
+    return name not in module._non_persistent_buffers_set
 
 
 # FSDP2.

@@ -24,9 +24,9 @@ ALLOWED: dict[str, set[str]] = {
     "records": set(),
     "mesh": {"comm", "torch_private"},
     "comm": {"torch_private"},
-    "placement": {"mesh", "random"},
+    "placement": {"mesh", "random", "torch_private"},
     "layers": {"placement", "comm", "random", "mesh", "batch", "weight_gradients", "torch_private"},
-    "models": {"layers", "placement", "mesh", "batch", "config", "pipeline", "weight_gradients"},
+    "models": {"layers", "placement", "mesh", "batch", "config", "pipeline", "weight_gradients", "torch_private"},
     "pipeline": {"mesh", "comm", "batch", "weight_gradients"},
     "gradients": {"placement", "comm", "mesh", "weight_gradients", "torch_private"},
     "optim": {"gradients", "placement"},
@@ -200,6 +200,39 @@ def test_torch_distributed_is_used_in_few_places(module: str) -> None:
 @pytest.mark.parametrize("package", [p.parent.relative_to(ROOT) for p in ROOT.rglob("*/__init__.py")], ids=str)
 def test_packages_import_nothing_themselves(package: Path) -> None:
     assert not imports(".".join(package.parts))
+
+
+STANDARD = {"_replace", "_fields", "_asdict", "_exit", "_current_frames", "_getframe"}
+"""Names of the standard library that begin with an underscore and are public."""
+
+
+@cache
+def own_private_names() -> frozenset[str]:
+    """The private names that the package itself defines: functions, classes, variables and attributes of `self`."""
+    found = set[str]()
+    for module in set(modules()) - {"torch_private"}:
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return frozenset(found)
+
+
+def foreign_private_names(module: str) -> set[str]:
+    """The private names of other packages that a module imports, or takes as attributes."""
+    used = {part for name in imports(module) if not name.startswith("megastack") for part in name.split(".")}
+    used |= {node.attr for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)} - own_private_names()
+    return {name for name in used if name.startswith("_") and not name.startswith("__")} - STANDARD
+
+
+def test_private_names_of_torch_are_used_in_one_module() -> None:
+    assert {"_will_engine_execute_node", "_forward_hooks", "_set_pg_timeout"} <= foreign_private_names("torch_private")
+    assert own("torch_private") == {"__init__"} or not own("torch_private"), "it imports torch alone"
+    found = {module: foreign_private_names(module) for module in modules() if module != "torch_private"}
+    assert not {module: names for module, names in found.items() if names}
 
 
 def test_torch_free_parts_do_not_load_torch() -> None:

@@ -15,6 +15,8 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from megastack.torch_private import buffers_of, version_of
+
 _COPIES = "_recompute_copies"
 """The attribute of a module that holds the last copy of each of its buffers, with the buffer and version it is of."""
 
@@ -41,20 +43,20 @@ class KeptBuffers:
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
         """Let the module have copies of the values as they were, and afterwards its own buffers again."""
-        now = [(module, name, module._buffers[name]) for module, name, _ in self._kept]
+        now = [(module, name, buffers_of(module)[name]) for module, name, _ in self._kept]
         for module, name, copy in self._kept:
-            module._buffers[name] = copy.clone()
+            buffers_of(module)[name] = copy.clone()
         try:
             yield
         finally:
             for module, name, buffer in now:
-                module._buffers[name] = buffer
+                buffers_of(module)[name] = buffer
 
 
 def _copy_of(module: nn.Module, name: str, buffer: Tensor) -> Tensor:
     """The last copy of a buffer if that has not changed since, else a new one."""
     copies: dict[str, tuple[ref[Tensor], int, Tensor]] = module.__dict__.setdefault(_COPIES, {})
     last = copies.get(name)
-    if last is None or last[0]() is not buffer or last[1] != buffer._version:
-        last = copies[name] = ref(buffer), buffer._version, buffer.detach().clone()
+    if last is None or last[0]() is not buffer or last[1] != version_of(buffer):
+        last = copies[name] = ref(buffer), version_of(buffer), buffer.detach().clone()
     return last[2]

@@ -1,4 +1,4 @@
-"""Freed memory stays with a rank that computes on the host."""
+"""The device of a rank: how it is chosen, and that freed host memory is kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 
 import pytest
 import torch
-from megastack.launch.memory import keep_freed_memory
+from megastack.mesh.device import keep_freed_memory
 
 from megastack.testing.ranks import run_ranks
 
