@@ -1,11 +1,11 @@
 """Time a schedule: when each action would run, given durations and link latencies.
 
-An event simulation of the runtime's semantics: a rank runs its list in order, a computation starts when its rank is
-free and its input has arrived, a send takes no compute time, a message arrives `p2p` after it was sent. There is no
-contention between messages. Both bubbles are shares of time that the busiest rank does not compute:
+An event simulation of the runtime: a rank runs its list in order, a computation starts when its rank is free and its
+input has arrived, a send takes no compute time, a message arrives `p2p` after it was sent. Messages do not contend.
+Both bubbles are the share of time in which the busiest rank does not compute:
 
-- `bubble`: of the longest span of a rank, from its first start to its last end; what closed forms speak of.
-- `step_bubble`: of the whole step, from the first start of any rank to the last end of any.
+- `bubble`: of the longest span of a rank, from its first start to its last end; closed forms refer to it.
+- `step_bubble`: of the whole step, from the first start of any rank to the last end of any rank.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _of_stages(schedule: Schedule, cost: PerStage, name: str) -> list[float]:
 
 
 class Span(NamedTuple):
-    """When one action runs on its rank; the parts of a unit follow one another and are spans of their own."""
+    """When one action runs on its rank; the parts of an OVERLAP_F_B are consecutive spans."""
 
     rank: int
     action: Action
@@ -85,12 +85,12 @@ class Timeline:
     """A timed schedule.
 
     Attributes:
-        schedule: what was timed.
+        schedule: the schedule.
         bubble: idle share of the longest rank span (see the module's docstring).
         step_bubble: idle share of the makespan.
         peaks: for each rank, the most activations alive, in microbatches of the whole rank.
-        makespan: from the first start to the last end.
-        times: for each rank, start and end of each computation in turn.
+        makespan: the time from the first start to the last end.
+        times: for each rank, start and end of each computation in order.
     """
 
     schedule: Schedule
@@ -116,7 +116,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Time a schedule, with or without its communication; `costs` default to ``Costs()``.
 
     Raises:
-        ScheduleError: when ranks wait for one another for ever; the grid marks where each of them stands.
+        ScheduleError: the ranks deadlock; the grid marks the action at which each of them waits.
     """
     costs = costs or Costs()
     order = run_order(schedule)
@@ -136,16 +136,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def run_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """(rank, step) in an order in which the whole schedule can run. Raises ScheduleError when there is none."""
+    """(rank, step) of the whole schedule in a possible order. Raises ScheduleError if there is none."""
     rows = _rows(schedule)
     reached = progress.run(rows)
     if reached.missing:
-        raise stuck(schedule, reached.cycle(rows), dict(enumerate(reached.positions)), "a value from another stage")
+        raise stuck(schedule, reached.cycle(rows), dict(enumerate(reached.positions)), "an output of another stage")
     return reached.order
 
 
 def error(schedule: Schedule, text: str, rank: int, step: int | None = None) -> ScheduleError:
-    """The error for one action of a rank's list, marked in the grid; without a step, for something absent from it."""
+    """The error for one action of a rank's list, marked in the grid; without a step, for an action that is missing."""
     rows = schedule.ranks
     action = None if step is None else rows[rank][step]
     where = f"rank {rank}" if step is None else f"rank {rank}, step {step}"
@@ -153,11 +153,11 @@ def error(schedule: Schedule, text: str, rank: int, step: int | None = None) -> 
     return ScheduleError(f"{where}: {text}", marked, action)
 
 
-def stuck(schedule: Schedule, cycle: Sequence[int], positions: Mapping[int, int], awaited: str) -> ScheduleError:
+def stuck(schedule: Schedule, cycle: Sequence[int], positions: Mapping[int, int], missing: str) -> ScheduleError:
     """The error for ranks that wait for one another, the first of `cycle` marked as offending."""
     actions = [unpack_step(schedule.steps(rank)[positions[rank]]) for rank in cycle]
     chain = ", which waits for ".join(f"rank {rank} at {action}" for rank, action in zip(cycle, actions, strict=True))
-    end = f", which waits for rank {cycle[0]}" if len(cycle) > 1 else f" waits for {awaited} that never comes"
+    end = f", which waits for rank {cycle[0]}" if len(cycle) > 1 else f" waits for {missing} that never comes"
     rows = schedule.ranks
     waiting = {rank: step for rank, step in positions.items() if step < len(rows[rank])}
     marked = grid(rows, (cycle[0], positions[cycle[0]]), waiting)
@@ -165,14 +165,14 @@ def stuck(schedule: Schedule, cycle: Sequence[int], positions: Mapping[int, int]
 
 
 def _rows(schedule: Schedule) -> list[list[progress.Step]]:
-    """What each step waits for and makes; keys are packed values, or packed sends where the lists name them."""
+    """What each step needs and provides; keys are outputs, or packed sends if the lists contain them."""
     sent = has_communication(schedule)
     return [[_step(schedule, parts, sent) for parts in schedule.steps(rank)] for rank in range(schedule.pp)]
 
 
 def _step(schedule: Schedule, parts: tuple[int, ...], sent: bool) -> progress.Step:
     needs: list[Hashable] = []
-    gives: list[Hashable] = []
+    provides: list[Hashable] = []
     for packed in parts:
         op = op_of(packed)
         if op in COMPUTE:
@@ -181,10 +181,10 @@ def _step(schedule: Schedule, parts: tuple[int, ...], sent: bool) -> progress.St
                 message = message_of(schedule, key) if sent else None
                 needs.append(message.send if message else key)
             if made is not None:
-                gives.append(made)
+                provides.append(made)
         elif op in SENDS:
-            gives.append(packed)
-    return progress.Step(tuple(needs), tuple(gives))
+            provides.append(packed)
+    return progress.Step(tuple(needs), tuple(provides))
 
 
 def _times(schedule: Schedule, costs: Costs, order: Sequence[tuple[int, int]]) -> list[array[float]]:

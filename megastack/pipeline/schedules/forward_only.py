@@ -1,6 +1,6 @@
-"""Forwards without backwards, for validation: the stages stay where training has put them.
+"""Forwards without backwards, for validation; the stages stay on the ranks of the training schedule.
 
-Microbatches pass the chunks in the same rounds as in the interleaved schedule, so that few outputs wait in flight.
+Microbatches pass the chunks in the same rounds as in the interleaved schedule, so few outputs are in flight.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from megastack.pipeline.schedules.interleaved import passes, rounds
 
 
 def forward_only(pp: int, chunks: int, microbatches: int, *, stage_ranks: Sequence[int] | None = None) -> Schedule:
-    """Each (stage, microbatch) forward once.
+    """One forward of each (stage, microbatch).
 
     Args:
-        pp, chunks, microbatches: p, v and M; M is free to differ from the training schedule's.
+        pp, chunks, microbatches: p, v and M; M may differ from the training schedule's.
         stage_ranks: the training schedule's `stage_ranks`; default stage s on rank s % pp.
 
     Raises:
-        ScheduleError: when one of the numbers is less than 1.
+        ScheduleError: one of the numbers is less than 1.
     """
     if min(pp, chunks, microbatches) < 1:
         raise ScheduleError(f"forward_only({pp}, {chunks}, {microbatches}): every number must be at least 1")

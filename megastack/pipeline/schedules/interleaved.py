@@ -1,8 +1,8 @@
 """Interleaved 1F1B: each rank holds several chunks of the model (Narayanan et al., arXiv 2104.04473).
 
-The bubble shrinks by the number of chunks v; messages grow by v, and so does a little memory. Microbatches pass a chunk
-in rounds. The paper needs M to be a multiple of p; here the M microbatches are cut into R = max(1, M // p) rounds of
-near-equal size, larger first, which runs for every M.
+With v chunks the bubble is v times shorter and there are v times as many messages; memory grows a little. Microbatches
+pass a chunk in rounds. The paper requires M to be a multiple of p; here the M microbatches are divided into
+R = max(1, M // p) rounds of near-equal size, larger first, which works for every M.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def interleaved(pp: int, chunks: int, microbatches: int, *, round: int | None = 
 
     Args:
         pp, chunks, microbatches: p, v and M.
-        round: microbatches of a round, exactly (the last round takes what is left); default the rounds above.
+        round: the exact number of microbatches in a round (the last takes the rest); default the rounds above.
     """
     return [_rank(pp, rank, chunks, rounds(pp, microbatches, round)) for rank in range(pp)]
 
@@ -52,10 +52,10 @@ def rounds(pp: int, microbatches: int, round: int | None = None) -> list[int]:
 
 
 def violations(pp: int, chunks: int, microbatches: int, *, round: int | None = None) -> list[Violation]:
-    """What stands against these sizes: a round of fewer than min(p, M), the last one included.
+    """The errors of these sizes: each round, the last one included, needs at least min(p, M) microbatches.
 
-    Its first microbatch would come back to the next chunk before the round has filled the pipeline: ranks stall, and
-    most such schedules never finish.
+    With fewer, its first microbatch reaches the next chunk before the round has filled the pipeline: ranks stall, and
+    most such schedules deadlock.
     """
     least = min(pp, microbatches)
     if round is None or (round >= least and not 0 < microbatches % round < least):
@@ -78,5 +78,5 @@ def peaks(pp: int, chunks: int, microbatches: int, *, round: int | None = None) 
 
 
 def idle(pp: int, chunks: int, microbatches: int, *, round: int | None = None) -> float:
-    """Idle time of the longest span of a rank where F = I = W = 1: that of GPipe with as many chunks, for any round."""
+    """Idle time of the longest span of a rank where F = I = W = 1, for any round; as GPipe with as many chunks."""
     return gpipe.idle(pp, chunks, microbatches)
