@@ -30,9 +30,9 @@ class Operation(NamedTuple):
     ranks: tuple[int, ...]
 
     @property
-    def line(self) -> str:
+    def channel(self) -> str:
         """The name of the sequence that :attr:`number` counts: a group, or a channel between two ranks."""
-        return line_of(self.axis, self.op, self.ranks)
+        return channel_of(self.axis, self.op, self.ranks)
 
     @property
     def other(self) -> Operation:
@@ -48,7 +48,7 @@ class Operation(NamedTuple):
         return f"{text} {'to' if self.op == 'send' else 'from'} rank {self.ranks[self.op == 'send']}"
 
 
-def line_of(axis: str, op: str, ranks: tuple[int, ...]) -> str:
+def channel_of(axis: str, op: str, ranks: tuple[int, ...]) -> str:
     """The name of a group or channel, the same on every rank."""
     if op in MESSAGES:
         return f"{axis} {op} {ranks[0]}>{ranks[1]}"

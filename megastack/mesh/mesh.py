@@ -1,10 +1,10 @@
-"""A live mesh: a shape, this rank's place on it, and the process groups along its axes.
+"""A live mesh: a shape, this rank's coordinates, and the process groups along its axes.
 
-A mesh is a value that is passed; two can live in one process. Groups come from torch's ``DeviceMesh``, so that FSDP2
+A mesh is a value that is passed; two can exist in one process. Groups come from torch's ``DeviceMesh``, so that FSDP2
 and distributed checkpoints use the same objects; axes of size 1 exist and communicate nothing.
 
-Making a group is itself collective. Those that training needs are made with the mesh, each by all ranks of the world.
-:meth:`Mesh.subgroup` is called by its members alone, whatever other groups each of them holds.
+Creating a group is collective. The groups that training needs are created with the mesh, by all ranks of the world.
+:meth:`Mesh.subgroup` is called by the members alone, regardless of the other groups that each of them has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megastack.mesh.store import open_store
 from megastack.torch_private import group_names, set_timeout
 
 _FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
-"""The fused groups that training needs."""
+"""The fused axes that training needs groups of."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = distributed_c10d.default_pg_timeout.total_seconds()
 
@@ -45,8 +45,8 @@ class Mesh:
     Attributes:
         shape: the degrees.
         rank: this rank.
-        device: where its tensors live.
-        coordinates: this rank's place on every axis.
+        device: the device of its tensors.
+        coordinates: this rank's coordinate on every axis.
         device_mesh: torch's view of the axes larger than 1; ``None`` without any.
         observer: what operations on all groups of this mesh are reported to.
         backward_channels: a second group of the ``pp`` ranks, for messages to lower ranks (see
@@ -90,13 +90,13 @@ class Mesh:
         """The mesh of a worker that a launcher started.
 
         Uses the default process group if there is one, else opens it from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-        ``MASTER_PORT``, or from Slurm's variables in a task of srun; without these variables a shape of one rank stands
-        alone. A rank gives up waiting for another after ``timeout_s`` seconds (torch's default if not given), here
-        already. A ``ledger`` may be there before.
+        ``MASTER_PORT``, or from Slurm's variables in a task of srun. Without these variables a shape of one rank needs
+        no process group. A rank stops waiting for another after ``timeout_s`` seconds (default: torch's), in this call
+        as well. Without an ``observer`` the mesh gets a :class:`~megastack.comm.observer.RankObserver` of its own.
 
         Raises:
-            MeshError: the shape's world size is not the number of ranks, there is no launcher, or no such device.
-            RankEnvironmentError: the variables cannot be used, or rank 0 cannot be reached where they say.
+            MeshError: the shape's world size is not the number of ranks, or there is no launcher or no such device.
+            RankEnvironmentError: the variables are invalid, or rank 0 cannot be reached at the address that they give.
         """
         target, observer = pick_device(device), observer or RankObserver()
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -126,12 +126,12 @@ class Mesh:
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> AxisGroup:
         known = self._groups.get((axes,))
-        if known is not None:  # layers ask at every call
+        if known is not None:  # layers look it up at every call
             return known
         named = (axes,) if isinstance(axes, str) else axes
         wanted = tuple(axis for axis in DENSE_AXES if axis in named)
         if len(wanted) != len(set(named)):
-            raise MeshError(f"{named}: a group is made of {', '.join(DENSE_AXES)}")
+            raise MeshError(f"{named}: must be axes among {', '.join(DENSE_AXES)}")
         real = tuple(axis for axis in wanted if self.shape.size(axis) > 1)
         key = (wanted,)
         if key not in self._groups:
@@ -140,15 +140,15 @@ class Mesh:
         return self._groups[key]
 
     def subgroup(self, axis: Axis | tuple[Axis, ...], indices: Sequence[int]) -> AxisGroup:
-        """The members of this rank's ``axis`` group at the given coordinates; all of those members call, and no others.
+        """The members of this rank's ``axis`` group at the given coordinates; only they call this, and all of them.
 
         Raises:
-            MeshError: this rank is not one of them.
+            MeshError: this rank is not one of them, or a coordinate is out of range.
         """
         whole, chosen = self[axis], tuple(sorted(set(indices)))
         if whole.rank not in chosen:
             raise MeshError(
-                f"{axis}={whole.rank}: is no member of the subgroup {chosen}; only its members may ask for it"
+                f"{axis}={whole.rank}: is not a member of the subgroup {chosen}; only members may request it"
             )
         if chosen[0] < 0 or chosen[-1] >= whole.size:
             raise MeshError(f"subgroup {chosen}: coordinates of {axis} are 0 … {whole.size - 1}")
@@ -228,13 +228,13 @@ def _require_size(shape: MeshShape, ranks: int) -> None:
 
 
 def _new_group(shape: MeshShape, axes: tuple[Axis, ...], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:
-    """The group of ``rank`` along ``axes``; all ranks of the world call, and take part in making every group."""
+    """The group of ``rank`` along ``axes``; all ranks of the world call this and take part in creating every group."""
     made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in shape.groups(*axes)]
     return next(group for ranks, group in made if rank in ranks)
 
 
 def _device_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | None) -> DeviceMesh | None:
-    """Torch's grid, of groups that are made here: with its own it would wait for absent ranks as long as it likes."""
+    """Torch's mesh, from groups that are created here, because groups that it creates ignore the time-out."""
     axes = [axis for axis in DENSE_AXES if shape.size(axis) > 1]
     if not axes:
         return None
@@ -249,6 +249,6 @@ def _device_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | No
 
 
 def _label(wanted: tuple[Axis, ...], real: tuple[Axis, ...]) -> str:
-    """The ledger's name of a group: ``dp`` stands for ``dp·cp``; other fusions join their names."""
+    """The label of a group: ``dp`` stands for ``dp·cp``; other fused axes join their names."""
     names = (Axis.DP if axis is Axis.CP and Axis.DP in wanted else axis for axis in real or wanted)
     return "_".join(dict.fromkeys(names))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megastack.comm.collectives import all_reduce, broadcast
+from megastack.comm.flight_recorder import Operation
 from megastack.comm.group import AxisGroup
 from megastack.comm.objects import all_gather_objects
 from megastack.comm.observer import NO_OBSERVER, ObservedWork, RankObserver
@@ -24,12 +25,12 @@ class Calls(RankObserver):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Any] = []
-        self.begin_wait = lambda operation, since=None: self.calls.append(("wait", operation, since is not None))
+        self.begin_wait = lambda operation, since=None: self.calls.append(("wait", operation.op, since is not None))
         self.end_wait = lambda: self.calls.append("end")
 
-    def on_operation(self, axis: str, op: str, *values: Any) -> str:
-        self.calls.append((axis, op, *values))
-        return op
+    def on_operation(self, *values: Any) -> Operation:
+        self.calls.append(values)
+        return super().on_operation(*values)
 
 
 def observed() -> tuple[list[Any], list[Any], list[Any]]:

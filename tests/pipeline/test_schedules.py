@@ -233,7 +233,9 @@ def test_options_that_are_null_are_not_given() -> None:
 def test_lists_with_actions_that_the_runtime_cannot_do_are_refused_where_they_stand(tmp_path: Path) -> None:
     path = tmp_path / "lists.csv"
     path.write_text("0F0,0UNSHARD,0B0\n1F0,1B0\n")
-    with pytest.raises(ScheduleError, match=r"rank 0, step 1: 0UNSHARD is not an action that the runtime executes; use F, B, "):
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, step 1: 0UNSHARD is not an action that the runtime executes; use F, B, "
+    ):
         build_schedule("custom", 2, 1, 1, path=str(path))
 
 
