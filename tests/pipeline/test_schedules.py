@@ -205,7 +205,7 @@ def test_planned_schedules_are_known_and_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "options", "words"),
     [
-        ("nope", (2, 1, 4), {}, "schedule.name=nope: is no schedule"),
+        ("nope", (2, 1, 4), {}, "schedule.name=nope: is not a schedule"),
         ("1f1b", (2, 2, 4), {}, "schedule.chunks=2: .*schedule.name=interleaved"),
         ("zb_h2", (2, 2, 4), {}, "schedule.chunks=2: .*schedule.name=interleaved"),
         ("zb_h1", (2, 1, 4), {"round": 2}, "schedule.round=2: .*takes no such option"),
