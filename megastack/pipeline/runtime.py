@@ -31,7 +31,7 @@ from megastack.pipeline.action import EXECUTED, Action, Op
 from megastack.pipeline.communication import with_communication
 from megastack.pipeline.messages import has_communication
 from megastack.pipeline.schedule import Schedule
-from megastack.pipeline.schedules.forward_only import forward_only
+from megastack.pipeline.schedules.interleaved import forward_only
 from megastack.pipeline.stage import Stage, StageTensors, TensorSpec, leaf
 from megastack.weight_gradients import WORTH_ADDING_IN_PLACE, weight_gradient_scope
 

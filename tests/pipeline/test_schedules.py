@@ -11,8 +11,7 @@ from megastack.errors import ScheduleError
 from megastack.pipeline.action import Action
 from megastack.pipeline.check import check
 from megastack.pipeline.schedules import registry
-from megastack.pipeline.schedules.forward_only import forward_only
-from megastack.pipeline.schedules.interleaved import rounds
+from megastack.pipeline.schedules.interleaved import forward_only, rounds
 from megastack.pipeline.schedules.registry import (
     PLANNED,
     build_schedule,
