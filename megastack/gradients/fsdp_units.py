@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from megastack.comm.fsdp import CountedGather, CountedReduce
+from megastack.comm.collectives import CountedGather, CountedReduce
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.placement.module import ReshardPolicy
+from megastack.torch_private import after_forward, before_forward
 
 
 def shard_dim(shape: Sequence[int], ranks: int) -> int:
@@ -253,11 +254,10 @@ def _is_trained(module: nn.Module) -> bool:
 def _skip(units: Sequence[nn.Module], value: tuple[Any, Any]) -> tuple[Any, Any]:
     """Run FSDP2's hooks of skipped units on the arguments, which otherwise stay unchanged."""
     for unit in units:
-        state = cast(Any, unit)._get_fsdp_state()
-        value = state._pre_forward(unit, *value)
+        value = before_forward(unit, *value)
         if _is_trained(unit):
             value = _with_gradient(value)
-        value = state._post_forward(unit, (), value)
+        value = after_forward(unit, value)
     return value
 
 

@@ -42,6 +42,7 @@ from megastack.placement.buffers import (
 )
 from megastack.placement.placement import Normal, Ones, Placement, Zeros
 from megastack.random import counter_normal
+from megastack.torch_private import buffers_of, parameters_of
 
 
 class ReshardPolicy(Enum):
@@ -89,7 +90,7 @@ class ParallelModule(nn.Module):
         device nothing is filled.
         """
         for name, placement in self.placements().items():
-            if "." in name or name in self._buffers:
+            if "." in name or name in buffers_of(self):
                 continue
             tensor = torch.empty(local_shape(placement, self.mesh.shape))
             fill_(tensor, placement, self.mesh.shape, self.mesh.coordinates, seed=0, name=name)
@@ -97,8 +98,8 @@ class ParallelModule(nn.Module):
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """As in torch; a declared buffer replaces the parameter that the base class created from the declaration."""
-        if name in self._parameters and name in self.placements():
-            del self._parameters[name]
+        if name in parameters_of(self) and name in self.placements():
+            del parameters_of(self)[name]
         super().register_buffer(name, tensor, persistent)
 
 
