@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megastack.cli.main import VERBS
+
 ROOT = Path(__file__).resolve().parent.parent / "megastack"
 
 # Each part may import itself, the parts named here, and `errors`. A part is a folder or a top-level module; a dotted
@@ -61,24 +63,16 @@ ALLOWED: dict[str, set[str]] = {
         *("mesh", "comm", "placement"),
     },
     "preflight": {
-        "assemble",
-        "checkpoint.manifest",
-        "config",
-        "data",
-        "mesh.mesh",
-        "models",
-        "gradients.parameter_groups",
-        "placement.module",
+        *("assemble", "config", "data", "models", "observe", "mesh", "training.state"),
+        *("checkpoint.find", "checkpoint.folder", "checkpoint.manifest", "checkpoint.recovery"),
+        *("gradients.parameter_groups", "placement.module"),
     },
     "launch": {
-        *("preflight.checks", "inference", "interop.saved", "models.stages"),
-        *("assemble", "training", "config", "observe", "mesh", "data", "plan.describe", "records"),
-        *("checkpoint.find", "checkpoint.folder", "checkpoint.manifest", "checkpoint.recovery"),
-        *("comm.peer_failure", "comm.objects", "comm.ledger"),
+        *("preflight", "assemble", "training", "config", "observe", "mesh", "data.dataset", "plan.describe"),
+        *("records", "checkpoint.manifest", "comm.peer_failure", "comm.ledger"),
     },
     "testing": {
         *(
-            "preflight.checks",
             "assemble",
             "config",
             "checkpoint",
@@ -97,8 +91,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "corpus": {"data.sources", "data.tokenizers", "data.indexed", "observe.console"},
     "cli": {
-        *("observe.streams", "inference.arguments", "launch", "plan", "corpus", "testing", "interop"),
-        *("checkpoint.command", "observe.printable"),
+        *("launch", "preflight", "assemble", "plan", "corpus", "testing", "interop", "inference", "training.state"),
+        *("config", "data", "models.stages", "mesh", "observe", "pipeline.render"),
+        *("checkpoint.find", "checkpoint.folder", "checkpoint.manifest", "checkpoint.usable"),
     },
     "__init__": set(),
 }
@@ -107,7 +102,8 @@ TORCH_FREE = [
     *(
         "errors",
         "records",
-        "cli",
+        "cli.main",
+        *(f"cli.{module}" for module in VERBS.values()),
         *("mesh.shape", "mesh.environment"),
         "layers.rules",
         "models.profile",
@@ -120,13 +116,11 @@ TORCH_FREE = [
     *(
         "plan.layout",
         "plan.describe",
-        "plan.command",
-        "inference.arguments",
         "interop.names",
         "interop.hub_config",
         "interop.hub_export",
     ),
-    *("corpus.command", "data.indexed", "data.token_files"),
+    *("corpus.make", "data.indexed", "data.token_files"),
 ]
 
 DISTRIBUTED = {

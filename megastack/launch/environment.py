@@ -12,8 +12,6 @@ from collections.abc import Mapping, MutableMapping
 from megastack.errors import ConfigError, MegastackError, RankEnvironmentError
 from megastack.mesh.environment import in_slurm_step, read_environment
 from megastack.mesh.hostlist import first_host
-from megastack.observe.claims import Job
-from megastack.observe.process import Process
 
 WAIT_POLICY = "OMP_WAIT_POLICY"
 
@@ -125,19 +123,3 @@ def lets_threads_sleep(environment: Mapping[str, str] | None = None) -> bool:
     """Whether OpenMP's threads sleep while they wait for each other; else they spin, and keep their CPU from others."""
     env = os.environ if environment is None else environment
     return env.get(WAIT_POLICY, "").strip().lower() == "passive"
-
-
-def has_agent(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether an elastic agent, as that of torchrun, is the parent of this process."""
-    env = os.environ if environment is None else environment
-    return "TORCHELASTIC_RUN_ID" in env
-
-
-def job(environment: Mapping[str, str] | None = None) -> Job:
-    """What this process is a start of: torchrun's rendezvous or its own agent, and the Slurm job."""
-    env = os.environ if environment is None else environment
-    group, requeues = None, env.get("SLURM_RESTART_COUNT", "0")
-    if has_agent(env):
-        name = env["TORCHELASTIC_RUN_ID"]
-        group = f"agent {Process.parent().key}" if name in ("", "none") else f"rendezvous {name}"
-    return Job(group, env.get("SLURM_JOB_ID"), int(requeues) if requeues.isdecimal() else 0)

@@ -9,16 +9,26 @@ and a step takes ten times as long. The command line therefore lets waiting thre
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megastack.config.schema import TrainConfig
 from megastack.errors import counted
 from megastack.launch.environment import cpus_of_task, lets_threads_sleep
 from megastack.mesh.environment import local_world_size
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of ``mallopt`` (glibc's ``malloc.h``)."""
+_NEVER = 2**31 - 1
+_LARGEST_ON_THE_HEAP = 32 * 2**20
+"""The most that glibc lets be asked for; larger blocks are mapped one by one."""
 
 WORK_PER_THREAD = 2**23
 """Multiplications and additions that a thread needs of a matrix product, about a quarter of a millisecond."""
@@ -154,3 +164,13 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Let a rank that computes on the CPU keep the memory it freed; nothing elsewhere or with another C library."""
+    if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
+        return
+    library = ctypes.CDLL(None)
+    library.mallopt(_TRIM_THRESHOLD, _NEVER)
+    library.mallopt(_MMAP_THRESHOLD, _LARGEST_ON_THE_HEAP)
+    library.mallopt(_TOP_PAD, _LARGEST_ON_THE_HEAP)

@@ -18,7 +18,7 @@ from megastack.batch import Microbatch
 from megastack.comm.ledger import Ledger
 from megastack.config.layout_rules import mesh_shape
 from megastack.data.loader import Loader
-from megastack.launch.memory import keep_freed_memory
+from megastack.launch.threads import keep_freed_memory
 from megastack.mesh.mesh import Mesh
 
 

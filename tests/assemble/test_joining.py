@@ -14,7 +14,9 @@ from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import CheckpointError, ConfigError
-from megastack.preflight.checks import ErrorCollector, ask_model, check_moments
+from megastack.preflight.checkpoint import check_moments
+from megastack.preflight.errors import ErrorCollector
+from megastack.preflight.model import check_model
 from megastack.testing.ranks import run_ranks
 from megastack.testing.training import composed
 from tests.assemble.test_training import built, everything, run
@@ -142,7 +144,7 @@ def test_a_strict_resume_names_what_has_no_moments_before_anything_starts(tmp_pa
     config = tiny(tmp_path)
     (said,) = run_ranks(refused, 1, config, path)
     assert "missing from the checkpoint" in said and "optim/exp_avg/blocks.0.mlp.up.weight" in said
-    model = ask_model(config, ErrorCollector())
+    model = check_model(config, ErrorCollector(), None)
     with pytest.raises(ConfigError, match=r"embedding.weight has no exp_avg there.*checkpoint.strict=false"):
         check_moments(Path(path), model, config)
     check_moments(Path(path), model, tiny(tmp_path, FROZEN))

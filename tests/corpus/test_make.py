@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.corpus import make
 from megastack.corpus.make import Made, make_token_file
 from megastack.corpus.units import BadLines, plan_units, read_unit

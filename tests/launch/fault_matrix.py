@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megastack.checkpoint.reader import CheckpointReader
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.errors import MegastackError
-from megastack.launch import command, local
+from megastack.launch import local, run
 from megastack.mesh.shape import MeshShape, describe_coordinates
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import read_metrics
@@ -106,7 +106,7 @@ class Ending:
     alive: list[int]
 
 
-LOADED = (command, local)
+LOADED = (run, local)
 """So that a forked launcher need not."""
 
 

@@ -11,8 +11,9 @@ import torch
 
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.config.compose import compose
+from megastack.config.layout_rules import mesh_shape
 from megastack.errors import MegastackError
-from megastack.launch.restarts import Guard, note_start, read_starts
+from megastack.launch.elastic import LaterStartGuard, read_starts, record_start
 from megastack.observe.folder import RunFolder
 from megastack.observe.status import write_status
 from tests.faulty_mlp import error
@@ -116,11 +117,11 @@ def test_a_start_ends_when_a_later_one_has_the_folder(tmp_path: Path) -> None:
     folder.path.mkdir()
     write_status(folder.status, "running")
     facts = {"nodes": 1, "started": 1, "step": 0, "after": None}
-    note_start(config, folder.path, **facts)
-    first = Guard(folder)
+    record_start(config, mesh_shape(config), folder.path, **facts)
+    first = LaterStartGuard(folder)
     first({"step": 1})
-    start, _ = note_start(config, folder.path, **facts)
-    second = Guard(RunFolder(folder.path, start.restart))
+    start, _ = record_start(config, mesh_shape(config), folder.path, **facts)
+    second = LaterStartGuard(RunFolder(folder.path, start.restart))
     with pytest.raises(
         MegastackError, match=r"a later start of this job has the run folder; this one ends after step 2"
     ):

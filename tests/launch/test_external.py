@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from megastack.cli import main
+from megastack.cli import evaluation
+from megastack.cli.main import main
+from megastack.config import compose
 from megastack.errors import ConfigError, DataError, MeshError
-from megastack.launch import command, evaluate, external, worker
+from megastack.launch import external, worker
 from tests.faulty_mlp import error
 from tests.tiny_runs import losses, overrides, status, train
 
@@ -153,7 +155,7 @@ def test_data_that_no_rank_can_read_is_reported_once(tmp_path, monkeypatch, capf
 @pytest.mark.parametrize("rank", [0, 1])
 def test_files_of_the_configuration_that_one_rank_alone_lacks(tmp_path, monkeypatch, capfd, rank):
     error = ConfigError("--config-dir=mine: no such folder")
-    monkeypatch.setattr(command, "draft", _only_on(rank, command.partial_config, error))
+    monkeypatch.setattr(compose, "compose_partial", _only_on(rank, compose.compose_partial, error))
     assert join(tmp_path, torchrun, 2) == [78, 78]
     assert capfd.readouterr().err.splitlines() == [str(error)] and not (tmp_path / "run").exists()
 
@@ -171,7 +173,7 @@ def test_an_evaluation_that_one_rank_alone_refuses_is_reported_once(tmp_path, mo
     assert train(tmp_path, "run.steps=1", "checkpoint.at_end=true") == 0
     capfd.readouterr()
     error = DataError("--file x: is empty")
-    monkeypatch.setattr(evaluate, place, _only_on(1, getattr(evaluate, place), error))
+    monkeypatch.setattr(evaluation, place, _only_on(1, getattr(evaluation, place), error))
     verb = ["evaluate", str(tmp_path / "run"), "--file", str(tmp_path / "text.jsonl")]
     codes = join(tmp_path, torchrun, 2, "parallel.dp=2", "launch.timeout_s=20", verb=verb)
     said = capfd.readouterr().err

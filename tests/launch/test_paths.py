@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megastack.checkpoint.reader import CheckpointReader
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.observe import ownership
 from megastack.observe.metrics import read_metrics
 from tests.tiny_runs import events, losses, status, train
