@@ -172,12 +172,12 @@ def test_unusable_resume_is_reported_together_with_the_data(tmp_path, refused):
         ),
         (("model.mlp={_target_: builtins.dict}",), "model.mlp._target_=builtins.dict: cannot be called"),
         (
-            ("model.attention={_target_: tests.launch.test_preflight.Plain}",),
+            ("model.attention={_target_: tests.preflight.test_inspect.Plain}",),
             "blocks.0.attention.own: has no placement",
         ),
         (
-            ("model.mlp={_target_: tests.launch.test_preflight.Picky}",),
-            "model.mlp._target_=tests.launch.test_preflight.",
+            ("model.mlp={_target_: tests.preflight.test_inspect.Picky}",),
+            "model.mlp._target_=tests.preflight.test_inspect.",
         ),
         (("optim.freeze=[embeding]",), "optim.freeze=embeding: matches no parameter; use embedding.weight"),
         (
@@ -280,9 +280,9 @@ def test_where_a_faulty_value_stands_is_told_of_every_kind(tmp_path, capfd):
 
 
 def test_a_layer_whose_constructor_breaks_is_refused_with_its_line(refused):
-    report = refused("model.mlp={_target_: tests.launch.test_preflight.Broken}", "optim.freeze=[nothing]")
+    report = refused("model.mlp={_target_: tests.preflight.test_inspect.Broken}", "optim.freeze=[nothing]")
     assert any(
-        "Broken: cannot be built, ZeroDivisionError" in line and "test_preflight.py, line" in line for line in report
+        "Broken: cannot be built, ZeroDivisionError" in line and "test_inspect.py, line" in line for line in report
     )
 
 

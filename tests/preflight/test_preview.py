@@ -34,7 +34,7 @@ def said(verb: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], *choices:
 BOTH = [
     ["model.mlp={_target_: my.file.Nothing}"],
     ["model.attention={_target_: megastack.layers.attention.Nothing}", "model.block={_target_: torch.nn.Linear}"],
-    ["model.mlp={_target_: tests.launch.test_preflight.Picky}"],
+    ["model.mlp={_target_: tests.preflight.test_inspect.Picky}"],
     ["optim.freeze=[nothing]", "recompute.mode=pattern", "recompute.pattern=nothing"],
     ["data.source=bin", "data.paths=[{bad}]"],
     ["data.source=bin", "data.paths=[{good}]", "data.stages=[{{from_step: 1, paths: [{bad}]}}]"],
