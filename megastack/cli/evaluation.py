@@ -1,4 +1,4 @@
-"""``megastack evaluate``: the perplexity of a file, or of the validation split of a checkpoint's own run."""
+"""The work of ``megastack evaluate``: the perplexity of a file, or of the validation split of the checkpoint's run."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from megastack.observe.console import Console
 from megastack.preflight.data import check_data
 
 TOKEN_FILES = (".bin", ".idx", ".npy")
-_LOOKED_AT = 1 << 20  # tokens at a time
+_CHECKED_AT_ONCE = 1 << 20  # tokens
 
 
 @dataclass(frozen=True)
 class _Texts:
-    """What is predicted."""
+    """The texts to score."""
 
     name: str
     samples: Samples
@@ -89,7 +89,7 @@ def _score(config: TrainConfig, mesh: Mesh, checkpoint: Path, texts: _Texts) -> 
 
 
 def _own_split(config: TrainConfig, dataset: Dataset) -> _Texts:
-    """What the run itself validates on."""
+    """The validation split of the run itself."""
     validation = dataset.validation
     if not len(validation.samples):
         fraction = config.data.validation_fraction
@@ -102,7 +102,7 @@ def _own_split(config: TrainConfig, dataset: Dataset) -> _Texts:
 
 
 def _file(config: TrainConfig, path: Path) -> _Texts:
-    """The documents of a file, each in windows of the sequence length; every token but a document's first counts."""
+    """The documents of a file, in windows of the sequence length; scores every token but the first of a document."""
     if not path.exists() and not idx_path(path).is_file():
         raise DataError(f"--file {path}: does not exist; use a text, a .jsonl or a token file (.npy, .bin)")
     stream = _stream(config, path)
@@ -112,7 +112,7 @@ def _file(config: TrainConfig, path: Path) -> _Texts:
 
 
 def _kind(path: Path) -> DataSource:
-    """How a file is read: as ids, as documents by line, or as one text."""
+    """How a file is read: as ids, as one document per line, or as one text."""
     if path.suffix in TOKEN_FILES or idx_path(path).is_file():
         return DataSource.bin
     return DataSource.jsonl if path.suffix == ".jsonl" else DataSource.text
@@ -130,11 +130,11 @@ def _stream(config: TrainConfig, path: Path) -> TokenStream:
 
 
 def _token_stream(path: Path, vocab: int) -> TokenStream:
-    """The documents of a token file; its ids stay in the file and are looked at once."""
+    """The documents of a token file; its ids stay in the file and are checked once."""
     try:
         (file,) = open_token_files([path])
-        for begin in range(0, file.tokens, _LOOKED_AT):
-            check_ids(file, vocab, begin, min(file.tokens, begin + _LOOKED_AT))
+        for begin in range(0, file.tokens, _CHECKED_AT_ONCE):
+            check_ids(file, vocab, begin, min(file.tokens, begin + _CHECKED_AT_ONCE))
     except DataError as error:
         raise DataError(f"--file {path}: {error}") from error
     return TokenStream(file.read(0, file.tokens), file.starts(0, file.tokens))

@@ -1,6 +1,6 @@
-"""``megastack generate``: read prompts, check them, continue them on the ranks, print the texts.
+"""The work of ``megastack generate``: read and check prompts, continue them on the ranks, print the texts.
 
-A single prompt's text appears as it is made; the texts of several are printed at the end.
+The continuation of a single prompt is printed as it is generated; those of several are printed at the end.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megastack.observe.console import Console
 from megastack.preflight.errors import ErrorCollector
 
 UNFINISHED = "\ufffd"
-"""What a decoder gives for the beginning of a character."""
+"""What a decoder returns for an incomplete character."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What every rank is asked to do."""
+    """The work of every rank."""
 
     checkpoint: Path
     prompts: tuple[tuple[int, ...], ...]
@@ -52,7 +52,7 @@ def generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """
     use = find_weights(options)
     config, errors = use.config, use.errors
-    errors.check(lambda: _check_alone(config), "parallel.dp")
+    errors.check(lambda: _check_single_replica(config), "parallel.dp")
     sampling = errors.check(lambda: Sampling(options.temperature, options.top_k, options.top_p, options.seed))
     tokenizer = errors.check(lambda: configured_tokenizer(config), "data.tokenizer")
     texts = errors.check(lambda: [*options.prompt, *(_read_prompts(Path(options.prompts)) if options.prompts else ())])
@@ -71,7 +71,7 @@ def generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {"checkpoint": str(use.checkpoint), "sampling": str(sampling), "texts": _records(texts, done, tokenizer)}
 
 
-def _check_alone(config: TrainConfig) -> None:
+def _check_single_replica(config: TrainConfig) -> None:
     if config.parallel.dp not in (None, 1):
         rule = "copies of the model would all write the same"
         raise ConfigError.of([Violation("parallel.dp", config.parallel.dp, rule, (1,))])
@@ -80,7 +80,7 @@ def _check_alone(config: TrainConfig) -> None:
 def _ids(
     config: TrainConfig, errors: ErrorCollector, tokenizer: Tokenizer | None, texts: Sequence[str] | None, new: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The prompts as ids, as far as they can be used."""
+    """The prompts as ids, if they are valid."""
     if tokenizer is None or texts is None:
         return ()
     errors.check(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
@@ -93,7 +93,7 @@ def _ids(
 
 
 def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    raw = [text.encode("utf-8", "surrogateescape") for text in texts]  # the bytes that a shell of any locale gave
+    raw = [text.encode("utf-8", "surrogateescape") for text in texts]  # the bytes that the shell passed, in any locale
     for prompt in raw:
         try:
             prompt.decode()
@@ -103,7 +103,7 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[tuple[int, ...
 
 
 def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[Completion], str | None]:
-    """On every rank: how the prompts go on, and why layers could not use a cache, if they could not."""
+    """On every rank: the continuations, and why layers could not use a cache, if so."""
     schedule = configured_schedule(config, mesh.shape)
     generator = build_generator(config, mesh, load_stages(config, mesh, schedule, request.checkpoint), schedule)
     stream = None
@@ -137,7 +137,7 @@ class _Stream:
             self._show(text)
 
     def finish(self) -> None:
-        """Show what was held back, and end the line."""
+        """Print what was held back, and end the line."""
         self._show(self._tokenizer.decode(self._ids) + "\n")
 
     def _show(self, text: str) -> None:
@@ -146,7 +146,7 @@ class _Stream:
 
 
 def continuation(tokenizer: Tokenizer, completion: Completion) -> str:
-    """The text that was added to a prompt."""
+    """The text that was generated for a prompt."""
     before = tokenizer.decode(completion.prompt)
     return tokenizer.decode([*completion.prompt, *completion.ids])[len(before) :]
 
@@ -164,10 +164,10 @@ def _records(texts: Sequence[str], done: Sequence[Completion], tokenizer: Tokeni
 
 
 def _read_prompts(path: Path) -> list[str]:
-    """The prompts in a file, empty lines left out.
+    """The prompts in a file, without empty lines.
 
     Raises:
-        DataError: there is no such file, or a line is not UTF-8 or not JSON, by file and line.
+        DataError: the file cannot be read, or a line is not UTF-8 or not JSON; names the file and the line.
     """
     if path.suffix == ".jsonl":
         return [document.decode() for document in read_documents("jsonl", [path])]

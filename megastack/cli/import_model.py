@@ -52,7 +52,7 @@ def _import(options: argparse.Namespace, console: Console) -> Transfer:
     )
     console.line(f"imported  {done.parameters:,} parameters into {done.folder}")
     if done.unread:
-        console.line(f"note      keys of config.json that were not looked at: {', '.join(done.unread)}")
+        console.line(f"note      keys of config.json that were not read: {', '.join(done.unread)}")
     tokenizer = done.folder / HUB / "tokenizer.json"
     more = f" data.tokenizer={tokenizer}" if tokenizer.is_file() else ""
     chosen = f"--config-dir {done.folder} model={done.name} checkpoint.load_weights={done.folder / WEIGHTS}"

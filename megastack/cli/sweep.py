@@ -1,11 +1,11 @@
-"""``megastack train -m``: the product of the values as written, one world and one folder for each job, one table.
+"""``megastack train -m``: train the product of the listed values, and print one table.
 
-Jobs run one after another; each starts its own ranks from this parent, which stays free of anything that one job could
-leave to the next. An illegal job is listed as refused with its reason and the rest run.
+Jobs run one after another. Each starts its own ranks and has its own folder; the launcher keeps no state from one job
+to the next. An invalid job is listed as ``refused`` with its reason, and the rest run.
 
-Where all jobs have the same ``run.dir``, it is the folder of the sweep and each job has a numbered folder in it. Where
-they differ, as with ``run.dir=out/tp${parallel.tp}``, each job has its own; one that several jobs have in common holds
-their numbered folders.
+If all jobs have the same ``run.dir``, it is the folder of the sweep, with a numbered folder for each job. If they
+differ, as with ``run.dir=out/tp${parallel.tp}``, each job has its own; a folder that several jobs share holds their
+numbered folders.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megastack.training.state import RunResult
 
 @dataclass(frozen=True)
 class Job:
-    """How one job of a sweep ended; what it did not measure is null."""
+    """How one job of a sweep ended; values that it did not measure are null."""
 
     overrides: tuple[str, ...]
     status: str
@@ -59,7 +59,7 @@ class Job:
 
 
 def run_sweep(options: argparse.Namespace) -> int:
-    """Run a sweep; 1 if any job failed, else 75 if any was preempted, else 78 if any was refused, else 0."""
+    """Run a sweep; returns 1 if any job failed, else 75 if any was preempted, else 78 if any was invalid, else 0."""
     require_no_launcher("train -m")
     jobs = sweep_jobs(options.overrides, config_dir=options.config_dir)
     varied = [key for key in _keys(jobs[0]) if len({_value(job, key) for job in jobs}) > 1]
@@ -80,24 +80,24 @@ def run_sweep(options: argparse.Namespace) -> int:
 
 
 class _Folders:
-    """The folders of a sweep. One that several jobs share is claimed with the first legal job and holds one a job.
+    """The folders of a sweep. A shared one is claimed with its first valid job and holds a numbered folder for each.
 
     Args:
-        configs: of all jobs, as far as they could be read.
+        configs: the configurations of all jobs, as far as they could be read.
     """
 
     def __init__(self, configs: Sequence[TrainConfig]) -> None:
         places = Counter(_place(config) for config in configs)
-        self._alone = {place for place, jobs in places.items() if jobs == 1 and len(places) > 1}
+        self._unshared = {place for place, jobs in places.items() if jobs == 1 and len(places) > 1}
         self._roots = dict[Any, TakenFolder]()
         self._beats = contextlib.ExitStack()
 
     def _is_own(self, config: TrainConfig) -> bool:
-        """Whether ``run.dir`` is this job's alone."""
-        return isinstance(value_of(config, "run.dir"), str) and _place(config) in self._alone
+        """Whether no other job has this ``run.dir``."""
+        return isinstance(value_of(config, "run.dir"), str) and _place(config) in self._unshared
 
     def intended(self, config: TrainConfig, position: int) -> TrainConfig:
-        """The configuration of the job at ``position``, in a folder that nobody has made yet."""
+        """The configuration of the job at ``position``, with a folder that does not exist yet."""
         if self._is_own(config):
             return config
         taken = self._roots.get(_place(config))
@@ -105,7 +105,7 @@ class _Folders:
         return replace_values(config, {"run.dir": str(root / str(position))})
 
     def job(self, config: TrainConfig, position: int) -> str:
-        """Where the job at ``position`` goes, now that it is legal."""
+        """The folder of the job at ``position``, which is valid; claims the shared one."""
         if self._is_own(config):
             return str(config.run.dir)
         place = _place(config)
@@ -124,7 +124,7 @@ class _Folders:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the folders; remove the empty ones."""
+        """Release the folders and remove empty ones."""
         self._beats.close()
         for taken in self._roots.values():
             taken.undo()
@@ -135,7 +135,7 @@ def _root(config: TrainConfig) -> Path:
 
 
 def _place(config: TrainConfig) -> tuple[object, object]:
-    """What tells the folders of jobs apart: ``run.dir``, or ``run.root`` without one; unusable values as they are."""
+    """A key that distinguishes the folders of jobs: ``run.dir``, or ``run.root`` without it; invalid values as given."""
     values = (value_of(config, "run.dir"), value_of(config, "run.root"))
     folder, root = (os.path.abspath(value) if isinstance(value, str) else value for value in values)
     return (folder, None) if isinstance(folder, str) else (folder, root)
@@ -164,7 +164,7 @@ def _run(given: PartialConfig | ConfigError, overrides: Sequence[str], position:
     except USER_ERRORS as error:
         Console(stderr=True).line(str(error), style="red")
         return Job(tuple(overrides), "refused", REJECTED, reason=str(error))
-    except Exception as error:  # of the launcher's own; the other jobs run all the same
+    except Exception as error:  # in the launcher itself; the other jobs still run
         Console(stderr=True).line("".join(traceback.format_exception(error)).rstrip(), style="red")
         return Job(tuple(overrides), "failed", FAILED, reason=f"{type(error).__name__}: {error}")
     return _job(overrides, result)
@@ -228,10 +228,10 @@ def _keys(overrides: Sequence[str]) -> list[str]:
 
 
 def _key(override: str) -> str:
-    """What an override sets, with or without the plus signs of Hydra."""
+    """The key that an override sets, without Hydra's plus signs."""
     return override.partition("=")[0].lstrip("+")
 
 
 def _value(overrides: Sequence[str], key: str) -> str:
-    """The value of a key; of several, the last one counts."""
+    """The value of a key; the last one takes precedence."""
     return next((override.partition("=")[2] for override in reversed(overrides) if _key(override) == key), "")

@@ -33,7 +33,7 @@ def run_transfer(options: argparse.Namespace, function: Callable[[argparse.Names
         raise ConfigError(str(error)) from None
     for note in done.notes:
         console.line(f"note      {note}")
-    console.line(str(done.proof) if done.proof else "proof     none was wanted")
+    console.line(str(done.proof) if done.proof else "proof     none")
     if options.json:
         Path(options.json).write_text(json.dumps(_as_record(done), indent=1) + "\n", encoding="utf-8")
     return DONE

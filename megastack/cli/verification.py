@@ -1,4 +1,4 @@
-"""``megastack verify``: print what a verification found, for a person and as JSON."""
+"""The work of ``megastack verify``: compare layouts with one rank, print the verdicts, write them as JSON."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from megastack.testing.ranks import RankFailure
 from megastack.testing.variants import in_double, layout_overrides, layout_text, reference_of
 from megastack.testing.verify import REFUSALS, Verdict, Verifier, account
 
-EQUAL, DIFFERS, REFUSED = 0, 1, 78
+EQUAL, DIFFERS, REJECTED = 0, 1, 78
 WIDTH = 100
-UNBROKEN: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+WRAP_OPTIONS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def verify(options: argparse.Namespace) -> int:
     """Compare layouts with one rank and print what was found; returns the exit code.
 
     Raises:
-        ConfigError: configuration, data or layers are refused before anything is compared.
+        ConfigError: configuration, data or layers are invalid; nothing was compared.
     """
     try:
         return _verify(options)
@@ -55,29 +55,29 @@ def _verify(options: argparse.Namespace) -> int:
         compose_partial(options.overrides, config_dir=options.config_dir, config_name=options.config_name),
     )
     with given.origins():
-        dataset = _inspected(given, many)
+        dataset = _check_inputs(given, many)
     config = given.config
     verifier = Verifier(config, steps=options.steps, dataset=dataset)
     layouts = verifier.layouts(options.ranks or mesh_shape(config).world_size) if many else [verifier.own_layout()]
     console.line(_opening(config, verifier, layouts, many))
-    broken = _broken_reference(verifier)
-    if broken:
-        console.line(f"failed   on one rank: {broken}", style="red")
-    verdicts = [] if broken else _check_all(console, verifier, layouts, many)
+    failure = _reference_failure(verifier)
+    if failure:
+        console.line(f"failed   on one rank: {failure}", style="red")
+    verdicts = [] if failure else _check_all(console, verifier, layouts, many)
     if options.json:
-        text = json.dumps(as_record(verifier, verdicts, broken), indent=1)
+        text = json.dumps(as_record(verifier, verdicts, failure), indent=1)
         Path(options.json).write_text(text + "\n", encoding="utf-8")
-    return DIFFERS if broken else exit_code(verdicts)
+    return DIFFERS if failure else exit_code(verdicts)
 
 
-def _inspected(given: PartialConfig, many: bool) -> Dataset:
+def _check_inputs(given: PartialConfig, many: bool) -> Dataset:
     """Check the configuration, of many layouts the one of one rank; returns the data.
 
     Raises:
         ConfigError: every error.
     """
     config = given.config
-    with suppress(UnusableError):  # a section that could not be read; it is in the report
+    with suppress(UnusableError):  # a section that could not be read, which is among the errors
         config = in_double(config)
     config = reference_of(config) if many else config
     errors = ErrorCollector([*given.errors, *violations(config)])
@@ -88,8 +88,8 @@ def _inspected(given: PartialConfig, many: bool) -> Dataset:
     return dataset
 
 
-def _broken_reference(verifier: Verifier) -> str | None:
-    """Why the training does not even run on one rank; None if it does."""
+def _reference_failure(verifier: Verifier) -> str | None:
+    """Why the training fails on one rank; None if it does not."""
     try:
         _ = verifier.references
     except REFUSALS:
@@ -102,30 +102,30 @@ def _broken_reference(verifier: Verifier) -> str | None:
 
 
 def _check_all(console: Console, verifier: Verifier, layouts: Sequence[TrainConfig], many: bool) -> list[Verdict]:
-    """Compare the layouts one after another and say at once how each did."""
+    """Compare the layouts one after another, and print each verdict at once."""
     width = max(len(layout_text(layout)) for layout in layouts)
     if many:
         console.line(" " * (9 + width) + "".join(f"  {kind:>10}" for kind in KINDS), style="bold")
     verdicts = []
     for layout in layouts:
         verdicts.append(verifier.check(layout))
-        _say(console, verdicts[-1], width if many else None)
+        _print_verdict(console, verdicts[-1], width if many else None)
     if many:
         _close_table(console, verdicts)
     return verdicts
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> int:
-    """1 if any layout differs or fails, else 78 if a layer refuses any, else 0."""
+    """1 if any layout differs or fails, else 78 if a layer rejects any, else 0."""
     statuses = {verdict.status for verdict in verdicts}
     if statuses & {"differs", "failed"}:
         return DIFFERS
-    return REFUSED if "refused" in statuses else EQUAL
+    return REJECTED if "refused" in statuses else EQUAL
 
 
 def _opening(config: TrainConfig, verifier: Verifier, layouts: Sequence[TrainConfig], many: bool) -> str:
-    said = config.precision.compute.value
-    precision = "fp64" if said == "fp64" else f"fp64 (the configuration says {said})"
+    own = config.precision.compute.value
+    precision = "fp64" if own == "fp64" else f"fp64 (the configuration says {own})"
     count = mesh_shape(layouts[0]).world_size
     what = f"{counted(len(layouts), 'layout')} of {counted(count, 'rank')}" if many else layout_text(layouts[0])
     steps = counted(verifier.steps, "step")
@@ -135,7 +135,7 @@ def _opening(config: TrainConfig, verifier: Verifier, layouts: Sequence[TrainCon
     return "\n".join(lines)
 
 
-def _say(console: Console, verdict: Verdict, width: int | None) -> None:
+def _print_verdict(console: Console, verdict: Verdict, width: int | None) -> None:
     if width is not None:
         worst = {kind: max((w[kind] for w in verdict.worst.values()), default=None) for kind in KINDS}
         figures = "".join(f"  {figure(worst[kind]):>10}" for kind in KINDS) if verdict.worst else ""
@@ -144,23 +144,23 @@ def _say(console: Console, verdict: Verdict, width: int | None) -> None:
         return
     if verdict.worst:
         console.table(["", *KINDS], [[run, *(figure(w[kind]) for kind in KINDS)] for run, w in verdict.worst.items()])
-    _explain(console, verdict)
+    _print_explanation(console, verdict)
 
 
-def _explain(console: Console, verdict: Verdict) -> None:
+def _print_explanation(console: Console, verdict: Verdict) -> None:
     if verdict.status == "equal":
         console.line(f"equal    everything agrees to {Verifier.tolerance:g}", style="green")
         return
     for label, text in _lines(verdict):
         style = "red" if label in ("differs", "failed", "refused") else ""
         for at, line in enumerate(
-            line for part in text.splitlines() for line in textwrap.wrap(part, WIDTH, **UNBROKEN)
+            line for part in text.splitlines() for line in textwrap.wrap(part, WIDTH, **WRAP_OPTIONS)
         ):
             console.line(f"{'' if at else label:8} {line}", style=style)
 
 
 def _lines(verdict: Verdict) -> list[tuple[str, str]]:
-    """What to say of a layout that is not equal, with a label for each part."""
+    """The explanation of a layout that is not equal, with a label for each part."""
     finding = verdict.finding
     if verdict.status != "differs" or finding is None:
         owner = f" ({finding.owner})" if finding and finding.owner else ""
@@ -179,15 +179,15 @@ def _close_table(console: Console, verdicts: Sequence[Verdict]) -> None:
     verb = "are" if len(bad) > 1 else "is"
     count = f"{len(bad)} of {counted(len(verdicts), 'layout')} {verb} not equal"
     console.line(f"\n{count}; the first, {layout_text(bad[0].config)}:")
-    _explain(console, bad[0])
+    _print_explanation(console, bad[0])
     console.line(f"alone    megastack verify … {' '.join(layout_overrides(bad[0].config))}")
 
 
-def as_record(verifier: Verifier, verdicts: Sequence[Verdict], broken: str | None = None) -> dict[str, Any]:
-    """A verification as JSON; ``broken`` tells why there is none."""
+def as_record(verifier: Verifier, verdicts: Sequence[Verdict], failure: str | None = None) -> dict[str, Any]:
+    """A verification as JSON; ``failure`` is why the reference could not be computed."""
     return {
-        "equal": broken is None and all(verdict.status == "equal" for verdict in verdicts),
-        "reason": broken,
+        "equal": failure is None and all(verdict.status == "equal" for verdict in verdicts),
+        "reason": failure,
         "steps": verifier.steps,
         "optimizers": list(verifier.runs),
         "precision": "fp64",

@@ -74,10 +74,10 @@ class Start:
         facts += [_change("gradient accumulation", None if former is None else former.accumulation, self.accumulation)]
         text = f"{f'restart {self.restart}' if self.restart else 'elastic start'}: {', '.join(facts)}"
         if self.started > self.ranks:
-            text += f"; {_counted(self.started - self.ranks, 'rank')} from {self.ranks} on left over, which wait"
+            text += f"; {_counted(self.started - self.ranks, 'standby rank')} from rank {self.ranks} on"
         if self.restart:
-            text += f"; goes on after step {self.step}"
-        return f"{text} (before it: {self.after})" if self.after else text
+            text += f"; continues after step {self.step}"
+        return f"{text} (before: {self.after})" if self.after else text
 
 
 def _counted(count: int, noun: str) -> str:
@@ -114,11 +114,11 @@ def describe_last_end(folder: RunFolder) -> str | None:
     if status is None:
         return None
     if status["status"] == "running":
-        return "ended without a word"
+        return "ended without a report"
     if status["status"] == "failed" and starts:
         reports = read_failures(replace(folder, restart=len(starts) - 1).failures)
         if silent := silent_ranks(reports, starts[-1].ranks):
-            return f"failed, {_ranks(silent)} ended without a word"
+            return f"failed, {_ranks(silent)} ended without a report"
     where = "" if status["coordinates"] is None else f" [rank {status['rank']} | {status['coordinates']}]"
     reason = (status["reason"] or "").splitlines()
     return f"{status['status']}{where}{f' {reason[0][:LONGEST_REASON]}' if reason else ''}"
@@ -232,7 +232,7 @@ def stand_by(
                 if store.check([OUTCOME]):
                     break
             except dist.DistError:
-                return RunResult("failed", 0, None, folder, "the first rank cannot be reached any longer")
+                return RunResult("failed", 0, None, folder, "rank 0 can no longer be reached")
             if stop.code:
                 asked_at = asked_at or time.monotonic()
                 if time.monotonic() > asked_at + grace_s:

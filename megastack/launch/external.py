@@ -222,10 +222,10 @@ def _with_start(assignment: Assignment, started: int, after: str | None) -> Assi
 def _warnings(config: TrainConfig) -> list[str]:
     found = []
     if config.checkpoint.every is None:
-        found.append("checkpoint.every=null: a rank that fails takes the run back to step 0")
+        found.append("checkpoint.every=null: a failing rank sets the run back to step 0")
     if agent_serves_store():
         found.append(
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is not set for torchrun: no node can join, nor the first one be lost"
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is not set for torchrun: nodes cannot join, and the first one cannot be lost"
         )
     return found
 
@@ -237,7 +237,7 @@ def _end_without_others(config: TrainConfig, rank: int, started: int, error: Not
         _, verb, why = str(error).partition(" did not join")
         trains = [other for other in missing if other < shape.world_size]
         places = {other: describe_coordinates(shape.coordinates(other)) for other in trains}
-        who = [f"[rank {other} | {places.get(other, 'spare')}]" for other in missing[:NAMED]]
+        who = [f"[rank {other} | {places.get(other, 'standby')}]" for other in missing[:NAMED]]
         more = [f"{len(missing) - NAMED} more{verb}"] if len(missing) > NAMED else []
         Console(stderr=True).line("\n".join([*more, *(each + verb + why for each in who)]), style="red")
     return RunResult("failed", 0, None, _elastic_folder(config), str(error))

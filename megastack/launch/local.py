@@ -194,7 +194,7 @@ def _drain(sent: Any) -> list[FailureRecord]:
 def _reason_killed(stop: StopForwarder) -> str | None:
     if not stop.killed or stop.received is None:
         return None
-    return f"received {stop.received.name} and did not stop in launch.grace_s"
+    return f"received {stop.received.name} and did not stop within launch.grace_s"
 
 
 def _end(assignment: Assignment, exits: ObservedExits, sent: Sequence[FailureRecord]) -> RunResult:

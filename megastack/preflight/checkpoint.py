@@ -104,16 +104,16 @@ def check_fit(key: str, path: Path, model: ModelShapes | None, strict: bool) -> 
     if model is None:
         return
     shapes, stored = model.all, _stored("model", path)
-    unlike = [
-        f"{name} is {list(shape)} here and {list(stored[name])} there"
+    differences = [
+        f"{name} is {list(shape)} here and {list(stored[name])} in the checkpoint"
         for name, shape in shapes.items()
         if name in stored and tuple(shape) != tuple(stored[name])
     ]
     if strict:
-        unlike += [f"{name} is not there" for name in shapes if name not in stored]
-        unlike += [f"{name} is only there" for name in stored if name not in shapes]
-    if unlike:
-        rule = f"does not fit the model: {_first(unlike)}"
+        differences += [f"{name} is not in the checkpoint" for name in shapes if name not in stored]
+        differences += [f"{name} is only in the checkpoint" for name in stored if name not in shapes]
+    if differences:
+        rule = f"does not fit the model: {_first(differences)}"
         raise ConfigError.of([Violation(key, path, rule, ("the model.* of its run",))])
 
 
@@ -134,16 +134,16 @@ def check_moments(path: Path, model: ModelShapes | None, config: TrainConfig) ->
     trained = {
         name for name in model.parameters if not any(re.search(pattern, name) for pattern in config.optim.freeze)
     }
-    kinds, unlike = moment_kinds(config), []
+    kinds, differences = moment_kinds(config), []
     for kind in MOMENTS:
-        stored, wanted = _stored(f"optim/{kind}", path), trained if kind in kinds else set()
-        unlike += [f"{name} has no {kind} there" for name in model.parameters if name in wanted - stored.keys()]
-        unlike += [
-            f"{name} has {kind} only there" for name in stored if name not in wanted and name in model.parameters
+        stored, expected = _stored(f"optim/{kind}", path), trained if kind in kinds else set()
+        differences += [f"{name} has no {kind} in the checkpoint" for name in model.parameters if name in expected - stored.keys()]
+        differences += [
+            f"{name} has {kind} only in the checkpoint" for name in stored if name not in expected and name in model.parameters
         ]
-    if unlike:
-        advice = ("the optim.* of its run", "checkpoint.strict=false, which starts what is missing afresh")
-        rule = f"does not fit what is trained: {_first(unlike)}"
+    if differences:
+        advice = ("the optim.* of its run", "checkpoint.strict=false, which initializes what is missing")
+        rule = f"does not fit the trained parameters: {_first(differences)}"
         raise ConfigError.of([Violation("resume", path, rule, advice)])
 
 

@@ -58,7 +58,7 @@ def _check_tensorboard(config: TrainConfig) -> None:
 
 
 def _notes(config: TrainConfig, resume: Resume, dataset: Dataset, weights: Path | None) -> tuple[str, ...]:
-    notes = [f"passed over: {error}" for error in resume.skipped]
+    notes = [f"skipped: {error}" for error in resume.skipped]
     if resume.checkpoint is not None:
         notes += resume_notes(config, resume.checkpoint)
     elif weights is not None:

@@ -156,7 +156,7 @@ def test_a_checkpoint_without_buffers_names_what_is_missing(tmp_path: Path) -> N
     assert "missing from the checkpoint" in error and all(name in error for name in NAMES)
     assert set(missing) == NAMES
     shapes = check_model(config, ErrorCollector(), None)
-    with pytest.raises(ConfigError, match=r"blocks.0.mlp.mean is not there"):
+    with pytest.raises(ConfigError, match=r"blocks.0.mlp.mean is not in the checkpoint"):
         check_fit("resume", Path(path), shapes, strict=True)
     check_fit("resume", Path(path), shapes, strict=False)
 

@@ -87,7 +87,7 @@ def test_a_job_is_warned_goes_back_into_the_queue_and_ends(programs: Path, tmp_p
     first = batch(programs, *tiny, FAKE_TASKS="2", **place)
     screen = first.communicate(timeout=WAIT_S * 4)[0]
     assert first.returncode == 75, screen
-    assert asked(programs) == "requeue 17\n" and "back into the queue" in screen
+    assert asked(programs) == "requeue 17\n" and "saved; requeued" in screen
     stopped = status(tmp_path / "run")
     assert (stopped["status"], stopped["step"], stopped["reason"]) == ("preempted", 3, "received SIGUSR1")
 
@@ -96,7 +96,7 @@ def test_a_job_is_warned_goes_back_into_the_queue_and_ends(programs: Path, tmp_p
     assert second.returncode == 0, screen
     assert asked(programs) == "requeue 17\n"
     told = (
-        "restart 1: 1 node, 1 rank, dp 2 → 1, gradient accumulation 2 → 4; goes on after step 3 (before it: preempted"
+        "restart 1: 1 node, 1 rank, dp 2 → 1, gradient accumulation 2 → 4; continues after step 3 (before: preempted"
     )
     assert told in screen
     assert (status(tmp_path / "run")["status"], status(tmp_path / "run")["step"]) == ("completed", 5)

@@ -132,8 +132,8 @@ def test_a_job_goes_on_without_a_node_that_is_killed(
 
     [first, second] = starts(job.run)
     assert (first["nodes"], first["dp"], second["nodes"], second["dp"]) == (2, 4, 1, 2)
-    told = "restart 1: 1 node, 2 ranks, dp 4 → 2, gradient accumulation 1 → 2; goes on after step "
-    assert f"{told}{second['step']} (before it: failed" in job.screen()
+    told = "restart 1: 1 node, 2 ranks, dp 4 → 2, gradient accumulation 1 → 2; continues after step "
+    assert f"{told}{second['step']} (before: failed" in job.screen()
     assert (status(job.run)["status"], status(job.run)["step"]) == ("completed", 12)
     require_equal(job.run, straight(tmp_path, "parallel.dp=4"))
 
@@ -151,7 +151,7 @@ def test_a_job_takes_in_a_node_that_comes_later(
     assert job.ends() == [0, 0], job.screen()
     [first, second] = starts(job.run)
     assert (first["dp"], second["dp"]) == (2, 4)
-    assert "(before it: preempted received SIGTERM)" in job.screen()
+    assert "(before: preempted received SIGTERM)" in job.screen()
     lines = (job.run / "metrics.jsonl").read_text().splitlines()
     assert sum('"kind": "train"' in line for line in lines) == 12
     require_equal(job.run, straight(tmp_path, "parallel.dp=4"))
@@ -168,7 +168,7 @@ def test_a_worker_that_is_killed_comes_back_bitwise(tmp_path: Path, nodes: Calla
         wait_for(lambda count=step // 4 + 2: len(starts(job.run)) == count)  # type: ignore[misc]
     assert job.ends() == [0], job.screen()
     assert [start["dp"] for start in starts(job.run)] == [2, 2, 2]
-    assert job.screen().count("failed, rank 1 ended without a word)") == 2
+    assert job.screen().count("failed, rank 1 ended without a report)") == 2
     assert [event["name"] for event in events(job.run)].count("restart") == 2
     require_equal(job.run, straight(tmp_path, "parallel.dp=2"), bitwise=True)
 

@@ -313,7 +313,7 @@ def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, refused, capfd):
     [line] = refused(*again, "model.ffn=64", "parallel.dp=2", keeps=True)
     assert line.startswith(f"resume={path}: does not fit the model: blocks.0.mlp.up.weight is [2, 64, 16] here and [2,")
     [line] = refused(f"checkpoint.load_weights={path}", f"run.dir={tmp_path}/again", "model.tied=true", keeps=True)
-    assert line.endswith("does not fit the model: head.weight is only there; use the model.* of its run")
+    assert line.endswith("does not fit the model: head.weight is only in the checkpoint; use the model.* of its run")
     assert not (tmp_path / "again").exists()
     assert train(tmp_path, *again, "precision=fp32", "parallel.dp=2") == 78
     report = capfd.readouterr().err
