@@ -135,7 +135,7 @@ def _root(config: TrainConfig) -> Path:
 
 
 def _place(config: TrainConfig) -> tuple[object, object]:
-    """A key that distinguishes the folders of jobs: ``run.dir``, or ``run.root`` without it; invalid values as given."""
+    """What distinguishes the folders of jobs: ``run.dir``, or ``run.root`` without it; invalid values as given."""
     values = (value_of(config, "run.dir"), value_of(config, "run.root"))
     folder, root = (os.path.abspath(value) if isinstance(value, str) else value for value in values)
     return (folder, None) if isinstance(folder, str) else (folder, root)

@@ -224,9 +224,8 @@ def _warnings(config: TrainConfig) -> list[str]:
     if config.checkpoint.every is None:
         found.append("checkpoint.every=null: a failing rank sets the run back to step 0")
     if agent_serves_store():
-        found.append(
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is not set for torchrun: nodes cannot join, and the first one cannot be lost"
-        )
+        rule = "nodes cannot join, and the first one cannot be lost"
+        found.append(f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is not set for torchrun: {rule}")
     return found
 
 

@@ -137,9 +137,13 @@ def check_moments(path: Path, model: ModelShapes | None, config: TrainConfig) ->
     kinds, differences = moment_kinds(config), []
     for kind in MOMENTS:
         stored, expected = _stored(f"optim/{kind}", path), trained if kind in kinds else set()
-        differences += [f"{name} has no {kind} in the checkpoint" for name in model.parameters if name in expected - stored.keys()]
         differences += [
-            f"{name} has {kind} only in the checkpoint" for name in stored if name not in expected and name in model.parameters
+            f"{name} has no {kind} in the checkpoint" for name in model.parameters if name in expected - stored.keys()
+        ]
+        differences += [
+            f"{name} has {kind} only in the checkpoint"
+            for name in stored
+            if name not in expected and name in model.parameters
         ]
     if differences:
         advice = ("the optim.* of its run", "checkpoint.strict=false, which initializes what is missing")

@@ -1,4 +1,4 @@
-"""`megastack checkpoint`: tables of what is there, and exit code 1 where something is not whole."""
+"""`megastack checkpoint`: tables of checkpoints, and exit code 1 if one is incomplete."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_a_list_names_steps_sizes_and_the_latest(run: Path, where: str, capsys: 
     assert [entry["step"] for entry in json.loads((run / "ls.json").read_text())["checkpoints"]] == [2, 4]
 
 
-def test_a_list_tells_what_is_incomplete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_names_what_is_incomplete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run / "checkpoints/step_00000002/rank_00000.safetensors", "truncated")
     (run / "checkpoints/.step_00000006.writing").mkdir()
     assert main(["checkpoint", "ls", str(run)]) == 1
@@ -71,7 +71,7 @@ def test_verify_names_what_is_damaged(run: Path, name: str, kind: str, capsys: p
 
 
 @pytest.mark.parametrize("action", ["ls", "show", "verify"])
-def test_nothing_there_is_an_error(tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_checkpoint_is_an_error(tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path, tmp_path / "none", tmp_path / "step_00000002"):
         assert main(["checkpoint", action, str(path)]) == 1
         assert str(path) in capsys.readouterr().out

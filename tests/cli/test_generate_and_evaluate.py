@@ -57,7 +57,7 @@ def test_a_single_text_is_shown_as_it_grows(run: Path, capsys: pytest.CaptureFix
     assert sorted(run.rglob("*")) == before
 
 
-def test_evaluation_of_its_own_split_is_the_runs_validation(run: Path) -> None:
+def test_evaluation_of_the_validation_split_equals_the_runs_validation(run: Path) -> None:
     row = rows(run, "validation")[-1]
     for layout in (["parallel.pp=1"], ["parallel.dp=2"]):
         found = said("evaluate", run, *layout)
@@ -97,7 +97,7 @@ def test_token_files_are_read_in_every_format(run: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("bad", [300, -1])
-def test_a_token_file_with_other_ids_is_refused(
+def test_a_token_file_with_other_ids_is_rejected(
     bad: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "bad.npy", np.array([1, 2, bad, 3], dtype=np.int16))
@@ -118,7 +118,7 @@ def test_a_token_file_with_other_ids_is_refused(
         ("evaluate", ["data.validation_fraction=0"], "no validation split"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_invalid_arguments_are_rejected(
     run: Path, verb: str, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([verb, str(run), *arguments, "launch.threads_per_rank=1"]) == 78
@@ -126,8 +126,8 @@ def test_what_cannot_be_done_is_refused(
 
 
 @pytest.mark.parametrize("verb", ["generate", "evaluate"])
-def test_all_faults_make_one_report(run: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be read, broken rules, layers, data and prompts."""
+def test_all_errors_make_one_report(run: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values that cannot be read, rules, layers, data and prompts."""
     faulty = ["parallel.tq=2", "parallel.tp=3", "model.mlp={_target_: nope.A}", "data.tokenizer=none.json"]
     more = ["--prompts", "nowhere.txt", "--temperature", "-1"] if verb == "generate" else ["data.paths=[gone.jsonl]"]
     assert main([verb, str(run), *faulty, *more, "model.layers=0", "run.steps=2"]) == 78
@@ -139,14 +139,12 @@ def test_all_faults_make_one_report(run: Path, tmp_path: Path, verb: str, capsys
     assert all(line.startswith((*starts, *own)) for line in report), report
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_checkpoint_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 78
     assert f"{tmp_path}: no checkpoint" in capsys.readouterr().err
 
 
-def test_what_an_import_made_brings_its_model_and_its_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_imported_folder_has_its_model_and_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     source = write(tmp_path / "source", CONFIGS["gpt2"])  # of 32 learned positions
     vocabulary = {chr(ord("a") + i): i for i in range(26)} | {"<unk>": 26, "</s>": 27}
@@ -171,7 +169,7 @@ def test_what_an_import_made_brings_its_model_and_its_tokenizer(
     assert "is not UTF-8" in capsys.readouterr().err
 
 
-def test_an_empty_file_of_tokens_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_token_file_is_rejected(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.npy").touch()
     assert main(["evaluate", str(run), "--file", f"{tmp_path}/empty.npy", "launch.threads_per_rank=1"]) == 78
     assert f"{tmp_path}/empty.npy: cannot be read as an array" in capsys.readouterr().err
@@ -179,7 +177,7 @@ def test_an_empty_file_of_tokens_is_refused(run: Path, tmp_path: Path, capsys: p
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an import made of a folder without a tokenizer, of 37 tokens."""
+    """An imported folder without a tokenizer, with a vocabulary of 37."""
     folder = tmp_path_factory.mktemp("bare")
     import_model(write(folder / "source", CONFIGS["llama2"]), folder / "in", proof="none")
     return folder / "in"
@@ -207,7 +205,7 @@ def test_ids_in_a_file_need_no_tokenizer(bare: Path, tmp_path: Path) -> None:
         ("evaluate", ["--file", "gone.npy"], "--file gone.npy: does not exist"),
     ],
 )
-def test_what_an_import_does_not_have_is_asked_for_by_its_name(
+def test_what_an_import_lacks_is_named(
     bare: Path, tmp_path: Path, verb: str, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("three words here")

@@ -66,14 +66,14 @@ def test_flags_and_overrides_mix_in_any_order(tmp_path, capsys):
     assert texts[0] == texts[1] and "tp2" in texts[0] and (tmp_path / "layout.json").exists()
 
 
-def test_a_refused_configuration_exits_with_78_and_every_error(capsys):
+def test_an_invalid_configuration_exits_with_78_and_every_error(capsys):
     assert main(["show", "parallel.tp=3", "model.layer=2"]) == 78
     report = capsys.readouterr().err.splitlines()
     assert report[0] == "model.layer=2: no such key; use model.layers"
     assert any(line.startswith("parallel.tp=3: must divide model.heads=4; use 1, 2 or 4") for line in report)
 
 
-def test_only_one_rank_of_a_world_says_why(monkeypatch, capsys):
+def test_only_one_rank_of_a_world_prints_the_report(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, speaks in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
@@ -98,7 +98,7 @@ VERBS_OF_RANKS = (["train"], ["train", "-m", "seed=1,2"], ["verify"])
     ],
     ids=lambda value: "" if isinstance(value, dict) else value.partition(":")[0],
 )
-def test_rank_variables_that_cannot_be_used_are_named_on_every_rank(command, variables, said, monkeypatch, capsys):
+def test_invalid_rank_variables_are_named_on_every_rank(command, variables, said, monkeypatch, capsys):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main([*command, "parallel.dp=2"]) == 78
@@ -106,7 +106,7 @@ def test_rank_variables_that_cannot_be_used_are_named_on_every_rank(command, var
     assert report.startswith(said) and "Traceback" not in report
 
 
-def test_degrees_that_do_not_make_the_world_are_refused_on_every_rank_with_the_numbers(monkeypatch, capsys):
+def test_degrees_that_do_not_match_the_world_size_are_rejected_on_every_rank(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "32")
     for rank in ("0", "17", "31"):
         monkeypatch.setenv("RANK", rank)
@@ -116,7 +116,7 @@ def test_degrees_that_do_not_make_the_world_are_refused_on_every_rank_with_the_n
         assert (expected in said) is (rank == "0")
 
 
-def test_a_faulty_schedule_file_is_refused_with_its_grid(tmp_path, capsys):
+def test_an_invalid_schedule_file_is_rejected_with_its_grid(tmp_path, capsys):
     (tmp_path / "mine.csv").write_text("0B0,0F0\n")
     sizes = ["batch.global_size=1", "batch.micro_size=1"]
     for verb in ("show", "train"):

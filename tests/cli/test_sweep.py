@@ -1,4 +1,4 @@
-"""`megastack train -m`: every job of the product in a world and a folder of its own, and what the whole returns."""
+"""`megastack train -m`: every job of the product with its own ranks and folder, and the exit code of the sweep."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.tiny_runs import losses, text, train
 
 
 @pytest.mark.full
-def test_illegal_jobs_are_listed_and_the_rest_runs(tmp_path, capfd):
-    """Nothing leaks from a job to the next: the first and the last have the same layout and the same losses."""
+def test_invalid_jobs_are_listed_and_the_rest_runs(tmp_path, capfd):
+    """No state leaks from one job to the next: the first and the last have the same layout and the same losses."""
     table = tmp_path / "table.json"
     choices = ("-m", "parallel.tp=1,2,3,1", "model.dropout=0.1", "run.dir=null", "run.steps=3", "--json", str(table))
     assert train(tmp_path, *choices) == 78
@@ -47,8 +47,8 @@ def test_illegal_jobs_are_listed_and_the_rest_runs(tmp_path, capfd):
         (["seed=1,x", "optim.freeze=[nothing]"], ["optim.freeze=nothing", "seed=x"]),
     ],
 )
-def test_where_every_job_is_illegal_nothing_starts(tmp_path, monkeypatch, capfd, faulty, reasons):
-    """Broken rules, values that cannot be read, and what only data or model can tell: no folder, no ranks, 78."""
+def test_if_every_job_is_invalid_nothing_starts(tmp_path, monkeypatch, capfd, faulty, reasons):
+    """Rules, values that cannot be read, errors of data or model: no folder, no ranks, 78."""
     monkeypatch.setattr(local, "start_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     table = tmp_path / "table.json"
     text(tmp_path)
@@ -73,7 +73,7 @@ def test_where_every_job_is_illegal_nothing_starts(tmp_path, monkeypatch, capfd,
     ],
 )
 def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capfd, endings, code, started):
-    """Failed before preempted before refused; a signal to the launcher leaves the remaining jobs out."""
+    """Failed before preempted before refused; after a signal to the launcher, the remaining jobs do not start."""
     left = list(endings)
 
     def launch(config, overrides, **more):
@@ -88,7 +88,7 @@ def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capfd, endings, code, s
 
 
 def _places(tmp_path, monkeypatch, *overrides):
-    """Where each job of a sweep goes; every folder is made."""
+    """The folder of each job of a sweep, which is created."""
     found = []
 
     def launch(config, overrides, *, place, **more):
@@ -112,7 +112,7 @@ def _places(tmp_path, monkeypatch, *overrides):
     ],
 )
 def test_each_job_resolves_its_own_folder(tmp_path, monkeypatch, given, places):
-    """One that is a job's alone is its run folder; one that several have in common holds numbered ones."""
+    """A folder of one job is its run folder; one that several jobs share holds numbered folders."""
     found, intended = _places(tmp_path, monkeypatch, *(text.format(tmp_path, tmp_path) for text in given))
     assert found == places
     assert len(set(found)) == len(found)
@@ -124,14 +124,14 @@ def test_each_job_resolves_its_own_root(tmp_path, monkeypatch):
     assert [place.split("/")[0] for place in found] == ["r1", "r2"]
 
 
-def test_a_folder_that_is_taken_gets_a_number(tmp_path, monkeypatch):
+def test_an_existing_folder_gets_a_number(tmp_path, monkeypatch):
     claim(tmp_path / "s2", tmp_path)
     found, _ = _places(tmp_path, monkeypatch, "seed=1,2", f"run.dir={tmp_path}/s${{seed}}")
     assert found == ["s1", "s2-2"]
 
 
 def test_the_table_says_why_a_job_did_not_complete(tmp_path, monkeypatch, capfd):
-    """A failure with its folder; one of the launcher itself leaves the other jobs alone."""
+    """A failure with its folder; an error of the launcher itself does not affect the other jobs."""
     endings = iter([("failed", "ValueError: the layer broke\nbecause"), None, ("completed", None)])
 
     def launch(config, overrides, **more):
@@ -155,7 +155,7 @@ def test_the_last_of_several_values_of_a_key_is_shown(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("faulty", ["optim.lr=glob(*)", "seed=range(3,0)", "seed=range(0,1,0)", "seed=choice(1,"])
-def test_a_malformed_sweep_is_refused_in_a_sentence(tmp_path, capfd, faulty):
+def test_a_malformed_sweep_is_rejected_in_one_line(tmp_path, capfd, faulty):
     assert train(tmp_path, "-m", faulty) == 78
     said = capfd.readouterr().err
     assert said.startswith(f"{faulty}: ") and len(said.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""The command line of verify: exit codes, what a person reads, what a program reads."""
+"""``megastack verify``: exit codes, console output, JSON record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def small(tmp_path: Path) -> list[str]:
     return ["verify", *SMALL, f"data.paths=[{tmp_path}/words.jsonl]", "--steps", "1"]
 
 
-def test_equal_is_0_and_says_how_equal_and_in_which_precision(
+def test_equal_is_0_and_prints_tolerance_and_precision(
     small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "verdict.json"
@@ -40,7 +40,7 @@ def test_equal_is_0_and_says_how_equal_and_in_which_precision(
     assert record["layouts"][0]["finding"] is None
 
 
-def test_a_difference_is_1_and_names_the_parameter_how_much_and_why(
+def test_a_difference_is_1_and_names_parameter_amount_and_cause(
     small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "verdict.json"
@@ -80,7 +80,7 @@ def test_all_prints_a_line_for_each_layout_and_explains_the_first_bad_one(
         (["data.paths=[nothing.txt]", "parallel.tp=2"], "nothing.txt"),
     ],
 )
-def test_what_is_refused_is_78_and_says_why(
+def test_a_rejected_configuration_is_78_with_the_reason(
     small: list[str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*small, *arguments]) == 78
@@ -88,7 +88,7 @@ def test_what_is_refused_is_78_and_says_why(
 
 
 @pytest.mark.parametrize("flags", [[], ["--all", "--ranks", "2"]])
-def test_all_faults_make_one_report(
+def test_all_errors_make_one_report(
     small: list[str], tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "parallel").mkdir()
@@ -112,14 +112,12 @@ def test_a_wrong_flag_is_2(small: list[str], flags: list[str]) -> None:
     assert caught.value.code == 2
 
 
-def test_a_rank_of_another_launcher_is_refused(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_another_launcher_is_rejected(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(small) == 78
 
 
-def test_one_rank_is_equal_to_itself_and_says_that_this_proves_nothing(
-    small: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_rank_is_equal_to_itself_with_a_note(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(small) == 0
     assert "one rank is what others are compared with; try parallel.tp=2" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Which processes are ranks of somebody else's world, and where they stand in it."""
+"""Which processes a launcher has started as ranks, and their place in the world."""
 
 from __future__ import annotations
 

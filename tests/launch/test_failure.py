@@ -1,4 +1,4 @@
-"""Which failure is named, from what ranks and launcher know."""
+"""Which failure is reported, from the reports of ranks and the exits that the launcher observed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_rank_that_failed_by_itself_comes_first() -> None:
     assert failure.text.splitlines()[-1] == "[rank 1 | pp1 dp0 tp0] failed in training step 3: E: m"
 
 
-def test_a_rank_that_died_is_named_by_its_signal_and_who_waits_is_told() -> None:
+def test_a_killed_rank_is_named_with_its_signal_and_the_ranks_that_wait() -> None:
     echoes = [record(0, echo=True), record(2, echo=True)]
     failure = find_failure(
         echoes, [report(0, 1), report(2, 1)], ObservedExits(0, {0: 1, 1: -signal.SIGKILL}), SHAPE, 10

@@ -1,4 +1,4 @@
-"""No rank goes ahead before all ranks have been forked."""
+"""Starting ranks, passing signals on to them, killing stragglers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ fork = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def last_fork(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When processes were started, slowly one after another."""
+    """The times at which processes were started, slowly one after another."""
     started, start = list[float](), BaseProcess.start
 
     def slowly(self: BaseProcess) -> None:
@@ -50,7 +50,7 @@ def last_fork(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return started
 
 
-def test_no_rank_of_a_training_looks_for_the_others_before_all_are_forked(
+def test_no_rank_of_a_training_connects_before_all_are_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_fork: list[float]
 ) -> None:
     opened = Mesh.from_environment
@@ -68,7 +68,7 @@ def test_no_rank_of_a_training_looks_for_the_others_before_all_are_forked(
     assert all(float((tmp_path / str(rank)).read_text()) > last_fork[-1] for rank in range(2))
 
 
-def test_a_rank_that_hangs_before_the_line_is_named(
+def test_a_rank_that_hangs_before_the_barrier_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wait = StartBarrier.wait
@@ -88,7 +88,7 @@ def _entered(config: Any, mesh: Mesh) -> float:
     return time.monotonic()
 
 
-def test_nor_does_one_of_a_generation(tmp_path: Path, last_fork: list[float]) -> None:
+def test_no_rank_of_a_task_connects_before_all_are_forked(tmp_path: Path, last_fork: list[float]) -> None:
     config = compose([*overrides(tmp_path), "parallel.pp=2"])
     assert on_ranks("sleep", config, _entered) > last_fork[-1]
     assert len(last_fork) == 2
@@ -98,7 +98,7 @@ def test_nor_does_one_of_a_generation(tmp_path: Path, last_fork: list[float]) ->
 def test_a_rank_that_never_joins_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], where: str
 ) -> None:
-    """It stops before it looks for the others, or while they open their groups."""
+    """It stops before it connects, or while the groups are opened."""
     owner = Mesh if where == "from_environment" else mesh_module
     real = getattr(owner, where)
 
@@ -125,7 +125,7 @@ def _sleeps(config: Any, mesh: Mesh) -> None:
     all_reduce(torch.ones(3), mesh.world)
 
 
-def test_a_rank_that_sleeps_in_a_generation_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_sleeps_in_a_task_is_named(tmp_path: Path) -> None:
     config = compose([*overrides(tmp_path), "parallel.tp=2", "launch.timeout_s=4", "launch.grace_s=0.5"])
     began = time.monotonic()
     with pytest.raises(TaskFailed) as caught:
@@ -137,7 +137,7 @@ def test_a_rank_that_sleeps_in_a_generation_is_named(tmp_path: Path) -> None:
 
 
 class _Garbage:
-    """A cycle with a finalizer, as a store in use has one that needs the threads of the process that made it."""
+    """A reference cycle with a finalizer, like that of a store, which needs the threads of the process that made it."""
 
     finalized = False
 
@@ -206,7 +206,7 @@ def test_a_signal_without_children_keeps_them_from_being_started():
             stop.check()
 
 
-def test_a_signal_before_the_children_reaches_those_that_were_started_all_the_same():
+def test_a_signal_before_the_children_still_reaches_them():
     with StopForwarder(grace_s=30) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         child = _started(obey=True)
@@ -245,8 +245,8 @@ def test_a_hangup_with_the_terminal_gone_is_passed_on():
     assert (child.exitcode, stop.received) == (signal.SIGHUP, signal.SIGHUP)
 
 
-def test_a_forked_child_keeps_quiet_about_the_handler_it_inherits():
-    """Between the fork and its own handler a rank must not take the launcher's part."""
+def test_a_forked_child_ignores_the_handler_that_it_inherits():
+    """Between the fork and its own handler, a rank must not act as the launcher."""
     with StopForwarder(grace_s=30) as stop:
         child = fork.Process(target=_signal_self)
         child.start()
@@ -259,7 +259,7 @@ def _signal_self() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_hint_about_a_second_interrupt_stands_behind_a_first(number, capfd):
+def test_the_hint_about_a_second_interrupt_follows_the_first(number, capfd):
     with StopForwarder(grace_s=30):
         child = _started(obey=True)
         os.kill(os.getpid(), number)
@@ -268,7 +268,7 @@ def test_the_hint_about_a_second_interrupt_stands_behind_a_first(number, capfd):
     assert said.startswith(f"{number.name}: ") and ("second SIGINT" in said) is (number is signal.SIGINT)
 
 
-def test_a_stopped_process_is_killed_after_the_grace_and_others_of_this_process_are_not() -> None:
+def test_a_stopped_process_is_killed_after_the_grace_and_other_children_are_not() -> None:
     other = fork.Process(target=time.sleep, args=(60,))
     other.start()
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Ranks of one start find each other in a store that earlier starts have used."""
+"""Rendezvous: at the barrier of forked ranks, and in a store that earlier starts have used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def server() -> dist.TCPStore:
 def meet(
     server: dist.TCPStore, ranks: int, timeout_s: float = 20, absent: tuple[int, ...] = (), late: int | None = None
 ) -> list[str]:
-    """The names that the ranks of a start agree on, each with a connection of its own."""
+    """The names that the ranks of a start agree on, each over its own connection."""
 
     def one(rank: int) -> str:
         time.sleep(0.5 if rank == late else 0)
@@ -35,18 +35,18 @@ def meet(
         return list(pool.map(one, [rank for rank in range(ranks) if rank not in absent]))
 
 
-def test_each_start_agrees_on_a_name_of_its_own(server: dist.TCPStore) -> None:
+def test_each_start_agrees_on_a_new_name(server: dist.TCPStore) -> None:
     starts = [meet(server, 3) for _ in range(3)]
     assert all(len(set(names)) == 1 for names in starts)
     assert len({names[0] for names in starts}) == 3
 
 
-def test_a_rank_that_is_gone_is_not_taken_for_the_one_in_its_place(server: dist.TCPStore) -> None:
+def test_a_rank_of_an_earlier_start_is_not_mistaken_for_its_successor(server: dist.TCPStore) -> None:
     server.set("megastack/shown/3/2", "a number from before")
     assert len(set(meet(server, 3, 8, late=2))) == 1
 
 
-def test_ranks_that_do_not_come_are_named(server: dist.TCPStore) -> None:
+def test_ranks_that_do_not_join_are_named(server: dist.TCPStore) -> None:
     with pytest.raises(NotStarted, match=r"^ranks 1, 2 did not join within launch.timeout_s=0.3$") as caught:
         meet(server, 3, 0.3, absent=(1, 2))
     assert caught.value.ranks == (1, 2)
@@ -57,7 +57,7 @@ def _arrive(barrier: StartBarrier, rank: int, told: Any) -> None:
     told.put(time.monotonic())
 
 
-def test_ranks_leave_the_line_after_the_last_one_came() -> None:
+def test_ranks_leave_the_barrier_after_the_last_one_arrives() -> None:
     barrier, told = StartBarrier(3, 30), fork.SimpleQueue()
     children = [fork.Process(target=_arrive, args=(barrier, rank, told)) for rank in range(3)]
     for child in children:
@@ -69,7 +69,7 @@ def test_ranks_leave_the_line_after_the_last_one_came() -> None:
         child.join()
 
 
-def test_ranks_that_never_came_are_named() -> None:
+def test_ranks_that_never_start_are_named() -> None:
     with pytest.raises(NotStarted, match=r"^ranks 0, 2 were not started within launch.timeout_s=0.05$") as caught:
         StartBarrier(3, 0.05).wait(1)
     assert caught.value.ranks == (0, 2)

@@ -1,4 +1,4 @@
-"""The number of threads of a rank: who decides it, what the machine allows, what the work is worth."""
+"""Threads and memory of a rank: what decides the number of threads, and that freed memory is kept."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_openmps_variable_is_honoured(said: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "0", "-1", "many", ","])
-def test_one_that_means_nothing_is_left_out(said: str) -> None:
+def test_an_invalid_value_is_ignored(said: str) -> None:
     assert _chosen(*WIDE, OMP_NUM_THREADS=said) == "8 threads (8 CPUs, 1 rank here)"
 
 
-def test_the_key_goes_before_the_variable() -> None:
+def test_the_key_takes_precedence_over_the_variable() -> None:
     assert _chosen("launch.threads_per_rank=2", OMP_NUM_THREADS="3") == "2 threads (launch.threads_per_rank)"
 
 
@@ -162,7 +162,7 @@ def test_the_quota_of_control_groups(tmp_path: Path, files: dict[str, str], quot
     assert cpu_quota(_files(tmp_path, files)) == quota
 
 
-def test_the_log_of_a_rank_says_what_was_chosen_and_why(tmp_path, monkeypatch) -> None:
+def test_the_log_of_a_rank_has_the_choice_and_its_reason(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert train(tmp_path, "run.steps=1", "launch.threads_per_rank=null") == 0
     assert "2 threads (OMP_NUM_THREADS)" in (tmp_path / "run" / "logs" / "rank_00000.log").read_text()
@@ -180,7 +180,7 @@ def _faults_of_a_microbatch() -> int:
 
 
 def _before_and_after() -> tuple[int, int]:
-    """With all that is freed given back at once, and with it kept."""
+    """With freed memory returned at once, and with it kept."""
     library = ctypes.CDLL(None)
     library.mallopt(-1, 2**17)  # from here on the end of the heap is given back
     library.mallopt(-3, 2**17)  # and larger blocks are mapped one by one

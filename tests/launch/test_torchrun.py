@@ -1,4 +1,4 @@
-"""Agents of torchrun that stand for nodes: killed, joined by another one, or with a worker that dies."""
+"""Torchrun agents as nodes: one is killed, one joins, a worker is killed."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def require_equal(run: Path, other: Path, *, bitwise: bool = False) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_job_goes_on_without_a_node_that_is_killed(
+def test_a_job_continues_without_a_node_that_is_killed(
     tmp_path: Path, nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """Whether or not it is the one with the first rank; its workers end with it, and so does a store they keep."""
@@ -139,10 +139,8 @@ def test_a_job_goes_on_without_a_node_that_is_killed(
 
 
 @pytest.mark.full
-def test_a_job_takes_in_a_node_that_comes_later(
-    tmp_path: Path, nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks that are there save first, so that nothing is done twice."""
+def test_a_node_can_join_later(tmp_path: Path, nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The running ranks save first, so no step is repeated."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     job = nodes(fault("nothing", slow=0.3))
     job.add()
@@ -158,7 +156,7 @@ def test_a_job_takes_in_a_node_that_comes_later(
 
 
 @pytest.mark.full
-def test_a_worker_that_is_killed_comes_back_bitwise(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
+def test_a_worker_that_is_killed_is_restarted_bitwise(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """Twice, with the same degrees, in the store that the earlier starts have used."""
     job = nodes(fault("nothing", slow=0.1))
     job.add()

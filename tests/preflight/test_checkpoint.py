@@ -1,4 +1,4 @@
-"""What a run says when it goes on from a checkpoint: changed keys, and that nothing is left to train."""
+"""Notes of a run that resumes: changed keys, and that no step is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Told = Callable[..., list[str]]
 
 @pytest.fixture
 def told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Told:
-    """The lines about changes and about nothing to train, of a run that has to end well."""
+    """The notes about changes and about no step to train, of a run that completes."""
 
     def run(*more: str) -> list[str]:
         assert train(tmp_path, "checkpoint.at_end=true", *more) == 0
@@ -31,7 +31,7 @@ AUTO = "resume=auto"
 
 
 def test_changed_keys_are_listed_where_the_checkpoint_holds_them(tmp_path: Path, told: Told) -> None:
-    """And not those of the run folder, which are of the last start."""
+    """Not compared with the run folder, which has the configuration of the last start."""
     assert told("run.steps=1") == []
     assert told("run.steps=2", AUTO) == []
     theta = ["changed since the checkpoint: model.rope.theta: 10000.0 -> 500000.0"]
@@ -57,7 +57,7 @@ def test_an_older_checkpoint_is_compared_with_the_configuration_of_its_run(tmp_p
     assert resume_notes(config, checkpoint)[1:] == ["changed since the checkpoint: optim.lr: 0.1 -> 0.5"]
 
 
-def test_a_checkpoint_at_or_beyond_the_last_step_is_told_at_both_ends(tmp_path: Path, told: Told) -> None:
+def test_a_checkpoint_at_or_beyond_the_last_step_is_noted_at_start_and_end(tmp_path: Path, told: Told) -> None:
     told("run.steps=2")
     before = rows(tmp_path / "run")
     for steps in (2, 1):
@@ -71,7 +71,7 @@ def test_a_checkpoint_at_or_beyond_the_last_step_is_told_at_both_ends(tmp_path: 
     assert told("run.steps=3", AUTO) == [] and status(tmp_path / "run")["reason"] is None
 
 
-def test_changes_of_the_model_are_told_of_weights_alone(tmp_path: Path, told: Told) -> None:
+def test_loading_weights_notes_only_changes_of_the_model(tmp_path: Path, told: Told) -> None:
     told("run.steps=1")
     weights = [f"checkpoint.load_weights={RunFolder(tmp_path / 'run').checkpoint(1)}", f"run.dir={tmp_path}/new"]
     assert told("run.steps=1", *weights, "model.rope.theta=100", "optim.lr=0.5") == [

@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[str, object]:
 def test_a_folder_in_use_is_one_line_of_the_report(
     tmp_path: Path, other: Process, resume: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With what else is wrong; host, process and start time; under torchrun told once, by all ranks."""
+    """With all other errors; host, process and start time; under torchrun printed once."""
     assert train(tmp_path, "run.steps=1", "checkpoint.at_end=true") == 0
     owned_by(tmp_path / "run", other, number=2)
     capfd.readouterr()
@@ -109,7 +109,7 @@ def test_a_live_run_keeps_others_out_until_it_is_killed(tmp_path: Path, capfd: p
 def test_a_run_that_lost_its_folder_stops_before_it_publishes(
     tmp_path: Path, other: Process, asynchronous: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a pause in which its heartbeat was missed; the later owner's records stay as they are."""
+    """As after a pause in which its heartbeat stopped; the later owner's records are unchanged."""
     run = tmp_path / "run"
 
     def lose(row: object) -> None:

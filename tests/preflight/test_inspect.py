@@ -1,4 +1,4 @@
-"""Refused before anything is started or written: exit code 78, every fault a line, no run folder."""
+"""Rejected before anything is started or written: exit code 78, a line for every error, no run folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.tiny_runs import overrides, status, text, train
 
 
 class Plain(nn.Module):
-    """Owns a parameter, and is no module that could say how it is cut."""
+    """Has a parameter, but declares no placements."""
 
     def __init__(self, *args, **kwargs):
         super().__init__()
@@ -38,7 +38,7 @@ class Picky(nn.Module):
         raise ValueError("width=0: must be positive")
 
 
-class Broken(nn.Module):
+class Failing(nn.Module):
     def __init__(self, *args, **kwargs):
         super().__init__()
         self.width = 1 // 0
@@ -50,8 +50,8 @@ def inspect_all(config: TrainConfig, known: Sequence[ErrorLine] = ()) -> None:
 
 
 @pytest.fixture
-def refused(tmp_path, capfd):
-    """Run, expect 78 and nothing left behind; the lines of the report."""
+def rejected(tmp_path, capfd):
+    """Run, expect 78 and no files; returns the lines of the report."""
 
     def run(*more: str, keeps: bool = False) -> list[str]:
         before = sorted(tmp_path.rglob("*"))
@@ -87,16 +87,16 @@ def refused(tmp_path, capfd):
         (b'{"text": "long enough for one sample"}\n', ("data.tokenizer=none.json",), "data.tokenizer=none.json"),
     ],
 )
-def test_unusable_data(tmp_path, refused, content, more, words):
+def test_unusable_data(tmp_path, rejected, content, more, words):
     path = tmp_path / "given.jsonl"
     if content is not None:
         path.write_bytes(content)
-    report = refused(f"data.paths=[{path}]", *more)
+    report = rejected(f"data.paths=[{path}]", *more)
     assert len(report) <= 2 and any(words in line for line in report)
 
 
 def _token_files(folder: Path) -> dict[str, str]:
-    """Token files of 70,000 ids each, of which one is wrong: beyond what a rank looks at, of some kinds and places."""
+    """Token files of 70,000 ids each, one of them invalid, beyond what a rank checks at once."""
     good = [[7] * 1000] * 70
     write_by_hand(folder / "good", [[8] * 1000] * 70, 8)
     write_by_hand(folder / "late", [*good[:-1], [7] * 999 + [999]], 8)
@@ -125,7 +125,7 @@ TOO_LARGE = "token id 999 in"
         ("good late", "data.stages=[{{from_step: 2, paths: [{1}]}}]\tdata.paths=[{0},gone]", [TOO_LARGE, "gone.idx"]),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused_before_anything(tmp_path, capfd, verb, names, choice, words):
+def test_ids_outside_the_vocabulary_are_rejected_before_anything(tmp_path, capfd, verb, names, choice, words):
     files = _token_files(tmp_path)
     given = choice.format(*(files[name] for name in names.split())).split("\t")
     fixed = ["data.source=bin", "data.paths=[]", "model.vocab=256", "run.steps=3", "data.validation_fraction=0.1"]
@@ -136,7 +136,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_anything(tmp_path, capfd,
     assert not (tmp_path / "run").exists()
 
 
-def test_ids_are_said_together_with_other_faults_and_not_asked_of_a_broken_vocabulary(tmp_path, capfd):
+def test_ids_are_reported_with_other_errors_and_not_checked_with_an_invalid_vocabulary(tmp_path, capfd):
     path = _token_files(tmp_path)["late"]
     given = [*overrides(tmp_path), "data.source=bin", f"data.paths=[{path}]"]
     assert main(["train", *given, "model.vocab=256", "optim.lr=-1"]) == 78
@@ -146,12 +146,12 @@ def test_ids_are_said_together_with_other_faults_and_not_asked_of_a_broken_vocab
     assert "999" not in capfd.readouterr().err
 
 
-def test_unusable_resume_is_reported_together_with_the_data(tmp_path, refused):
+def test_unusable_resume_is_reported_together_with_the_data(tmp_path, rejected):
     (tmp_path / "no_checkpoint").mkdir()
-    report = refused(f"resume={tmp_path / 'no_checkpoint'}", "data.paths=[none.jsonl]", keeps=True)
+    report = rejected(f"resume={tmp_path / 'no_checkpoint'}", "data.paths=[none.jsonl]", keeps=True)
     assert any("none.jsonl" in line for line in report) and any("resume=" in line for line in report)
-    assert any("resume=last" in line for line in refused("resume=last", keeps=True))
-    assert any("resume=auto" in line for line in refused("resume=auto", "run.dir=null", keeps=True))
+    assert any("resume=last" in line for line in rejected("resume=last", keeps=True))
+    assert any("resume=auto" in line for line in rejected("resume=auto", "run.dir=null", keeps=True))
 
 
 @pytest.mark.parametrize(
@@ -190,20 +190,20 @@ def test_unusable_resume_is_reported_together_with_the_data(tmp_path, refused):
         ),
     ],
 )
-def test_layers_and_patterns_that_only_the_model_can_tell(refused, overrides, line):
-    """A class that is not there, is no layer, declares nothing or refuses; a pattern without a match."""
-    report = refused("parallel.dp=2", *overrides)
+def test_layers_and_patterns_that_only_the_model_can_tell(rejected, overrides, line):
+    """A class that does not exist, is not a layer, declares nothing or raises; a pattern without a match."""
+    report = rejected("parallel.dp=2", *overrides)
     assert any(said.startswith(line) for said in report), report
 
 
-def test_the_model_and_the_data_are_reported_together(refused):
-    report = refused("optim.freeze=[nothing]", "optim.groups=[{pattern: nix}]", "data.paths=[none.jsonl]")
+def test_the_model_and_the_data_are_reported_together(rejected):
+    report = rejected("optim.freeze=[nothing]", "optim.groups=[{pattern: nix}]", "data.paths=[none.jsonl]")
     for line, key in zip(report, ("optim.freeze=nothing", "optim.groups=nix", "data.paths"), strict=True):
         assert line.startswith(key)
 
 
-def test_a_stage_with_a_fault_hides_no_data_of_the_others(refused):
-    report = refused(
+def test_an_invalid_phase_hides_no_error_of_the_others(rejected):
+    report = rejected(
         "parallel.tp=2",
         "data.stages=[{from_step: 1, sequence_length: 33},{from_step: 2, source: text, paths: [none.txt]},"
         "{from_step: 3, blend: [{source: text, paths: [no.txt], weight: 1},{paths: [none], weight: 1}]}]",
@@ -214,11 +214,11 @@ def test_a_stage_with_a_fault_hides_no_data_of_the_others(refused):
         assert sum(line.startswith(start) for line in report) == 1, report
 
 
-def test_all_faults_of_every_kind_make_one_report(tmp_path, refused):
-    """Values that cannot be read, broken rules, layers, patterns, data, paths and device, a line each and each once."""
+def test_all_errors_of_every_kind_make_one_report(tmp_path, rejected):
+    """Values that cannot be read, rules, layers, patterns, data, paths and device: one line each, once."""
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "bad.jsonl").write_text("no json")
-    faulty = {
+    invalid = {
         "batch.micro_sice=2": "batch.micro_sice=2: no such key; use batch.micro_size",
         "seed=two": "seed=two: must be a whole number",
         "parallel.tp=3": "parallel.tp=3: must divide model.heads=2; use 1 or 2",
@@ -231,18 +231,18 @@ def test_all_faults_of_every_kind_make_one_report(tmp_path, refused):
         f"run.dir={tmp_path}/file/run": f"run.dir={tmp_path}/file/run: cannot be created ({tmp_path}/file is a file",
         "checkpoint.load_weights=none": "checkpoint.load_weights=none: resume already brings weights",
     }
-    report = refused(*faulty, keeps=True)
-    expected = [*faulty.values(), f"data.paths={tmp_path}/bad.jsonl:1: is not JSON"]
+    report = rejected(*invalid, keeps=True)
+    expected = [*invalid.values(), f"data.paths={tmp_path}/bad.jsonl:1: is not JSON"]
     assert [sum(line.startswith(start) for line in report) for start in expected] == [1] * len(expected), report
     assert all(line.startswith((*expected, "parallel.tp=3: must divide")) for line in report), report
-    report = refused("model.mlp={_target_: nope.A}", "model.attention={_target_: nope.B}", "data.tokenizer=none.json")
+    report = rejected("model.mlp={_target_: nope.A}", "model.attention={_target_: nope.B}", "data.tokenizer=none.json")
     assert [line.partition("=")[0] for line in report] == [
         *("model.attention._target_", "model.mlp._target_", "data.tokenizer")
     ]
 
 
-def test_any_broken_value_leaves_the_other_faults_in_the_report(tmp_path):
-    """No question stumbles over a value that could not be read, and none repeats it; for every key there is."""
+def test_any_invalid_value_leaves_the_other_errors_in_the_report(tmp_path):
+    """No check fails on a value that could not be read, and none repeats its error; for every key."""
     more = ("model.attention={_target_: nope.B}", "resume=nope", "data.tokenizer=none.json", "device=cuda")
     config = compose([*overrides(tmp_path), *more])
     with pytest.raises(ConfigError) as whole:
@@ -250,24 +250,24 @@ def test_any_broken_value_leaves_the_other_faults_in_the_report(tmp_path):
     assert len(whole.value.errors) == 4 - (torch.cuda.device_count() > 0)
     for key in keys(TrainConfig):
         unread = Violation(key.name, "odd", "must be something else")
-        faulty = replace_values(config, {key.name: UNUSABLE})
-        with pytest.raises(ConfigError) as refused:
-            inspect_all(faulty, [unread, *violations(faulty)])
-        own = [line for line in refused.value.errors if str(line).partition("=")[0].startswith(key.name)]
+        invalid = replace_values(config, {key.name: UNUSABLE})
+        with pytest.raises(ConfigError) as rejected:
+            inspect_all(invalid, [unread, *violations(invalid)])
+        own = [line for line in rejected.value.errors if str(line).partition("=")[0].startswith(key.name)]
         assert own[0] is unread and len(own) <= 1 + (key.name == "model"), own
-        lost = {line for line in map(str, whole.value.errors) if line not in map(str, refused.value.errors)}
+        lost = {line for line in map(str, whole.value.errors) if line not in map(str, rejected.value.errors)}
         assert all(_may_go(line, key.name) for line in lost), (key.name, lost)
 
 
 def _may_go(line: str, key: str) -> bool:
-    """Whether a fault cannot be told any more where a key is broken."""
+    """Whether an error cannot be found if a key is invalid."""
     about = line.partition("=")[0]
     needs = {"resume": ("run", "run.dir", "run.root", "checkpoint", "checkpoint.on_corrupt", "resume")}
     needs |= {"data.tokenizer": ("data", "data.source", "data.blend")}
     return about.startswith(key) or key in needs.get(about, ())
 
 
-def test_where_a_faulty_value_stands_is_told_of_every_kind(tmp_path, capfd):
+def test_the_origin_of_an_invalid_value_is_named(tmp_path, capfd):
     mine = tmp_path / "experiment" / "mine.yaml"
     mine.parent.mkdir()
     lines = ("data: {tokenizer: none.json}", "optim: {freeze: [embeding], betas: [0.9]}", "seed: two")
@@ -279,24 +279,24 @@ def test_where_a_faulty_value_stands_is_told_of_every_kind(tmp_path, capfd):
         assert line.startswith(start) and line.count(f"(in {mine})") == 1, report
 
 
-def test_a_layer_whose_constructor_breaks_is_refused_with_its_line(refused):
-    report = refused("model.mlp={_target_: tests.preflight.test_inspect.Broken}", "optim.freeze=[nothing]")
+def test_a_layer_whose_constructor_fails_is_rejected_with_its_line(rejected):
+    report = rejected("model.mlp={_target_: tests.preflight.test_inspect.Failing}", "optim.freeze=[nothing]")
     assert any(
-        "Broken: cannot be built, ZeroDivisionError" in line and "test_inspect.py, line" in line for line in report
+        "Failing: cannot be built, ZeroDivisionError" in line and "test_inspect.py, line" in line for line in report
     )
 
 
-def test_illegal_values_and_unwritable_folders(tmp_path, refused):
-    report = refused("parallel.tp=3", "parallel.pp=5", "run.stops=3", "batch.micro_size=3")
+def test_illegal_values_and_unwritable_folders(tmp_path, rejected):
+    report = rejected("parallel.tp=3", "parallel.pp=5", "run.stops=3", "batch.micro_size=3")
     assert len(report) >= 4 and all("=" in line and ": " in line for line in report)
     assert "run.steps" in next(line for line in report if line.startswith("run.stops"))
     (tmp_path / "file").write_text("in the way")
-    assert "run.dir=" in refused(f"run.dir={tmp_path}/file/run", keeps=True)[0]
+    assert "run.dir=" in rejected(f"run.dir={tmp_path}/file/run", keeps=True)[0]
 
 
 @pytest.mark.full
-def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, refused, capfd):
-    """What would change sample order or data is known before the start; a misfit of the model right after it."""
+def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, rejected, capfd):
+    """A change of sample order, data or model is found before the start."""
     assert train(tmp_path, "run.steps=1", "checkpoint.at_end=true") == 0
     capfd.readouterr()
     path = tmp_path / "run" / "checkpoints" / "step_00000001"
@@ -308,11 +308,11 @@ def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, refused, capfd):
         ("batch.sequence_length=8",): "batch.sequence_length=8",
         (f"data.paths=[{tmp_path}/other.jsonl]",): "data:",
     }.items():
-        assert any(line.startswith(words) for line in refused(*again, *more, keeps=True))
+        assert any(line.startswith(words) for line in rejected(*again, *more, keeps=True))
         assert not (tmp_path / "again").exists()
-    [line] = refused(*again, "model.ffn=64", "parallel.dp=2", keeps=True)
+    [line] = rejected(*again, "model.ffn=64", "parallel.dp=2", keeps=True)
     assert line.startswith(f"resume={path}: does not fit the model: blocks.0.mlp.up.weight is [2, 64, 16] here and [2,")
-    [line] = refused(f"checkpoint.load_weights={path}", f"run.dir={tmp_path}/again", "model.tied=true", keeps=True)
+    [line] = rejected(f"checkpoint.load_weights={path}", f"run.dir={tmp_path}/again", "model.tied=true", keeps=True)
     assert line.endswith("does not fit the model: head.weight is only in the checkpoint; use the model.* of its run")
     assert not (tmp_path / "again").exists()
     assert train(tmp_path, *again, "precision=fp32", "parallel.dp=2") == 78
@@ -320,40 +320,40 @@ def test_a_checkpoint_of_another_run_is_not_continued(tmp_path, refused, capfd):
     assert "dtype float32 here, float64 in the checkpoint" in report and "Traceback" not in report
     assert status(tmp_path / "again")["exit_code"] == 78
     (path / "rank_00000.safetensors").write_bytes(b"damaged")
-    assert any("rank_00000.safetensors" in line for line in refused(*again, keeps=True))
+    assert any("rank_00000.safetensors" in line for line in rejected(*again, keeps=True))
 
 
-def test_a_device_and_weights_that_are_not_there(tmp_path, refused, monkeypatch):
+def test_a_missing_device_and_missing_weights(tmp_path, rejected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "empty").mkdir()
-    report = refused("device=cuda", f"checkpoint.load_weights={tmp_path}/nope", keeps=True)
+    report = rejected("device=cuda", f"checkpoint.load_weights={tmp_path}/nope", keeps=True)
     assert report[0].startswith(f"checkpoint.load_weights={tmp_path}/nope: no such folder; use")
     assert report[1].startswith("device=cuda: this machine has no GPU") and not (tmp_path / "run").exists()
     for name, words in {"file": "is a file", "empty": "is not a usable checkpoint"}.items():
-        [line, *_] = refused(f"checkpoint.load_weights={tmp_path}/{name}", keeps=True)
+        [line, *_] = rejected(f"checkpoint.load_weights={tmp_path}/{name}", keeps=True)
         assert line.startswith(f"checkpoint.load_weights={tmp_path}/{name}: {words}")
         assert not (tmp_path / "run").exists()
 
 
-def test_more_ranks_than_this_machine_can_hold(refused, monkeypatch):
+def test_more_ranks_than_this_machine_can_run(rejected, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    [line] = refused("parallel.dp=129", "batch.global_size=129")
+    [line] = rejected("parallel.dp=129", "batch.global_size=129")
     assert line.startswith("world=129: ") and "use torchrun or srun" in line and "at most 128 ranks" in line
 
 
-def test_a_file_in_place_of_the_run_folder(tmp_path, refused):
+def test_a_file_in_place_of_the_run_folder(tmp_path, rejected):
     (tmp_path / "run_file").write_text("in the way")
-    [line] = refused(f"run.dir={tmp_path}/run_file", keeps=True)
+    [line] = rejected(f"run.dir={tmp_path}/run_file", keeps=True)
     assert line.startswith(f"run.dir={tmp_path}/run_file: ") and "is a file" in line
     assert not (tmp_path / "run_file-2").exists()
 
 
-def test_a_folder_in_place_of_the_tokenizer_is_called_a_folder(tmp_path, refused):
-    [line, *_] = refused(f"data.tokenizer={tmp_path}")
+def test_a_folder_in_place_of_the_tokenizer_is_called_a_folder(tmp_path, rejected):
+    [line, *_] = rejected(f"data.tokenizer={tmp_path}")
     assert line.startswith(f"data.tokenizer={tmp_path}: is a folder")
 
 
-def test_freezing_every_parameter_is_refused(refused):
-    [line] = refused("optim.freeze=[.]")
+def test_freezing_every_parameter_is_rejected(rejected):
+    [line] = rejected("optim.freeze=[.]")
     assert line == "optim.freeze=[.]: freezes every parameter; use patterns that leave some to train"

@@ -1,4 +1,4 @@
-"""``megastack show`` refuses the models and data that ``megastack train`` refuses, and lives with data of elsewhere."""
+"""``megastack show`` rejects the models and data that ``train`` rejects; data on another machine is a note."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiny_runs import overrides
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, str]:
-    """Data by name: of token files with and without a bad id, lines that are no JSON, an empty text, nothing."""
+    """Data by name: token files with and without an invalid id, lines that are not JSON, empty and missing files."""
     write_by_hand(tmp_path / "good", [[8] * 1000] * 3, 8)
     write_by_hand(tmp_path / "bad", [[8] * 1000, [999] * 1000, [8] * 1000], 8)
     (tmp_path / "lines.jsonl").write_text("no json\n")
@@ -48,7 +48,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize("choices", BOTH, ids=" ".join)
-def test_it_refuses_what_train_refuses_in_the_same_words(tmp_path, places, capfd, choices):
+def test_it_rejects_what_train_rejects_with_the_same_report(tmp_path, places, capfd, choices):
     given = [choice.replace("{{", "{").replace("}}", "}") for choice in choices]
     for name, path in places.items():
         given = [choice.replace(f"{{{name}}}", path) for choice in given]
@@ -57,7 +57,7 @@ def test_it_refuses_what_train_refuses_in_the_same_words(tmp_path, places, capfd
     assert said("show", tmp_path, capfd, "run.steps=2", *given) == (78, report)
 
 
-def test_data_that_is_not_here_is_a_note_and_the_rest_is_asked(tmp_path, places, capfd):
+def test_missing_data_is_a_note_and_the_rest_is_checked(tmp_path, places, capfd):
     gone, bad = places["gone"], places["bad"]
     for choices in (["data.source=bin", f"data.paths=[{gone}]"], [f"data.paths=[{gone}.jsonl, {gone}/*.jsonl]"]):
         code, notes = said("show", tmp_path, capfd, *choices)
@@ -90,5 +90,5 @@ def test_a_built_in_corpus_that_is_too_short_is_a_note(capfd):
 
 
 @pytest.mark.parametrize("verb", ["show", "train"])
-def test_a_fault_that_several_parts_find_is_said_once(verb, tmp_path, capfd):
+def test_an_error_that_several_checks_find_is_reported_once(verb, tmp_path, capfd):
     assert said(verb, tmp_path, capfd, "seed=-1") == (78, ["seed=-1: must be at least 0; use 0 or more"])
