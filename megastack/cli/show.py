@@ -45,7 +45,7 @@ def _show(overrides: list[str], options: argparse.Namespace) -> int:
     from megastack.pipeline.render import render
     from megastack.plan.describe import as_record, full
     from megastack.plan.layout import Layout
-    from megastack.preflight.preview import preview
+    from megastack.preflight.inspect import preview
 
     given = compose_partial(overrides, config_dir=options.config_dir, config_name=options.config_name)
     config = given.config

@@ -37,7 +37,7 @@ from megastack.launch.rendezvous import (
     reporter_of_others,
 )
 from megastack.launch.worker import Task, TaskFailed, run_task, work
-from megastack.mesh.environment import agent_serves_store, has_agent, read_environment
+from megastack.mesh.environment import RankEnvironment, agent_serves_store, has_agent, read_environment
 from megastack.mesh.mesh import backend_of, pick_device
 from megastack.mesh.shape import MeshShape, describe_coordinates
 from megastack.observe.console import Console
@@ -89,12 +89,7 @@ def join(
     try:
         store = join_store(launched, REJECTION_S if known else config.launch.timeout_s)
     except (NotStarted, RankEnvironmentError) as error:
-        if known:
-            errors = _all_errors(config, started, known) if rank == 0 else known
-            raise rejection_without_others(launched, errors, error) from None
-        if isinstance(error, NotStarted):
-            return _end_without_others(config, rank, started, error)
-        raise  # no rank can report for the others
+        return _end_without_others(config, launched, known, error)
     if any_invalid(store, rank, started, known or _device_errors(config, rank)):
         reject(store, rank, started, partial(_all_errors, config, started))
     world = _World(store, rank, mesh_shape(config, started), started)
@@ -229,8 +224,24 @@ def _warnings(config: TrainConfig) -> list[str]:
     return found
 
 
-def _end_without_others(config: TrainConfig, rank: int, started: int, error: NotStarted) -> RunResult:
-    """The end of a run that never began; the first rank that joined reports which ranks did not."""
+def _end_without_others(
+    config: TrainConfig,
+    launched: RankEnvironment,
+    known: Sequence[ErrorLine],
+    error: NotStarted | RankEnvironmentError,
+) -> RunResult:
+    """The end of a run whose rendezvous failed; the first rank that joined reports which ranks did not.
+
+    Raises:
+        ConfigError: the configuration is invalid.
+        RankEnvironmentError: the address of rank 0 cannot be used, which no rank can report for the others.
+    """
+    rank, started = launched.rank, launched.world_size
+    if known:
+        errors = _all_errors(config, started, known) if rank == 0 else known
+        raise rejection_without_others(launched, errors, error) from None
+    if isinstance(error, RankEnvironmentError):
+        raise error
     shape, missing = mesh_shape(config, started), error.ranks
     if rank == next(other for other in range(started) if other not in missing):
         _, verb, why = str(error).partition(" did not join")

@@ -94,16 +94,8 @@ def work(
             if wait_for_all is not None:
                 wait_for_all(rank)
             ledger = Ledger()
-            with Watchdog(
-                ledger.flight_recorder,
-                folder.report(rank),
-                rank,
-                shape.coordinates(rank),
-                limit_s=config.launch.timeout_s,
-                doing=lambda: _describe_progress(loop),
-                failed=lambda: any_failed(folder.failures),
-                may_write=lambda: assignment.may_write,
-            ):
+            doing, may_write = (lambda: _describe_progress(loop)), (lambda: assignment.may_write)
+            with _watchdog(ledger, folder, rank, assignment, doing=doing, may_write=may_write):
                 mesh = _join_mesh(shape, config, ledger)
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
@@ -142,20 +134,33 @@ def run_reported_task(wait_for_all: WaitForAll, task: Task, folder: RunFolder) -
     rank, ledger = launched.rank, Ledger()
     try:
         wait_for_all(rank)
-        with Watchdog(
-            ledger.flight_recorder,
-            folder.report(rank),
-            rank,
-            task.shape.coordinates(rank),
-            limit_s=task.config.launch.timeout_s,
-            doing=lambda: task.name,
-            failed=lambda: any_failed(folder.failures),
-        ):
+        with _watchdog(ledger, folder, rank, task, doing=lambda: task.name):
             return run_task(task, ledger)
     except BaseException as error:
         record = _report_of(error, rank, task.shape, step=0, action=task.name, before_training=True)
         record.write(folder.failure(rank))
         raise
+
+
+def _watchdog(
+    ledger: Ledger,
+    folder: RunFolder,
+    rank: int,
+    work: Assignment | Task,
+    *,
+    doing: Callable[[], str],
+    may_write: Callable[[], bool] = lambda: True,
+) -> Watchdog:
+    return Watchdog(
+        ledger.flight_recorder,
+        folder.report(rank),
+        rank,
+        work.shape.coordinates(rank),
+        limit_s=work.config.launch.timeout_s,
+        doing=doing,
+        failed=lambda: any_failed(folder.failures),
+        may_write=may_write,
+    )
 
 
 def _join_mesh(shape: MeshShape, config: TrainConfig, ledger: Ledger) -> Mesh:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megastack.cli.main import main
-from megastack.preflight import preview
+from megastack.preflight import inspect
 from tests.data.token_cases import write_by_hand
 from tests.tiny_runs import overrides
 
@@ -76,7 +76,7 @@ def test_large_text_is_not_read(tmp_path, places, capfd, monkeypatch):
     path = tmp_path / "large.jsonl"
     path.write_text(json.dumps({"text": "a" * 4096}) + "\nno json\n")
     assert said("show", tmp_path, capfd, f"data.paths=[{path}]")[0] == 78
-    monkeypatch.setattr(preview, "MOST_TEXT", 1024)
+    monkeypatch.setattr(inspect, "MOST_TEXT", 1024)
     code, notes = said("show", tmp_path, capfd, f"data.paths=[{path}]")
     assert code == 0 and notes == [f"note: data.paths={path}: 0 MiB of text in all, not checked"]
 
