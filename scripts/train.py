@@ -1,6 +1,6 @@
 """Train from a source checkout: ``python scripts/train.py …``, ``torchrun … scripts/train.py …``, ``srun python …``.
 
-The same command as ``megastack train``; under torchrun or srun each process is one rank.
+The same as ``megastack train``; under torchrun or srun, each process is one rank.
 """
 
 import sys

@@ -136,7 +136,7 @@ def _verify(path: Path) -> Answer:
     lines, records = [], {}
     for chosen in paths:
         found, errors = _verified(chosen)
-        lines += [*found, f"{chosen}: {'corrupt or incomplete' if errors else 'whole'}"]
+        lines += [*found, f"{chosen}: {'corrupt or incomplete' if errors else 'complete'}"]
         records[str(chosen)] = errors
     return "\n".join(lines), {"faults": records}, not any(records.values())
 

@@ -123,7 +123,7 @@ def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[
 
 
 class _Stream:
-    """Shows one text as it grows, whole characters only."""
+    """Prints one text while it is generated, complete characters only."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], console: Console) -> None:
         self._tokenizer, self._ids, self._console = tokenizer, list(prompt), console

@@ -125,13 +125,15 @@ def exit_code(verdicts: Sequence[Verdict]) -> int:
 
 def _opening(config: TrainConfig, verifier: Verifier, layouts: Sequence[TrainConfig], many: bool) -> str:
     own = config.precision.compute.value
-    precision = "fp64" if own == "fp64" else f"fp64 (the configuration says {own})"
+    precision = "fp64" if own == "fp64" else f"fp64 (configured: {own})"
     count = mesh_shape(layouts[0]).world_size
     what = f"{counted(len(layouts), 'layout')} of {counted(count, 'rank')}" if many else layout_text(layouts[0])
     steps = counted(verifier.steps, "step")
     lines = [f"verify   {what}, against one rank: {steps}, {' and '.join(verifier.runs)}, {precision}, on CPU"]
     if count == 1:
-        lines.append("note     one rank is what others are compared with; try parallel.tp=2, or --all --ranks 4")
+        lines.append(
+            "note     layouts are compared with one rank, which is this layout; try parallel.tp=2, or --all --ranks 4"
+        )
     return "\n".join(lines)
 
 

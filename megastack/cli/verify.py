@@ -29,6 +29,6 @@ def run(options: argparse.Namespace) -> int:
     from megastack.cli.verification import verify
 
     if options.ranks and not options.all:
-        options.usage_error("--ranks goes with --all; without it the degrees say how many ranks there are")
+        options.usage_error("--ranks needs --all; without it, the degrees determine the number of ranks")
     require_no_launcher("verify")
     return verify(options)

@@ -225,7 +225,7 @@ def stand_by(
     Raises:
         ConfigError: the configuration was rejected.
     """
-    asked_at = None
+    signalled_at = None
     with StopRequest(None, signals) as stop:
         while True:
             try:
@@ -234,8 +234,8 @@ def stand_by(
             except dist.DistError:
                 return RunResult("failed", 0, None, folder, "rank 0 can no longer be reached")
             if stop.code:
-                asked_at = asked_at or time.monotonic()
-                if time.monotonic() > asked_at + grace_s:
+                signalled_at = signalled_at or time.monotonic()
+                if time.monotonic() > signalled_at + grace_s:
                     return RunResult("preempted", 0, None, folder, describe_stop(stop.code))
             time.sleep(POLL_S)
     return _read_outcome(store, rank, folder)

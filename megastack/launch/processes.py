@@ -1,4 +1,4 @@
-"""Processes of ranks on this machine: starting them, passing signals on to them, killing those that outlast a failure.
+"""Processes of ranks on this machine: starting them, passing signals on to them, killing stragglers after a failure.
 
 Torch's elastic agent starts the ranks, watches them and leaves none behind. Ranks are always forked: the main module is
 not imported again, and closures need not be picklable. The parent may have computed on several threads before. OpenMP

@@ -28,13 +28,13 @@ def check_data(config: TrainConfig, errors: ErrorCollector) -> Dataset | None:
     Returns:
         The data; None if they cannot be used.
     """
-    whole, parts = errors.branch(), errors.branch()
-    dataset = whole.check(lambda: read_dataset(config), "data", "batch.sequence_length", "model.vocab")
+    of_all, of_parts = errors.branch(), errors.branch()
+    dataset = of_all.check(lambda: read_dataset(config), "data", "batch.sequence_length", "model.vocab")
     if dataset is not None:
         errors.check(lambda: _check_ids(dataset.files, config))
         return dataset
-    check_data_parts(config, parts)
-    errors.found += parts.found or whole.found
+    check_data_parts(config, of_parts)
+    errors.found += of_parts.found or of_all.found
     return None
 
 

@@ -112,12 +112,12 @@ def _preview_data(config: TrainConfig, errors: ErrorCollector) -> list[str]:
     if not unchecked and any(each.paths for each in sources):
         check_data(config, errors)
         return notes
-    parts, whole = errors.branch(), errors.branch()
-    check_data_parts(config, parts, {name.partition("=")[2] for name in unchecked})
-    errors.found += parts.found
-    if not unchecked and not parts.found:
-        check_data(config, whole)
-    return notes + [str(error) for error in whole.found]
+    of_parts, of_all = errors.branch(), errors.branch()
+    check_data_parts(config, of_parts, {name.partition("=")[2] for name in unchecked})
+    errors.found += of_parts.found
+    if not unchecked and not of_parts.found:
+        check_data(config, of_all)
+    return notes + [str(error) for error in of_all.found]
 
 
 def _unchecked(sources: Sequence[DatasetSpec], tokenizer: object) -> dict[str, str]:

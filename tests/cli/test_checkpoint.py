@@ -61,13 +61,13 @@ def test_show_has_files_tensors_and_the_trainers_state(run: Path, capsys: pytest
 def test_verify_names_what_is_damaged(run: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     newest = run / "checkpoints" / "step_00000004"
     assert main(["checkpoint", "verify", str(run)]) == 0
-    assert capsys.readouterr().out.count(": whole") == 2
+    assert capsys.readouterr().out.count(": complete") == 2
     damage(newest / name, kind)
     for path in (newest, run):
         assert main(["checkpoint", "verify", str(path)]) == 1
         said = capsys.readouterr().out
         assert str(newest / name) in said and f"{newest}: corrupt or incomplete" in said
-    assert f"{run / 'checkpoints' / 'step_00000002'}: whole" in said
+    assert f"{run / 'checkpoints' / 'step_00000002'}: complete" in said
 
 
 @pytest.mark.parametrize("action", ["ls", "show", "verify"])

@@ -31,7 +31,7 @@ def test_equal_is_0_and_prints_tolerance_and_precision(
     code = main([*small, OWN % "GainMLP", "parallel.tp=2", "precision=fp32", "--json", str(file)])
     said = capsys.readouterr().out
     assert code == 0, said
-    assert "fp64 (the configuration says fp32)" in said
+    assert "fp64 (configured: fp32)" in said
     assert "tp2, sequence parallel, against one rank" in said
     assert "equal" in said.splitlines()[-1]
     record = json.loads(file.read_text())
@@ -120,4 +120,4 @@ def test_a_rank_of_another_launcher_is_rejected(small: list[str], monkeypatch: p
 
 def test_one_rank_is_equal_to_itself_with_a_note(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(small) == 0
-    assert "one rank is what others are compared with; try parallel.tp=2" in capsys.readouterr().out
+    assert "layouts are compared with one rank, which is this layout; try parallel.tp=2" in capsys.readouterr().out
