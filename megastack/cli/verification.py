@@ -125,7 +125,7 @@ def exit_code(verdicts: Sequence[Verdict]) -> int:
 
 def _opening(config: TrainConfig, verifier: Verifier, layouts: Sequence[TrainConfig], many: bool) -> str:
     own = config.precision.compute.value
-    precision = "fp64" if own == "fp64" else f"fp64 (configured: {own})"
+    precision = "fp64" if own == "fp64" else f"fp64 (the configuration says {own})"
     count = mesh_shape(layouts[0]).world_size
     what = f"{counted(len(layouts), 'layout')} of {counted(count, 'rank')}" if many else layout_text(layouts[0])
     steps = counted(verifier.steps, "step")

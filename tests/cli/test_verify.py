@@ -31,7 +31,7 @@ def test_equal_is_0_and_prints_tolerance_and_precision(
     code = main([*small, OWN % "GainMLP", "parallel.tp=2", "precision=fp32", "--json", str(file)])
     said = capsys.readouterr().out
     assert code == 0, said
-    assert "fp64 (configured: fp32)" in said
+    assert "fp64 (the configuration says fp32)" in said
     assert "tp2, sequence parallel, against one rank" in said
     assert "equal" in said.splitlines()[-1]
     record = json.loads(file.read_text())
