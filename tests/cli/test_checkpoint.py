@@ -41,18 +41,18 @@ def test_a_list_names_what_is_incomplete(run: Path, capsys: pytest.CaptureFixtur
     damage(run / "checkpoints/step_00000002/rank_00000.safetensors", "truncated")
     (run / "checkpoints/.step_00000006.writing").mkdir()
     assert main(["checkpoint", "ls", str(run)]) == 1
-    said = capsys.readouterr().out
-    assert "incomplete" in said and "rank_00000.safetensors" in said and "truncated" in said
-    assert ".step_00000006.writing: left over" in said
+    printed = capsys.readouterr().out
+    assert "incomplete" in printed and "rank_00000.safetensors" in printed and "truncated" in printed
+    assert ".step_00000006.writing: left over" in printed
 
 
 def test_show_has_files_tensors_and_the_trainers_state(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "show", str(run), "--json", str(run / "show.json")]) == 0  # of a folder, the newest
-    said = capsys.readouterr().out
-    assert "step_00000004: " in said and "from 1 rank," in said
-    assert all(name in said for name in TENSORS)
-    assert "37×7" in said and "scalar" in said and "rank_00000.safetensors" in said
-    assert any(line.split() == ["step", "10"] for line in said.splitlines())
+    printed = capsys.readouterr().out
+    assert "step_00000004: " in printed and "from 1 rank," in printed
+    assert all(name in printed for name in TENSORS)
+    assert "37×7" in printed and "scalar" in printed and "rank_00000.safetensors" in printed
+    assert any(line.split() == ["step", "10"] for line in printed.splitlines())
     assert json.loads((run / "show.json").read_text())["trainer"] == {"step": 10, "cut": "whole"}
 
 
@@ -65,9 +65,9 @@ def test_verify_names_what_is_damaged(run: Path, name: str, kind: str, capsys: p
     damage(newest / name, kind)
     for path in (newest, run):
         assert main(["checkpoint", "verify", str(path)]) == 1
-        said = capsys.readouterr().out
-        assert str(newest / name) in said and f"{newest}: corrupt or incomplete" in said
-    assert f"{run / 'checkpoints' / 'step_00000002'}: complete" in said
+        printed = capsys.readouterr().out
+        assert str(newest / name) in printed and f"{newest}: corrupt or incomplete" in printed
+    assert f"{run / 'checkpoints' / 'step_00000002'}: complete" in printed
 
 
 @pytest.mark.parametrize("action", ["ls", "show", "verify"])

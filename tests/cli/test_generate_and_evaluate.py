@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def said(verb: str, run: Path, *arguments: str) -> dict[str, Any]:
+def record_of(verb: str, run: Path, *arguments: str) -> dict[str, Any]:
     record = run.parent / "record.json"
     record.unlink(missing_ok=True)
     assert main([verb, str(run), *arguments, "--json", str(record), "launch.threads_per_rank=1"]) == 0
@@ -35,7 +35,7 @@ def said(verb: str, run: Path, *arguments: str) -> dict[str, Any]:
 
 
 def ids(run: Path, *arguments: str) -> list[list[int]]:
-    return [text["ids"] for text in said("generate", run, "--max-new-tokens", "8", *arguments)["texts"]]
+    return [text["ids"] for text in record_of("generate", run, "--max-new-tokens", "8", *arguments)["texts"]]
 
 
 def test_generation_from_a_run_is_the_same_on_other_layouts(run: Path, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_generation_from_a_run_is_the_same_on_other_layouts(run: Path, tmp_path:
 
 def test_a_single_text_is_shown_as_it_grows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(run.rglob("*"))
-    found = said("generate", run, "--prompt", "2 times 2", "--max-new-tokens", "5", "parallel.pp=1")
+    found = record_of("generate", run, "--prompt", "2 times 2", "--max-new-tokens", "5", "parallel.pp=1")
     out = capsys.readouterr().out
     assert "2 times 2" + found["texts"][0]["text"] + "\n" in out
     assert "one rank, fp64, greedy" in out and str(run / "checkpoints") in out
@@ -60,7 +60,7 @@ def test_a_single_text_is_shown_as_it_grows(run: Path, capsys: pytest.CaptureFix
 def test_evaluation_of_the_validation_split_equals_the_runs_validation(run: Path) -> None:
     row = rows(run, "validation")[-1]
     for layout in (["parallel.pp=1"], ["parallel.dp=2"]):
-        found = said("evaluate", run, *layout)
+        found = record_of("evaluate", run, *layout)
         assert found["tokens"] == row["tokens"]
         assert math.isclose(found["nats"], row["loss"], rel_tol=1e-12)
     assert math.isclose(found["perplexity"], math.exp(row["loss"]), rel_tol=1e-12)
@@ -73,12 +73,12 @@ def test_every_token_of_a_file_counts_once(run: Path, tmp_path: Path) -> None:
     documents.write_text('{"text": "abc"}\n{"text": "' + "d" * 40 + '"}\n')
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, np.frombuffer(text.read_bytes(), np.uint8).astype(np.uint16))
-    found = said("evaluate", run, "--file", str(text), "parallel.pp=1")
+    found = record_of("evaluate", run, "--file", str(text), "parallel.pp=1")
     assert found["tokens"] == len(text.read_text()) - 1
-    assert said("evaluate", run, "--file", str(tokens), "parallel.pp=1")["nats"] == pytest.approx(
+    assert record_of("evaluate", run, "--file", str(tokens), "parallel.pp=1")["nats"] == pytest.approx(
         found["nats"], rel=1e-12
     )
-    assert said("evaluate", run, "--file", str(documents), "parallel.pp=1")["tokens"] == 2 + 39
+    assert record_of("evaluate", run, "--file", str(documents), "parallel.pp=1")["tokens"] == 2 + 39
 
 
 def test_token_files_are_read_in_every_format(run: Path, tmp_path: Path) -> None:
@@ -87,13 +87,13 @@ def test_token_files_are_read_in_every_format(run: Path, tmp_path: Path) -> None
     write_by_hand(tmp_path / "pair", [ids[:5].tolist(), ids[5:].tolist()], 8)
     texts = [bytes(part).decode() for part in (ids[:5], ids[5:])]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    expected = said("evaluate", run, "--file", f"{tmp_path}/text.jsonl", "parallel.pp=1")
+    expected = record_of("evaluate", run, "--file", f"{tmp_path}/text.jsonl", "parallel.pp=1")
     for name, layout in (("pair", "parallel.pp=1"), ("pair.bin", "parallel.pp=2"), ("pair.idx", "parallel.pp=1")):
-        found = said("evaluate", run, "--file", f"{tmp_path}/{name}", layout)
+        found = record_of("evaluate", run, "--file", f"{tmp_path}/{name}", layout)
         assert found["tokens"] == expected["tokens"] == 53
         assert math.isclose(found["nats"], expected["nats"], rel_tol=1e-12)
     np.save(tmp_path / "rows.npy", ids.reshape(5, 11).astype(np.int32))
-    assert said("evaluate", run, "--file", f"{tmp_path}/rows.npy", "parallel.pp=1")["tokens"] == 50
+    assert record_of("evaluate", run, "--file", f"{tmp_path}/rows.npy", "parallel.pp=1")["tokens"] == 50
 
 
 @pytest.mark.parametrize("bad", [300, -1])
@@ -153,9 +153,9 @@ def test_an_imported_folder_has_its_model_and_its_tokenizer(tmp_path: Path, caps
     letters.save(str(source / "tokenizer.json"))
     import_model(source, tmp_path / "in", proof="none")
     given = ["--prompt", "abc", "--prompt", "defgh", "--max-new-tokens", "6", "precision.compute=fp64"]
-    own = said("generate", tmp_path / "in", *given)["texts"]
+    own = record_of("generate", tmp_path / "in", *given)["texts"]
     assert own[0]["prompt"] == "abc" and all(len(text["ids"]) == 6 or text["ids"][-1] == 27 for text in own)
-    assert said("generate", tmp_path / "in", *given, "parallel.tp=2")["texts"] == own
+    assert record_of("generate", tmp_path / "in", *given, "parallel.tp=2")["texts"] == own
     assert main(["generate", str(tmp_path / "in"), "--prompt", "abc", "--max-new-tokens", "30"]) == 78
     assert "prompt 0: its 3 tokens and max_new_tokens=30 exceed the 32 positions" in capsys.readouterr().err
     letters.add_special_tokens(["</s>"])
@@ -185,9 +185,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ids_in_a_file_need_no_tokenizer(bare: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.arange(30, dtype=np.int16))
-    assert said("evaluate", bare, "--file", f"{tmp_path}/ids.npy")["tokens"] == 29
+    assert record_of("evaluate", bare, "--file", f"{tmp_path}/ids.npy")["tokens"] == 29
     lost = f"data.tokenizer={tmp_path}/lost.json"
-    assert said("evaluate", bare, "--file", f"{tmp_path}/ids.npy", lost)["tokens"] == 29
+    assert record_of("evaluate", bare, "--file", f"{tmp_path}/ids.npy", lost)["tokens"] == 29
 
 
 @pytest.mark.parametrize(

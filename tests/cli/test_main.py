@@ -86,7 +86,7 @@ VERBS_OF_RANKS = (["train"], ["train", "-m", "seed=1,2"], ["verify"])
 
 @pytest.mark.parametrize("command", VERBS_OF_RANKS, ids=" ".join)
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "start"),
     [
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: must be a whole number"),
         ({"RANK": "1", "WORLD_SIZE": ""}, "WORLD_SIZE=: must be a whole number"),
@@ -98,12 +98,12 @@ VERBS_OF_RANKS = (["train"], ["train", "-m", "seed=1,2"], ["verify"])
     ],
     ids=lambda value: "" if isinstance(value, dict) else value.partition(":")[0],
 )
-def test_invalid_rank_variables_are_named_on_every_rank(command, variables, said, monkeypatch, capsys):
+def test_invalid_rank_variables_are_named_on_every_rank(command, variables, start, monkeypatch, capsys):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main([*command, "parallel.dp=2"]) == 78
     report = capsys.readouterr().err
-    assert report.startswith(said) and "Traceback" not in report
+    assert report.startswith(start) and "Traceback" not in report
 
 
 def test_degrees_that_do_not_match_the_world_size_are_rejected_on_every_rank(monkeypatch, capsys):
@@ -111,9 +111,9 @@ def test_degrees_that_do_not_match_the_world_size_are_rejected_on_every_rank(mon
     for rank in ("0", "17", "31"):
         monkeypatch.setenv("RANK", rank)
         assert main(["train", "parallel.tp=4", "parallel.pp=8", "parallel.dp=4", "model.layers=8"]) == 78
-        said = capsys.readouterr().err.splitlines()
+        printed = capsys.readouterr().err.splitlines()
         expected = "parallel.dp=4: pp·dp·cp·tp = 128 must be the world of 32 ranks; use 1"
-        assert (expected in said) is (rank == "0")
+        assert (expected in printed) is (rank == "0")
 
 
 def test_an_invalid_schedule_file_is_rejected_with_its_grid(tmp_path, capsys):
@@ -121,6 +121,6 @@ def test_an_invalid_schedule_file_is_rejected_with_its_grid(tmp_path, capsys):
     sizes = ["batch.global_size=1", "batch.micro_size=1"]
     for verb in ("show", "train"):
         assert main([verb, "schedule.name=custom", f"schedule.path={tmp_path}/mine.csv", *sizes]) == 78
-        said = capsys.readouterr().err
-        assert said.startswith(f"schedule.path={tmp_path}/mine.csv: rank 0, step 0: 0B0 stands before 0F0")
-        assert ">0B0<" in said and "Traceback" not in said
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"schedule.path={tmp_path}/mine.csv: rank 0, step 0: 0B0 stands before 0F0")
+        assert ">0B0<" in printed and "Traceback" not in printed

@@ -157,8 +157,8 @@ def test_the_last_of_several_values_of_a_key_is_shown(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("faulty", ["optim.lr=glob(*)", "seed=range(3,0)", "seed=range(0,1,0)", "seed=choice(1,"])
 def test_a_malformed_sweep_is_rejected_in_one_line(tmp_path, capfd, faulty):
     assert train(tmp_path, "-m", faulty) == 78
-    said = capfd.readouterr().err
-    assert said.startswith(f"{faulty}: ") and len(said.splitlines()) == 1
+    printed = capfd.readouterr().err
+    assert printed.startswith(f"{faulty}: ") and len(printed.splitlines()) == 1
 
 
 @pytest.mark.full

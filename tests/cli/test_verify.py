@@ -29,11 +29,11 @@ def test_equal_is_0_and_prints_tolerance_and_precision(
 ) -> None:
     file = tmp_path / "verdict.json"
     code = main([*small, OWN % "GainMLP", "parallel.tp=2", "precision=fp32", "--json", str(file)])
-    said = capsys.readouterr().out
-    assert code == 0, said
-    assert "fp64 (the configuration says fp32)" in said
-    assert "tp2, sequence parallel, against one rank" in said
-    assert "equal" in said.splitlines()[-1]
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "fp64 (the configuration says fp32)" in printed
+    assert "tp2, sequence parallel, against one rank" in printed
+    assert "equal" in printed.splitlines()[-1]
     record = json.loads(file.read_text())
     assert record["equal"] is True
     assert record["layouts"][0]["worst"]["sgd"]["gradient"] < 1e-12
@@ -60,12 +60,12 @@ def test_all_prints_a_line_for_each_layout_and_explains_the_first_bad_one(
     file = tmp_path / "verdict.json"
     arguments = [*small, OWN % "UndeclaredGain", "model.layers=1", "--all", "--ranks", "2", "--json", str(file)]
     assert main(arguments) == 1
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     statuses = {layout["layout"]: layout["status"] for layout in json.loads(file.read_text())["layouts"]}
     assert statuses == {"dp2": "equal", "tp2, sequence parallel": "differs", "tp2, no sequence parallelism": "equal"}
-    assert all(any(line.startswith(f"{s:8} {name}") for line in said.splitlines()) for name, s in statuses.items())
-    assert "1 of 3 layouts is not equal" in said
-    assert "blocks.0.mlp.gain" in said
+    assert all(any(line.startswith(f"{s:8} {name}") for line in printed.splitlines()) for name, s in statuses.items())
+    assert "1 of 3 layouts is not equal" in printed
+    assert "blocks.0.mlp.gain" in printed
 
 
 @pytest.mark.parametrize(

@@ -114,11 +114,11 @@ def test_a_port_in_use_is_named_by_rank_0_and_the_others_name_the_missing_rank(t
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
         codes = join(tmp_path, torchrun, size, "launch.timeout_s=3", port=port)
-    said = capfd.readouterr().err
+    printed = capfd.readouterr().err
     assert codes == [78, 1][:size]
-    assert said.count(f"MASTER_PORT={port}: port {port} of MASTER_ADDR=127.0.0.1 is in use; use another port") == 1
+    assert printed.count(f"MASTER_PORT={port}: port {port} of MASTER_ADDR=127.0.0.1 is in use; use another port") == 1
     missed = f"(it could not be reached at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port})"
-    assert said.count(missed) == size - 1 and "Traceback" not in said
+    assert printed.count(missed) == size - 1 and "Traceback" not in printed
 
 
 def _only_on(rank: int, real: Any, error: Exception) -> Any:
@@ -176,9 +176,9 @@ def test_an_evaluation_that_only_one_rank_rejects_is_reported_once(tmp_path, mon
     monkeypatch.setattr(evaluation, place, _only_on(1, getattr(evaluation, place), error))
     verb = ["evaluate", str(tmp_path / "run"), "--file", str(tmp_path / "text.jsonl")]
     codes = join(tmp_path, torchrun, 2, "parallel.dp=2", "launch.timeout_s=20", verb=verb)
-    said = capfd.readouterr().err
-    assert codes == [78, 78] and said.count("--file x: is empty") == 1, said
-    assert "Traceback" not in said
+    printed = capfd.readouterr().err
+    assert codes == [78, 78] and printed.count("--file x: is empty") == 1, printed
+    assert "Traceback" not in printed
 
 
 def test_a_failure_and_a_signal_under_srun(tmp_path, capfd):
@@ -223,8 +223,8 @@ def test_a_rank_that_never_joins_is_named_before_there_is_a_run(tmp_path, monkey
     monkeypatch.setattr(external, "join", joins)
     assert join(tmp_path, slurm, 3, "launch.timeout_s=2", "batch.global_size=6", stopped=absent).count(1) == 2
     lines = capfd.readouterr().err.strip().splitlines()
-    said = f"[rank {absent} | pp0 dp{absent} tp0] did not join within launch.timeout_s=2"
-    assert sum(line.startswith(said) for line in lines) == 1
+    start = f"[rank {absent} | pp0 dp{absent} tp0] did not join within launch.timeout_s=2"
+    assert sum(line.startswith(start) for line in lines) == 1
     assert not (tmp_path / "run").exists()
 
 

@@ -264,8 +264,8 @@ def test_the_hint_about_a_second_interrupt_follows_the_first(number, capfd):
         child = _started(obey=True)
         os.kill(os.getpid(), number)
         child.join()
-    said = capfd.readouterr().err
-    assert said.startswith(f"{number.name}: ") and ("second SIGINT" in said) is (number is signal.SIGINT)
+    printed = capfd.readouterr().err
+    assert printed.startswith(f"{number.name}: ") and ("second SIGINT" in printed) is (number is signal.SIGINT)
 
 
 def test_a_stopped_process_is_killed_after_the_grace_and_other_children_are_not() -> None:

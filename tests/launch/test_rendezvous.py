@@ -52,19 +52,19 @@ def test_ranks_that_do_not_join_are_named(server: dist.TCPStore) -> None:
     assert caught.value.ranks == (1, 2)
 
 
-def _arrive(barrier: StartBarrier, rank: int, told: Any) -> None:
+def _arrive(barrier: StartBarrier, rank: int, arrivals: Any) -> None:
     barrier.wait(rank)
-    told.put(time.monotonic())
+    arrivals.put(time.monotonic())
 
 
 def test_ranks_leave_the_barrier_after_the_last_one_arrives() -> None:
-    barrier, told = StartBarrier(3, 30), fork.SimpleQueue()
-    children = [fork.Process(target=_arrive, args=(barrier, rank, told)) for rank in range(3)]
+    barrier, arrivals = StartBarrier(3, 30), fork.SimpleQueue()
+    children = [fork.Process(target=_arrive, args=(barrier, rank, arrivals)) for rank in range(3)]
     for child in children:
         last = time.monotonic()
         child.start()
         time.sleep(0.2)
-    assert all(told.get() > last for _ in children)
+    assert all(arrivals.get() > last for _ in children)
     for child in children:
         child.join()
 

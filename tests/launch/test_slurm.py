@@ -95,8 +95,8 @@ def test_a_job_is_warned_requeued_and_completes(programs: Path, tmp_path: Path) 
     screen = second.communicate(timeout=WAIT_S * 4)[0]
     assert second.returncode == 0, screen
     assert asked(programs) == "requeue 17\n"
-    told = "restart 1: 1 node, 1 rank, dp 2 → 1, gradient accumulation 2 → 4; continues after step 3 (before: preempted"
-    assert told in screen
+    line = "restart 1: 1 node, 1 rank, dp 2 → 1, gradient accumulation 2 → 4; continues after step 3 (before: preempted"
+    assert line in screen
     assert (status(tmp_path / "run")["status"], status(tmp_path / "run")["step"]) == ("completed", 5)
     assert train(tmp_path, "optim=adamw", "run.steps=5", f"run.dir={tmp_path}/straight") == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "straight"), rel=1e-10)

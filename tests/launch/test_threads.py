@@ -26,14 +26,14 @@ def _chosen(*overrides: str, cpus: Cpus | None = None, **environment: str) -> st
     return str(choose_threads(compose(overrides), SLEEPS | environment, cpus or Cpus(8)))
 
 
-@pytest.mark.parametrize(("said", "count"), [("3", 3), ("5,2", 5), (" 4 ", 4)])
-def test_openmps_variable_is_honoured(said: str, count: int) -> None:
-    assert _chosen(OMP_NUM_THREADS=said) == f"{count} threads (OMP_NUM_THREADS)"
+@pytest.mark.parametrize(("value", "count"), [("3", 3), ("5,2", 5), (" 4 ", 4)])
+def test_openmps_variable_is_honoured(value: str, count: int) -> None:
+    assert _chosen(OMP_NUM_THREADS=value) == f"{count} threads (OMP_NUM_THREADS)"
 
 
-@pytest.mark.parametrize("said", ["", "0", "-1", "many", ","])
-def test_an_invalid_value_is_ignored(said: str) -> None:
-    assert _chosen(*WIDE, OMP_NUM_THREADS=said) == "8 threads (8 CPUs, 1 rank here)"
+@pytest.mark.parametrize("value", ["", "0", "-1", "many", ","])
+def test_an_invalid_value_is_ignored(value: str) -> None:
+    assert _chosen(*WIDE, OMP_NUM_THREADS=value) == "8 threads (8 CPUs, 1 rank here)"
 
 
 def test_the_key_takes_precedence_over_the_variable() -> None:

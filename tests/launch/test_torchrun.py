@@ -132,8 +132,8 @@ def test_a_job_continues_without_a_node_that_is_killed(
 
     [first, second] = starts(job.run)
     assert (first["nodes"], first["dp"], second["nodes"], second["dp"]) == (2, 4, 1, 2)
-    told = "restart 1: 1 node, 2 ranks, dp 4 → 2, gradient accumulation 1 → 2; continues after step "
-    assert f"{told}{second['step']} (before: failed" in job.screen()
+    line = "restart 1: 1 node, 2 ranks, dp 4 → 2, gradient accumulation 1 → 2; continues after step "
+    assert f"{line}{second['step']} (before: failed" in job.screen()
     assert (status(job.run)["status"], status(job.run)["step"]) == ("completed", 12)
     require_equal(job.run, straight(tmp_path, "parallel.dp=4"))
 

@@ -193,7 +193,7 @@ def test_unusable_resume_is_reported_together_with_the_data(tmp_path, rejected):
 def test_layers_and_patterns_that_only_the_model_can_tell(rejected, overrides, line):
     """A class that does not exist, is not a layer, declares nothing or raises; a pattern without a match."""
     report = rejected("parallel.dp=2", *overrides)
-    assert any(said.startswith(line) for said in report), report
+    assert any(printed.startswith(line) for printed in report), report
 
 
 def test_the_model_and_the_data_are_reported_together(rejected):

@@ -23,7 +23,7 @@ def places(tmp_path: Path) -> dict[str, str]:
     return {name: str(tmp_path / name) for name in ("good", "bad", "lines.jsonl", "empty.txt", "gone", "gone.jsonl")}
 
 
-def said(verb: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], *choices: str) -> tuple[int, list[str]]:
+def report_of(verb: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], *choices: str) -> tuple[int, list[str]]:
     capfd.readouterr()
     code = main([verb, *overrides(tmp_path), "model.vocab=256", "data.validation_fraction=0", *choices])
     captured = capfd.readouterr()
@@ -52,32 +52,32 @@ def test_it_rejects_what_train_rejects_with_the_same_report(tmp_path, places, ca
     given = [choice.replace("{{", "{").replace("}}", "}") for choice in choices]
     for name, path in places.items():
         given = [choice.replace(f"{{{name}}}", path) for choice in given]
-    code, report = said("train", tmp_path, capfd, "run.steps=2", *given)
+    code, report = report_of("train", tmp_path, capfd, "run.steps=2", *given)
     assert (code, bool(report)) == (78, True)
-    assert said("show", tmp_path, capfd, "run.steps=2", *given) == (78, report)
+    assert report_of("show", tmp_path, capfd, "run.steps=2", *given) == (78, report)
 
 
 def test_missing_data_is_a_note_and_the_rest_is_checked(tmp_path, places, capfd):
     gone, bad = places["gone"], places["bad"]
     for choices in (["data.source=bin", f"data.paths=[{gone}]"], [f"data.paths=[{gone}.jsonl, {gone}/*.jsonl]"]):
-        code, notes = said("show", tmp_path, capfd, *choices)
+        code, notes = report_of("show", tmp_path, capfd, *choices)
         assert code == 0 and notes
         assert all(note.startswith("note: data.paths=") and "is not on this machine" in note for note in notes)
-        assert said("train", tmp_path, capfd, *choices)[0] == 78
-    code, notes = said("show", tmp_path, capfd, f"data.tokenizer={gone}.json")
+        assert report_of("train", tmp_path, capfd, *choices)[0] == 78
+    code, notes = report_of("show", tmp_path, capfd, f"data.tokenizer={gone}.json")
     assert (code, notes) == (0, [f"note: data.tokenizer={gone}.json: is not on this machine, not checked"])
-    code, report = said("show", tmp_path, capfd, "data.source=bin", f"data.paths=[{gone}, {bad}]")
+    code, report = report_of("show", tmp_path, capfd, "data.source=bin", f"data.paths=[{gone}, {bad}]")
     assert code == 78 and len(report) == 1 and "token id 999" in report[0]
-    code, report = said("show", tmp_path, capfd, "data.tokenizer=bytes")
+    code, report = report_of("show", tmp_path, capfd, "data.tokenizer=bytes")
     assert code == 78 and "data.tokenizer=bytes: no such file" in report[0]
 
 
 def test_large_text_is_not_read(tmp_path, places, capfd, monkeypatch):
     path = tmp_path / "large.jsonl"
     path.write_text(json.dumps({"text": "a" * 4096}) + "\nno json\n")
-    assert said("show", tmp_path, capfd, f"data.paths=[{path}]")[0] == 78
+    assert report_of("show", tmp_path, capfd, f"data.paths=[{path}]")[0] == 78
     monkeypatch.setattr(inspect, "MOST_TEXT", 1024)
-    code, notes = said("show", tmp_path, capfd, f"data.paths=[{path}]")
+    code, notes = report_of("show", tmp_path, capfd, f"data.paths=[{path}]")
     assert code == 0 and notes == [f"note: data.paths={path}: 0 MiB of text in all, not checked"]
 
 
@@ -91,4 +91,4 @@ def test_a_built_in_corpus_that_is_too_short_is_a_note(capfd):
 
 @pytest.mark.parametrize("verb", ["show", "train"])
 def test_an_error_that_several_checks_find_is_reported_once(verb, tmp_path, capfd):
-    assert said(verb, tmp_path, capfd, "seed=-1") == (78, ["seed=-1: must be at least 0; use 0 or more"])
+    assert report_of(verb, tmp_path, capfd, "seed=-1") == (78, ["seed=-1: must be at least 0; use 0 or more"])
