@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megastack.gradients.buckets import GradientBuckets as GradientBuckets
     from megastack.gradients.norm import clip_gradients_ as clip_gradients_
     from megastack.gradients.norm import grad_norm as grad_norm
-    from megastack.launch.command import train as train
+    from megastack.launch.run import train as train
     from megastack.layers.attention import ParallelAttention as ParallelAttention
     from megastack.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from megastack.layers.linear import ColumnParallelLinear as ColumnParallelLinear
@@ -86,7 +86,7 @@ _NAMES = {
     "errors": "CheckpointError ConfigError DataError MegastackError MeshError PlacementError ScheduleError Violation",
     "gradients.buckets": "GradientBuckets",
     "gradients.norm": "clip_gradients_ grad_norm",
-    "launch.command": "train",
+    "launch.run": "train",
     "layers.attention": "ParallelAttention",
     "layers.embedding": "VocabParallelEmbedding",
     "layers.linear": "ColumnParallelLinear RowParallelLinear",

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.launch.fault_block import KINDS, PHASES  # noqa: E402
-from tests.launch.fault_matrix import CELLS, RANKS, Cell, faults, outcome, run_cell  # noqa: E402
+from tests.launch.fault_matrix import CELLS, RANKS, Cell, find_errors, outcome, run_cell  # noqa: E402
 
 PAGE = ROOT / "docs" / "failures.md"
 BEGIN, END = "<!-- begin of the fault matrix -->\n", "<!-- end of the fault matrix -->\n"
@@ -64,7 +64,7 @@ def run(cell: Cell) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ending = run_cell(folder, cell)
-        found = faults(folder, cell, ending)
+        found = find_errors(folder, cell, ending)
     return (f"**wrong**: {'; '.join(found)}" if found else outcome(cell, ending)), not found
 
 

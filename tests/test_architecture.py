@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megastack.cli.main import VERBS
+
 ROOT = Path(__file__).resolve().parent.parent / "megastack"
 
 # Each part may import itself, the parts named here, and `errors`. A part is a folder or a top-level module; a dotted
@@ -76,24 +78,24 @@ ALLOWED: dict[str, set[str]] = {
         *("mesh", "comm", "placement"),
     },
     "preflight": {
-        "assemble",
-        "checkpoint.manifest",
-        "config",
-        "data",
-        "mesh.mesh",
-        "models",
-        "gradients.parameter_groups",
-        "placement.module",
+        *("assemble", "config", "data", "models", "observe", "mesh", "training.state"),
+        *("checkpoint.folder", "checkpoint.manifest", "checkpoint.publish"),
+        *("gradients.parameter_groups", "placement.module"),
     },
     "launch": {
-        *("preflight.checks", "inference", "interop.saved_model", "models.stages"),
-        *("assemble", "training", "config", "observe", "mesh", "data", "plan.describe", "records"),
-        *("checkpoint.folder", "checkpoint.manifest", "checkpoint.publish"),
-        *("comm.peer_failure", "comm.objects", "comm.observer", "comm.backend", "torch_private"),
+        *("preflight", "assemble", "training", "config", "observe", "mesh", "data.dataset", "plan.describe"),
+        *(
+            "records",
+            "checkpoint.manifest",
+            "comm.peer_failure",
+            "comm.objects",
+            "comm.observer",
+            "comm.backend",
+            "torch_private",
+        ),
     },
     "testing": {
         *(
-            "preflight.checks",
             "assemble",
             "config",
             "checkpoint",
@@ -112,8 +114,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "corpus": {"data.sources", "data.tokenizers", "data.indexed", "observe.console"},
     "cli": {
-        *("observe.streams", "inference.arguments", "launch", "plan", "corpus", "testing", "interop"),
-        *("checkpoint.command", "observe.printable"),
+        *("launch", "preflight", "assemble", "plan", "corpus", "testing", "interop", "inference", "training.state"),
+        *("config", "data", "models.stages", "mesh", "observe", "pipeline.render"),
+        *("checkpoint.find", "checkpoint.folder", "checkpoint.manifest", "checkpoint.integrity"),
     },
     "__init__": set(),
 }
@@ -123,7 +126,8 @@ TORCH_FREE = [
         "errors",
         "records",
         "targets",
-        "cli",
+        "cli.main",
+        *(f"cli.{module}" for module in VERBS.values()),
         *("mesh.shape", "mesh.environment"),
         *("layers.rules", "layers.spec", "layers.attention_spec", "layers.mlp_spec", "layers.vocabulary_spec"),
         *("models.config", "models.specs", "models.profile", "models.activations", "models.stages"),
@@ -134,13 +138,11 @@ TORCH_FREE = [
     *(
         "plan.layout",
         "plan.describe",
-        "plan.command",
-        "inference.arguments",
         "interop.weight_map",
         "interop.hub_config",
         "interop.hub_export",
     ),
-    *("corpus.command", "data.blend_weights", "data.indexed", "data.token_files"),
+    *("corpus.tokenize", "data.blend_weights", "data.indexed", "data.token_files"),
 ]
 
 DISTRIBUTED = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.config.compose import compose
 from megastack.config.rules import violations
 

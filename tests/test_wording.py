@@ -29,28 +29,29 @@ NEVER_ONE = {
     ("config/overrides.py", "MOST_JOBS"),
     ("config/overrides.py", "jobs"),  # more than the limit
     ("config/value_rules.py", "LONGEST_NAME"),
-    ("launch/weights.py", "vocab"),
+    ("cli/weights.py", "vocab"),
     ("config/rules.py", "replica"),  # does not fit in the ranks, of which there is one
     ("config/layout_rules.py", "stages"),  # more stages than layers
     ("config/phases.py", "BYTE_IDS"),
     ("config/value_rules.py", "BYTE_IDS"),
-    ("corpus/command.py", "counts.tokens / seconds"),  # a rate
+    ("cli/tokenize.py", "counts.tokens / seconds"),  # a rate
     ("data/blend_weights.py", "drawn"),  # more than a period
     ("data/indexed.py", "lengths.max()"),  # more than the format holds
-    ("interop/command.py", "done.parameters"),
+    ("cli/export_model.py", "done.parameters"),
+    ("cli/import_model.py", "done.parameters"),
     ("interop/transfer.py", "size"),  # parameters of a model
     ("interop/transfer.py", "model.window"),
     ("interop/hub_config.py", "length"),  # longer than the window
     ("interop/proof.py", "SEQUENCES"),
     ("launch/local.py", "RANKS_PER_CPU * cpus"),
-    ("launch/weights.py", "shape.world_size"),  # one has a text of its own
+    ("cli/weights.py", "shape.world_size"),  # one has a text of its own
     ("mesh/device.py", "seen"),  # several GPUs
     ("mesh/mesh.py", "shape.world_size"),  # one needs no launcher
     ("models/stages.py", "stages"),  # more than blocks
     ("placement/boxes.py", "shard.copies"),  # only where there are several
     ("plan/describe.py", "human(layout.parameters)"),
     ("testing/layouts.py", "schedule.chunks"),  # only where there are several
-    ("testing/verify_command.py", "len(verdicts)"),  # one has a text of its own
+    ("cli/verification.py", "len(verdicts)"),  # one has a text of its own
 }
 
 NOT_A_COUNT = {

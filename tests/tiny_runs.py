@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import read_metrics
 from megastack.observe.status import read_status

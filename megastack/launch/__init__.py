@@ -1,1 +1,1 @@
-"""Starting the ranks of a run and turning their ends into one exit code."""
+"""Starting the ranks of a run, and turning their exits into one result."""

@@ -1,6 +1,6 @@
-"""Processes that torchrun or srun started, and what their launcher says about them.
+"""What the environment of a process contains for launching: its launcher, its world, its machine's CPUs.
 
-:mod:`megastack.mesh.environment` reads the rank variables; this module answers what launching asks about them.
+:mod:`megastack.mesh.environment` reads and validates the rank variables. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ from collections.abc import Mapping, MutableMapping
 from megastack.errors import ConfigError, MegastackError, RankEnvironmentError
 from megastack.mesh.environment import in_slurm_step, read_environment
 from megastack.mesh.hostlist import first_host
-from megastack.observe.claims import Job
-from megastack.observe.process import Process
 
 WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 def is_worker(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is a rank of a world that exists already.
+    """Whether a launcher started this process as a rank.
 
     Raises:
-        RankEnvironmentError: rank variables are set that cannot be used.
+        RankEnvironmentError: the rank variables are invalid.
     """
     return read_environment(environment) is not None
 
 
 def require_no_launcher(command: str, environment: Mapping[str, str] | None = None) -> None:
-    """Check that this process is not a rank, for a command that starts its own ranks.
+    """Check that no launcher started this process, for a command that starts its own ranks.
 
     Raises:
         ConfigError: a launcher started this process.
-        RankEnvironmentError: rank variables are set that cannot be used.
+        RankEnvironmentError: the rank variables are invalid.
     """
     if (found := read_environment(environment)) is not None:
         found.require_endpoint()
@@ -40,10 +38,10 @@ def require_no_launcher(command: str, environment: Mapping[str, str] | None = No
 
 
 def adopt_slurm(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set torch's rank variables from Slurm's; variables that are set already stay.
+    """Set torch's rank variables from Slurm's; variables that are already set are kept.
 
     Raises:
-        RankEnvironmentError: rank variables are set that cannot be used.
+        RankEnvironmentError: the rank variables are invalid.
     """
     env = os.environ if environment is None else environment
     found = None if "RANK" in env else read_environment(env)
@@ -63,7 +61,7 @@ def first_node(nodes: str) -> str:
 
 
 def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process speaks for its world: rank 0, and any process that is not a rank of a known world."""
+    """Whether this process prints for its world: rank 0, and any process that is not a rank of a known world."""
     try:
         found = read_environment(environment)
     except RankEnvironmentError:
@@ -72,10 +70,10 @@ def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def report_of(error: MegastackError, environment: Mapping[str, str] | None = None) -> str | None:
-    """What this process prints about an error that stopped it before training; ``None`` where another rank prints it.
+    """What this process prints about an error before training; None if another rank prints it.
 
-    Every rank reports its own rank variables. What ranks have agreed on is printed by the rank that they chose, which
-    names itself where it is not rank 0. Otherwise rank 0 prints.
+    Every rank reports errors of its own rank variables. If the ranks have agreed on a reporter, that rank prints, and
+    names itself unless it is rank 0. Otherwise rank 0 prints.
     """
     if isinstance(error, RankEnvironmentError):
         return str(error)
@@ -89,55 +87,39 @@ def report_of(error: MegastackError, environment: Mapping[str, str] | None = Non
 
 
 def world_size(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of ranks that the launcher started; ``None`` without a launcher.
+    """The number of ranks that the launcher started; None without a launcher.
 
     Raises:
-        RankEnvironmentError: rank variables are set that cannot be used.
+        RankEnvironmentError: the rank variables are invalid.
     """
     found = read_environment(environment)
     return None if found is None else found.world_size
 
 
 def nodes(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of machines that the launcher uses; ``None`` where it does not tell."""
+    """The number of machines that the launcher uses; None if it does not set it."""
     env = os.environ if environment is None else environment
     found = env.get("GROUP_WORLD_SIZE", env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "")))
     return int(found) if found.isdecimal() else None
 
 
 def cpus_of_task(environment: Mapping[str, str] | None = None) -> int | None:
-    """The CPUs that Slurm gave this rank for itself; ``None`` where it does not tell."""
+    """The number of CPUs that Slurm allocated to this rank; None if it does not set it."""
     env = os.environ if environment is None else environment
     found = env.get("SLURM_CPUS_PER_TASK", "")
     return int(found) if in_slurm_step(env) and found.isdecimal() and int(found) else None
 
 
 def let_threads_sleep(environment: MutableMapping[str, str] | None = None) -> None:
-    """Have OpenMP's threads sleep while they wait for each other, unless the user says otherwise.
+    """Have OpenMP's threads sleep while they wait for each other, unless the user has set a policy.
 
-    OpenMP reads its variables when it is loaded, so nothing is changed where torch has been imported already.
+    OpenMP reads its variables when it is loaded, so this changes nothing if torch has been imported already.
     """
     if "torch" not in sys.modules:
         (os.environ if environment is None else environment).setdefault(WAIT_POLICY, "passive")
 
 
 def lets_threads_sleep(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether OpenMP's threads sleep while they wait for each other; else they spin, and keep their CPU from others."""
+    """Whether OpenMP's threads sleep while they wait for each other; otherwise they spin, and occupy their CPU."""
     env = os.environ if environment is None else environment
     return env.get(WAIT_POLICY, "").strip().lower() == "passive"
-
-
-def has_agent(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether an elastic agent, as that of torchrun, is the parent of this process."""
-    env = os.environ if environment is None else environment
-    return "TORCHELASTIC_RUN_ID" in env
-
-
-def job(environment: Mapping[str, str] | None = None) -> Job:
-    """What this process is a start of: torchrun's rendezvous or its own agent, and the Slurm job."""
-    env = os.environ if environment is None else environment
-    group, requeues = None, env.get("SLURM_RESTART_COUNT", "0")
-    if has_agent(env):
-        name = env["TORCHELASTIC_RUN_ID"]
-        group = f"agent {Process.parent().key}" if name in ("", "none") else f"rendezvous {name}"
-    return Job(group, env.get("SLURM_JOB_ID"), int(requeues) if requeues.isdecimal() else 0)

@@ -1,7 +1,7 @@
-"""Start all ranks of a run on this machine and turn their ends into one result.
+"""Start all ranks of a run on this machine, and turn their exits into one result.
 
-Torch's elastic agent starts the ranks, watches them and leaves nothing running. Ranks return how the run ended; when
-one fails, the accounts that ranks wrote are sorted, and the first is shown last.
+Ranks return how the run ended. If one fails, the reports that ranks wrote are sorted, and the first failure is printed
+last.
 """
 
 from __future__ import annotations
@@ -11,76 +11,93 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from megastack.comm.observer import RankObserver
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, ErrorLine, Violation, counted
-from megastack.launch.account import Seen, account_of
-from megastack.launch.preflight import Prepared, inspect, take
-from megastack.launch.start import START_METHOD, StartLine, agent, die_with_parent, forks_lose_cuda, run_agent
-from megastack.launch.stopping import SIGNALS, StopForwarder, StoppedEarly
-from megastack.launch.survivors import SurvivorKiller
-from megastack.launch.worker import Assignment, work
+from megastack.launch.failure import ObservedExits, end_failed_run, find_failure
+from megastack.launch.processes import (
+    SIGNALS,
+    START_METHOD,
+    RanksFailed,
+    StopForwarder,
+    StoppedEarly,
+    forks_lose_cuda,
+    start_ranks,
+)
+from megastack.launch.worker import Task, TaskFailed, WaitForAll, run_reported_task, run_task, work
+from megastack.mesh.shape import MeshShape
 from megastack.observe.console import Console
 from megastack.observe.failure import FailureRecord, any_failed, by_cause, read_failures
 from megastack.observe.folder import RunFolder
 from megastack.observe.ownership import Heartbeat
 from megastack.observe.status import read_status, update_status
-from megastack.observe.streams import best_effort_output, protect_output
+from megastack.observe.streams import best_effort_output
 from megastack.observe.watchdog import read_reports
+from megastack.preflight.errors import ErrorCollector
+from megastack.preflight.folder import Assignment, Prepared, claim_run
+from megastack.preflight.inspect import inspect
 from megastack.training.state import Hooks, RunResult
 
 RANKS_PER_CPU = 64
-"""Most ranks that are started here for each CPU; more is a mistake, not a plan."""
+"""The most ranks per CPU that are started here; more is a mistake."""
+DEGREES = ("parallel.pp", "parallel.dp", "parallel.cp", "parallel.tp")
 
 
 def launch(
     config: TrainConfig,
     overrides: Sequence[str] = (),
     *,
-    broken: Sequence[ErrorLine] = (),
+    known: Sequence[ErrorLine] = (),
     place: Callable[[], str] | None = None,
     opening: str = "",
     hooks: Hooks | None = None,
 ) -> RunResult:
-    """Train on as many local ranks as the degrees multiply to.
+    """Train on local ranks, as many as the product of the degrees.
 
     Args:
-        config: a configuration, as far as it could be read.
-        overrides: the command line it came from, for the run folder.
-        broken: what is known to be wrong with it; the report has what else there is.
-        place: gives the run folder instead of ``run.dir``, asked when nothing is wrong.
+        config: the configuration, as far as it could be read.
+        overrides: the command line that it came from, for the run folder.
+        known: the errors that were found before; the report has them and all others.
+        place: returns the run folder to use instead of ``run.dir``; called when nothing is wrong.
         opening: what to print before the run starts.
-        hooks: what ranks call on the way.
+        hooks: the user's hooks.
 
     Raises:
         ConfigError: configuration, data, resume path, run folder or checkpoint cannot be used; nothing was trained.
     """
-    found = inspect(config, broken, also=_require_startable)
+    errors = ErrorCollector(known)
+    shape = errors.check(lambda: mesh_shape(config), *DEGREES)
+    if shape is not None:
+        errors.check(lambda: _require_startable(config, shape))
+    found = inspect(config, errors, shape)
     if place is not None:
         config = replace(config, run=replace(config.run, dir=place()))
     with best_effort_output(), StopForwarder(config.launch.grace_s) as stop:
-        prepared = take(config, overrides, found)
-        with Heartbeat(prepared.taken.ownership), _told_how_it_ended(prepared.assignment):
-            console, folder = Console(), RunFolder(prepared.assignment.folder)
-            for line in (opening, *prepared.notes, f"run folder {folder.path}"):
+        prepared = claim_run(config, overrides, found)
+        with Heartbeat(prepared.taken.ownership), _recorded_errors(prepared.assignment):
+            console = Console()
+            for line in (opening, *prepared.notes, f"run folder {prepared.assignment.folder}"):
                 if line:
                     console.line(line)
-            result = _result(prepared, hooks, stop)
+            result = _run(prepared, hooks, stop)
     return replace(result, interrupted=stop.received is not None)
 
 
 @contextlib.contextmanager
-def _told_how_it_ended(assignment: Assignment) -> Iterator[None]:
-    """A run that ends with an error of its launcher is not left as running."""
+def _recorded_errors(assignment: Assignment) -> Iterator[None]:
+    """Record an error of the launcher itself, so that the run is not left with the status ``running``."""
     folder = RunFolder(assignment.folder)
     try:
         yield
@@ -92,10 +109,10 @@ def _told_how_it_ended(assignment: Assignment) -> Iterator[None]:
         raise
 
 
-def _require_startable(config: TrainConfig) -> None:
-    """Refuse a world that this machine cannot hold or that this process cannot fork, before anything is made."""
+def _require_startable(config: TrainConfig, shape: MeshShape) -> None:
+    """Reject a world that is too large for this machine, or that this process cannot fork."""
     errors = list[ErrorLine]()
-    ranks, cpus = mesh_shape(config).world_size, os.cpu_count() or 1
+    ranks, cpus = shape.world_size, os.cpu_count() or 1
     if ranks > RANKS_PER_CPU * cpus:
         errors.append(
             f"world={ranks}: pp·dp·cp·tp ranks are too many for the {counted(cpus, 'CPU')} of this machine; use "
@@ -115,25 +132,24 @@ def _require_startable(config: TrainConfig) -> None:
         raise ConfigError.of(errors)
 
 
-def _result(prepared: Prepared, hooks: Hooks | None, stop: StopForwarder) -> RunResult:
-    folder, config = RunFolder(prepared.assignment.folder), prepared.assignment.config
-    ranks = mesh_shape(config).world_size
-    told = multiprocessing.get_context(START_METHOD).SimpleQueue()
-    line = StartLine(ranks, config.launch.timeout_s)
-    survivors = SurvivorKiller(
-        ranks,
-        lambda: not told.empty() or any_failed(folder.failures),
-        config.launch.grace_s,
-    )
+def _run(prepared: Prepared, hooks: Hooks | None, stop: StopForwarder) -> RunResult:
+    assignment, dataset = prepared.assignment, prepared.dataset
+    config, folder = assignment.config, RunFolder(assignment.folder)
+    sent = multiprocessing.get_context(START_METHOD).SimpleQueue()
     try:
-        with survivors:
-            work = (line, prepared.assignment, prepared.dataset, hooks, told)
-            returned = run_agent(agent(config, ranks), _rank, *work, before=stop.check)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        codes = survivors.exit_codes() | {rank: failure.exitcode}
-        seen = Seen(rank, codes, _why_killed(stop), survivors.outlasted)
-        return _failed(prepared, seen, by_cause([*read_failures(folder.failures), *_drained(told)]))
+        returned = start_ranks(
+            config,
+            assignment.shape.world_size,
+            _train,
+            assignment,
+            dataset,
+            hooks,
+            sent,
+            failed=lambda: not sent.empty() or any_failed(folder.failures),
+            before=stop.check,
+        )
+    except RanksFailed as error:
+        return _end(assignment, replace(error.exits, killed=_reason_killed(stop)), _drain(sent))
     except StoppedEarly as error:
         reason = str(error)
         status = update_status(folder.status, "preempted", reason=reason)
@@ -143,20 +159,13 @@ def _result(prepared: Prepared, hooks: Hooks | None, stop: StopForwarder) -> Run
     return result
 
 
-def _drained(told: Any) -> list[FailureRecord]:
-    found = []
-    while not told.empty():
-        found.append(told.get())
-    return found
+def _train(
+    wait_for_all: WaitForAll, assignment: Assignment, dataset: Dataset, hooks: Hooks | None, sent: Any
+) -> RunResult:
+    """A forked rank. A terminal sends SIGINT to it as well as to the launcher, which alone passes it on.
 
-
-def _rank(line: StartLine, assignment: Assignment, dataset: Dataset, hooks: Hooks | None, told: Any) -> RunResult:
-    """A rank of this launcher: it ends with it. A terminal's SIGINT reaches it as well as the launcher; it only asks.
-
-    One that fails has left its account; the agent learns no more than that.
+    A rank that fails has left its report; its exit code is all that the agent needs.
     """
-    die_with_parent()
-    protect_output()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         result = work(
@@ -164,8 +173,8 @@ def _rank(line: StartLine, assignment: Assignment, dataset: Dataset, hooks: Hook
             dataset,
             hooks,
             signals=SIGNALS,
-            tell=lambda record: told.put(record.shortened()),
-            first=line.wait,
+            send=lambda record: sent.put(record.shortened()),
+            wait_for_all=wait_for_all,
         )
     except Exception:
         sys.exit(1)
@@ -174,34 +183,48 @@ def _rank(line: StartLine, assignment: Assignment, dataset: Dataset, hooks: Hook
     return result
 
 
-def _why_killed(stop: StopForwarder) -> str | None:
+def _drain(sent: Any) -> list[FailureRecord]:
+    found = []
+    while not sent.empty():
+        found.append(sent.get())
+    return found
+
+
+def _reason_killed(stop: StopForwarder) -> str | None:
     if not stop.killed or stop.received is None:
         return None
-    return f"received {stop.received.name} and did not stop in launch.grace_s"
+    return f"received {stop.received.name} and did not stop within launch.grace_s"
 
 
-def _failed(prepared: Prepared, seen: Seen, records: Sequence[FailureRecord]) -> RunResult:
-    """Show the first failure and write it into ``status.json``.
+def _end(assignment: Assignment, exits: ObservedExits, sent: Sequence[FailureRecord]) -> RunResult:
+    """The end of a run of which a rank failed.
 
     Raises:
-        ConfigError: the ranks found, before they trained, that they cannot do what was asked.
+        ConfigError: the ranks rejected the configuration before they trained.
     """
-    folder, config = RunFolder(prepared.assignment.folder), prepared.assignment.config
-    account = account_of(records, read_reports(folder.watch), seen, mesh_shape(config), config.launch.timeout_s)
-    step = account.step or (read_status(folder.status) or {}).get("step") or 0
-    with contextlib.suppress(OSError):  # a full disk may be the very reason
-        if prepared.assignment.may_write:
-            update_status(
-                folder.status,
-                "failed",
-                step=step,
-                reason=account.reason,
-                rank=account.rank,
-                coordinates=account.coordinates,
-                exit_code=78 if account.refused else 1,
-                pid=os.getpid(),
-            )
-    if account.refused:
-        raise ConfigError(account.reason)
-    Console(stderr=True).line(f"failed after step {step}; everything is in {folder.path}\n{account.text}", style="red")
-    return RunResult("failed", step, None, folder.path, account.reason)
+    folder, timeout_s = RunFolder(assignment.folder), assignment.config.launch.timeout_s
+    records = by_cause([*read_failures(folder.failures), *sent])
+    failure = find_failure(records, read_reports(folder.watch), exits, assignment.shape, timeout_s)
+    step = failure.step or (read_status(folder.status) or {}).get("step") or 0
+    may_write = assignment.may_write
+    return end_failed_run(folder, replace(failure, step=step), may_write=may_write, pid=os.getpid())
+
+
+def launch_task(task: Task) -> Any:
+    """Run a task on local ranks; returns what rank 0 returns. A single rank runs in this process.
+
+    Raises:
+        ConfigError: a rank rejected the configuration.
+        TaskFailed: a rank failed in another way.
+    """
+    if task.shape.world_size == 1:
+        return run_task(task, RankObserver())
+    with tempfile.TemporaryDirectory(prefix="megastack-") as name, best_effort_output():
+        folder, ranks = RunFolder(Path(name)), task.shape.world_size
+        try:
+            failed = partial(any_failed, folder.failures)
+            return start_ranks(task.config, ranks, run_reported_task, task, folder, failed=failed)[0]
+        except RanksFailed as error:
+            records, states = read_failures(folder.failures), read_reports(folder.watch)
+            failure = find_failure(records, states, error.exits, task.shape, task.config.launch.timeout_s)
+            raise (ConfigError(failure.reason) if failure.rejected else TaskFailed(failure.text)) from None

@@ -1,27 +1,41 @@
-"""How many CPU threads a rank computes with, and why.
+"""CPU threads and host memory of a rank.
 
-Threads share a matrix product by halves, and all wait for the last one. Two things make that slower than one thread.
-A product of a small model takes less time than waking a thread. And on a machine that runs other programs as well, one
-of the threads often waits for a CPU; where OpenMP lets the others spin meanwhile, they take the CPU that it waits for,
+**Threads.** The threads of a matrix product all wait for the slowest one, which can be slower than a single thread, for
+two reasons. A product of a small model takes less time than waking a thread. And on a machine that runs other programs
+as well, one of the threads often waits for a CPU; if OpenMP has the others spin, they occupy the CPU that it waits for,
 and a step takes ten times as long. The command line therefore lets waiting threads sleep
 (:func:`~megastack.launch.environment.let_threads_sleep`), and a small model gets one thread.
+
+**Memory.** The C library returns free memory at the end of its heap to the system, and maps large blocks separately.
+Every microbatch allocates and frees the same activations, so each page would be returned and come back zeroed: 5 % of
+the CPU time for a small model. :func:`keep_freed_memory` prevents that.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from megastack.config.schema import TrainConfig
 from megastack.errors import counted
 from megastack.launch.environment import cpus_of_task, lets_threads_sleep
 from megastack.mesh.environment import local_world_size
 
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of ``mallopt`` (glibc's ``malloc.h``)."""
+_NEVER = 2**31 - 1
+_LARGEST_ON_THE_HEAP = 32 * 2**20
+"""The largest value that glibc accepts; larger blocks are mapped separately."""
+
 WORK_PER_THREAD = 2**23
-"""Multiplications and additions that a thread needs of a matrix product, about a quarter of a millisecond."""
+"""Multiplications and additions that are worth one more thread, about a quarter of a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,7 @@ class Cpus:
 
     Attributes:
         allowed: the CPUs that it may be scheduled on.
-        quota: how many of them its control groups let it use at a time; ``None`` for all.
+        quota: how many of them its control groups let it use at a time; None for all.
         load: processes on the machine that were running or waiting for a CPU in the last minute.
         installed: all CPUs of the machine.
     """
@@ -42,7 +56,7 @@ class Cpus:
 
     @classmethod
     def here(cls) -> Cpus:
-        """What the operating system says."""
+        """The CPUs of this process, from the operating system."""
         installed = os.cpu_count() or 1
         allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else installed
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -68,23 +82,23 @@ class Threads:
 def choose_threads(
     config: TrainConfig, environment: Mapping[str, str] | None = None, cpus: Cpus | None = None
 ) -> Threads:
-    """The threads of this rank: as configured, else as OpenMP's variable says, else what the work is worth.
+    """The number of threads of this rank: as configured, else from ``OMP_NUM_THREADS``, else by the size of the work.
 
     Args:
-        config: a legal configuration.
-        environment: with ``LOCAL_WORLD_SIZE`` where other ranks share the machine.
-        cpus: those of this process.
+        config: a valid configuration.
+        environment: has ``LOCAL_WORLD_SIZE`` if other ranks share the machine.
+        cpus: the CPUs of this process.
     """
     env = os.environ if environment is None else environment
     if config.launch.threads_per_rank is not None:
         return Threads(config.launch.threads_per_rank, "launch.threads_per_rank")
-    said = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
-    if said.isdigit() and int(said):
-        return Threads(int(said), "OMP_NUM_THREADS")
-    return _worth(config, env, Cpus.here() if cpus is None else cpus)
+    setting = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
+    if setting.isdigit() and int(setting):
+        return Threads(int(setting), "OMP_NUM_THREADS")
+    return _by_work(config, env, Cpus.here() if cpus is None else cpus)
 
 
-def _worth(config: TrainConfig, env: Mapping[str, str], cpus: Cpus) -> Threads:
+def _by_work(config: TrainConfig, env: Mapping[str, str], cpus: Cpus) -> Threads:
     ranks = local_world_size(env) or 1
     own = cpus_of_task(env)
     share = max(1, cpus.usable // ranks) if own is None else min(cpus.usable, own)
@@ -99,7 +113,7 @@ def _worth(config: TrainConfig, env: Mapping[str, str], cpus: Cpus) -> Threads:
 
 
 def work(config: TrainConfig) -> int:
-    """Multiplications and additions of a matrix product of this rank, the smaller kind in a block."""
+    """Multiplications and additions of the smaller kind of matrix product in a block, on this rank."""
     return 2 * _tokens(config) * config.model.hidden**2 // config.parallel.tp
 
 
@@ -115,7 +129,7 @@ def _share(cpus: Cpus, ranks: int, own: int | None) -> str:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The CPUs that the control groups of this process allow it at a time, the smallest of all levels.
+    """The number of CPUs that the control groups of this process allow it, the smallest of all levels.
 
     Args:
         root: where ``proc`` and ``sys`` are.
@@ -125,7 +139,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _control_groups(root: Path) -> list[Path]:
-    """The folders of this process's CPU control groups and of those above, of either version of the interface.
+    """The folders of this process's CPU control groups and their parents, for either version of the interface.
 
     In a container, the path is often the host's, and the container's own group is what is mounted.
     """
@@ -154,3 +168,13 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Have a rank that computes on the CPU keep the memory that it frees; with glibc only."""
+    if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
+        return
+    library = ctypes.CDLL(None)
+    library.mallopt(_TRIM_THRESHOLD, _NEVER)
+    library.mallopt(_MMAP_THRESHOLD, _LARGEST_ON_THE_HEAP)
+    library.mallopt(_TOP_PAD, _LARGEST_ON_THE_HEAP)

@@ -1,7 +1,7 @@
-"""What a rank does: find its place on the mesh, build the run, train, and say how it ended.
+"""The work of one rank: join the mesh, build the run, train, report how it ended; or run one short task.
 
 The same code serves ranks that megastack's launcher started, ranks of torchrun and ranks of srun. A rank that fails
-writes its own account before it raises, since whoever notices a failure first is seldom who failed.
+writes a report before it raises: the process that notices a failure first is seldom the one that caused it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,65 +19,50 @@ from megastack.assemble.loop import build_loop
 from megastack.assemble.training import Training, build_training
 from megastack.comm.observer import RankObserver
 from megastack.comm.peer_failure import is_peer_failure
-from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
-from megastack.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    LayerError,
-    MegastackError,
-    MeshError,
-    PlacementError,
-    ScheduleError,
-)
-from megastack.launch.threads import choose_threads
-from megastack.mesh.device import keep_freed_memory
+from megastack.errors import MegastackError
+from megastack.launch.environment import is_worker
+from megastack.launch.failure import is_about_other_ranks, is_user_error
+from megastack.launch.threads import choose_threads, keep_freed_memory
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.observe.console import set_up_logging
 from megastack.observe.failure import FailureRecord, any_failed
 from megastack.observe.folder import RunFolder
-from megastack.observe.ownership import Ownership, OwnershipGuard
+from megastack.observe.ownership import OwnershipGuard
 from megastack.observe.watchdog import JOINING, Watchdog
+from megastack.preflight.folder import Assignment
 from megastack.training.loop import Loop
 from megastack.training.signals import StopRequest
 from megastack.training.state import Hooks, RunResult
 
-REFUSALS = (ConfigError, CheckpointError, DataError, PlacementError, MeshError, ScheduleError)
-"""What is the user's to mend, and no failure."""
+WaitForAll = Callable[[int], object]
+"""Called with this rank before it connects to the others."""
+
+
+class TaskFailed(MegastackError):
+    """A rank of a task failed; the message is its failure report."""
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """What the launcher decided once for all ranks.
+class Task:
+    """Something short that every rank does, without a run folder: generation, evaluation.
 
     Attributes:
-        config: a legal configuration.
-        folder: the run folder, which exists.
-        resume: the checkpoint to continue from.
-        weights: the checkpoint to take the first weights from.
-        pid: the process to signal when the run is to stop.
-        restart: of an elastic job, 0 for its first start.
-        start: what there is to say about this start of an elastic job.
-        ownership: of the run folder, by the process that decided.
+        name: what it does, for reports.
+        config: a valid configuration.
+        shape: the mesh.
+        function: called with the configuration, the mesh and the arguments.
+        arguments: identical on all ranks.
     """
 
+    name: str
     config: TrainConfig
-    folder: Path
-    resume: Path | None = None
-    pid: int | None = None
-    restart: int = 0
-    start: str | None = None
-    ownership: Ownership | None = None
-    weights: Path | None = None
-
-    @property
-    def may_write(self) -> bool:
-        """Whether the run folder is still this run's."""
-        return self.ownership is None or self.ownership.held
+    shape: MeshShape
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
 
 
 def work(
@@ -86,77 +70,107 @@ def work(
     dataset: Dataset | None = None,
     hooks: Hooks | None = None,
     *,
-    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
-    tell: Callable[[FailureRecord], object] | None = None,
-    first: Callable[[int], object] | None = None,
+    signals: Sequence[signal.Signals],
+    send: Callable[[FailureRecord], object] | None = None,
+    wait_for_all: WaitForAll | None = None,
 ) -> RunResult:
-    """Train on this rank; to be called on every rank of the world, with rank variables in the environment.
+    """Train on this rank; called on every rank of the world, with the rank variables in the environment.
 
     Args:
-        assignment: alike on all ranks.
-        dataset: the data, where it was read already.
-        hooks: what to call on the way.
+        assignment: identical on all ranks.
+        dataset: the data, if they have been read already.
+        hooks: the user's hooks.
         signals: those that ask this rank, and so the run, to stop.
-        tell: called with this rank's account of its failure where that cannot be written.
-        first: called with this rank before it looks for the others.
+        send: called with this rank's failure report if it cannot be written.
+        wait_for_all: called with this rank before it connects to the others.
     """
-    config, folder = assignment.config, RunFolder(assignment.folder, assignment.restart)
+    config, shape, folder = assignment.config, assignment.shape, RunFolder(assignment.folder, assignment.restart)
     threads = choose_threads(config)
     torch.set_num_threads(threads.count)
-    launched = read_environment() or RankEnvironment(0, 1)
-    shape, rank, loop = mesh_shape(config, launched.world_size), launched.rank, None
+    rank, loop = (read_environment() or RankEnvironment(0, 1)).rank, None
     with StopRequest(config.run.time_limit_s, signals) as stop:
         try:
-            if first is not None:
-                first(rank)
+            if wait_for_all is not None:
+                wait_for_all(rank)
             observer = RankObserver()
-            with Watchdog(
-                observer.flight_recorder,
-                folder.report(rank),
-                rank,
-                shape.coordinates(rank),
-                limit_s=config.launch.timeout_s,
-                doing=lambda: _whereabouts(loop),
-                failed=lambda: any_failed(folder.failures),
-                may_write=lambda: assignment.may_write,
-            ):
-                mesh = join(shape, config, observer)
+            doing, may_write = (lambda: _describe_progress(loop)), (lambda: assignment.may_write)
+            with _watchdog(observer, folder, rank, assignment, doing=doing, may_write=may_write):
+                mesh = _join_mesh(shape, config, observer)
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
                 log.info("started with pid %d on %s, %s", os.getpid(), mesh.device, threads)
                 if assignment.start is not None:
                     log.info(assignment.start)
-                ready = _ready(assignment, mesh, dataset)
-                loop = build_loop(ready, folder, stop, hooks, assignment.resume, **_origin(assignment))
+                training = _build(assignment, mesh, dataset)
+                loop = build_loop(training, folder, stop, hooks, assignment.resume, **_origin(assignment))
                 result = loop.run()
             log.info("%s after step %d", result.status, result.step)
         except BaseException as error:
-            record = FailureRecord.of(
-                error,
-                rank,
-                shape.coordinates(rank),
-                step=0 if loop is None else loop.progress.step,
-                action=_failing(loop, error),
-                echo=is_peer_failure(error) or is_of_others(error, rank),
-                refused=loop is None and is_refusal(error),
-            )
-            _leave(record, folder.failure(rank), tell, may_write=assignment.may_write)
+            step, action = (0 if loop is None else loop.progress.step), _describe_failure(loop, error)
+            record = _report_of(error, rank, shape, step=step, action=action, before_training=loop is None)
+            _leave(record, folder, send, may_write=assignment.may_write)
             raise
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
 
 
-def join(shape: MeshShape, config: TrainConfig, observer: RankObserver) -> Mesh:
-    """The mesh; who waits here for others in vain says so."""
-    recorder = observer.flight_recorder
-    with recorder.waits(recorder.start(*JOINING, (), tuple(range(shape.world_size)))):
+def run_task(task: Task, observer: RankObserver) -> Any:
+    """Join the mesh and call the function of a task; returns its result on this rank."""
+    torch.set_num_threads(choose_threads(task.config).count)
+    mesh = _join_mesh(task.shape, task.config, observer)
+    try:
+        return task.function(task.config, mesh, *task.arguments)
+    finally:
+        if dist.is_initialized() and is_worker():
+            dist.destroy_process_group()
+
+
+def run_reported_task(wait_for_all: WaitForAll, task: Task, folder: RunFolder) -> Any:
+    """:func:`run_task` on a forked rank, which writes its state and its failure report into a folder."""
+    launched = read_environment()
+    assert launched is not None, "the agent sets the rank variables"
+    rank, observer = launched.rank, RankObserver()
+    try:
+        wait_for_all(rank)
+        with _watchdog(observer, folder, rank, task, doing=lambda: task.name):
+            return run_task(task, observer)
+    except BaseException as error:
+        record = _report_of(error, rank, task.shape, step=0, action=task.name, before_training=True)
+        record.write(folder.failure(rank))
+        raise
+
+
+def _watchdog(
+    observer: RankObserver,
+    folder: RunFolder,
+    rank: int,
+    work: Assignment | Task,
+    *,
+    doing: Callable[[], str],
+    may_write: Callable[[], bool] = lambda: True,
+) -> Watchdog:
+    return Watchdog(
+        observer.flight_recorder,
+        folder.report(rank),
+        rank,
+        work.shape.coordinates(rank),
+        limit_s=work.config.launch.timeout_s,
+        doing=doing,
+        failed=lambda: any_failed(folder.failures),
+        may_write=may_write,
+    )
+
+
+def _join_mesh(shape: MeshShape, config: TrainConfig, observer: RankObserver) -> Mesh:
+    """The mesh; the flight recorder shows that this rank waits for the others."""
+    with observer.flight_recorder.waits(observer.flight_recorder.start(*JOINING, (), tuple(range(shape.world_size)))):
         limit_s = config.launch.timeout_s
         return Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, observer=observer)
 
 
-def _ready(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Training:
-    """A training in the state that it starts from."""
+def _build(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Training:
+    """A training in its initial state."""
     training = build_training(assignment.config, mesh, dataset)
     if assignment.resume is not None:
         training.restore(assignment.resume)
@@ -165,8 +179,14 @@ def _ready(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Train
     return training
 
 
-def _whereabouts(loop: Loop | None) -> str:
-    """What a rank is doing: the step or phase, the action, the layer."""
+def _origin(assignment: Assignment) -> dict[str, Any]:
+    """What the records of a run contain about its start, and the guard that keeps it from writing."""
+    guard = None if assignment.ownership is None else OwnershipGuard(assignment.ownership)
+    return {"pid": assignment.pid, "start": assignment.start, "guard": guard}
+
+
+def _describe_progress(loop: Loop | None) -> str:
+    """What this rank is doing: the step or phase, the action, the layer."""
     if loop is None:
         return "starting"
     action, layer = loop.step.pipeline.current, loop.mesh.flight_recorder.layer
@@ -174,37 +194,35 @@ def _whereabouts(loop: Loop | None) -> str:
     return ", ".join(parts)
 
 
-def _failing(loop: Loop | None, error: BaseException) -> str:
-    """The same, with the operation that a rank waited for in vain."""
-    waiting = loop.mesh.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
-    return _whereabouts(loop) + ("" if waiting is None else f", waiting for {waiting}")
+def _describe_failure(loop: Loop | None, error: BaseException) -> str:
+    """What this rank was doing, with the operation that it was blocked on if a peer failed."""
+    waiting = loop.mesh.observer.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
+    return _describe_progress(loop) + ("" if waiting is None else f", waiting for {waiting}")
+
+
+def _report_of(
+    error: BaseException, rank: int, shape: MeshShape, *, step: int, action: str, before_training: bool
+) -> FailureRecord:
+    return FailureRecord.of(
+        error,
+        rank,
+        shape.coordinates(rank),
+        step=step,
+        action=action,
+        echo=is_peer_failure(error) or is_about_other_ranks(error, rank),
+        refused=before_training and is_user_error(error),
+    )
 
 
 def _leave(
-    record: FailureRecord, path: Path, tell: Callable[[FailureRecord], object] | None, *, may_write: bool
+    record: FailureRecord, folder: RunFolder, send: Callable[[FailureRecord], object] | None, *, may_write: bool
 ) -> None:
-    """Leave the account of a failure on the disk, or with the launcher where the disk is full or the folder lost."""
+    """Write a failure report; send it to the launcher if the disk is full or the run no longer owns the folder."""
     try:
         if may_write:
-            record.write(path)
+            record.write(folder.failure(record.rank))
             return
     except OSError:
         pass
-    if tell is not None:
-        tell(record)
-
-
-def _origin(assignment: Assignment) -> dict[str, Any]:
-    """What the records of a run say of where it comes from, and what keeps it from writing."""
-    guard = None if assignment.ownership is None else OwnershipGuard(assignment.ownership)
-    return {"pid": assignment.pid, "start": assignment.start, "guard": guard}
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether an error is the user's to mend."""
-    return isinstance(error, REFUSALS) and not isinstance(error, LayerError)
-
-
-def is_of_others(error: BaseException, rank: int) -> bool:
-    """Whether an error is the fault of other ranks, which raise it as well."""
-    return isinstance(error, MegastackError) and bool(error.ranks) and rank not in error.ranks
+    if send is not None:
+        send(record)

@@ -108,6 +108,12 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
     return bool(_NUMBER.fullmatch(step)) and int(step) < _SPECIAL_STEPS and "SLURM_PROCID" in env
 
 
+def has_agent(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether an elastic agent, such as torchrun's, is the parent of this process."""
+    env = os.environ if environment is None else environment
+    return "TORCHELASTIC_RUN_ID" in env
+
+
 def agent_serves_store(environment: Mapping[str, str] | None = None) -> bool:
     """Whether an elastic agent, such as torchrun's, serves the store, and keeps it across restarts."""
     env = os.environ if environment is None else environment

@@ -1,1 +1,1 @@
-"""Checks of a run before any rank starts."""
+"""Checks of a run before any rank starts, and its run folder."""

@@ -20,7 +20,9 @@ from megastack.errors import CheckpointError, ConfigError
 from megastack.mesh.mesh import Mesh
 from megastack.models.stages import configured_schedule
 from megastack.placement.buffers import persistent_buffers
-from megastack.preflight.checks import ErrorCollector, ask_model, check_fit
+from megastack.preflight.checkpoint import check_fit
+from megastack.preflight.errors import ErrorCollector
+from megastack.preflight.model import check_model
 from megastack.testing.ranks import run_ranks
 from megastack.testing.training import composed
 from tests.assemble.test_training import built, everything, run
@@ -153,8 +155,8 @@ def test_a_checkpoint_without_buffers_names_what_is_missing(tmp_path: Path) -> N
     ((error, missing),) = run_ranks(loaded, 1, config, path)
     assert "missing from the checkpoint" in error and all(name in error for name in NAMES)
     assert set(missing) == NAMES
-    shapes = ask_model(config, ErrorCollector())
-    with pytest.raises(ConfigError, match=r"blocks.0.mlp.mean is not there"):
+    shapes = check_model(config, ErrorCollector(), None)
+    with pytest.raises(ConfigError, match=r"blocks.0.mlp.mean is not in the checkpoint"):
         check_fit("resume", Path(path), shapes, strict=True)
     check_fit("resume", Path(path), shapes, strict=False)
 
@@ -196,7 +198,7 @@ def test_buffers_start_at_their_values_or_as_declared(tmp_path: Path) -> None:
 
 def test_a_buffer_without_values_is_reported_before_launch(tmp_path: Path) -> None:
     errors = ErrorCollector()
-    ask_model(tracking(tmp_path, layer="BlankMLP"), errors)
+    check_model(tracking(tmp_path, layer="BlankMLP"), errors, None)
     (found,) = errors.found
     assert "blocks.0.mlp.table: a buffer built on the meta device has no values" in str(found)
     assert str(found).count("init=Zeros()") == 2

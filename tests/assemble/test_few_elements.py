@@ -14,7 +14,8 @@ from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.observe.folder import RunFolder
-from megastack.preflight.checks import ErrorCollector, ask_model
+from megastack.preflight.errors import ErrorCollector
+from megastack.preflight.model import check_mesh, check_model
 from megastack.testing.ranks import run_ranks
 from megastack.testing.training import composed
 from tests.assemble.test_training import built, everything
@@ -76,7 +77,8 @@ def test_a_scalar_that_cannot_be_sharded_is_reported_before_launch(tmp_path: Pat
     layer = ["model.mlp={_target_: tests.odd_layers.ScalarMLP}", "parallel.dp=2"]
     for more, expected in ((["parallel.zero.stage=1"], 0), (["parallel.zero.stage=3"], 1)):
         errors = ErrorCollector()
-        ask_model(configured(tmp_path, layer, more), errors)
+        config = configured(tmp_path, layer, more)
+        check_model(config, errors, check_mesh(config, errors))
         assert len(errors.found) == expected
     assert str(errors.found[0]) == (
         "parallel.zero.stage=3: blocks.0.mlp.scale, blocks.1.mlp.scale: a scalar cannot be cut over data ranks; "

@@ -14,7 +14,9 @@ from megastack.checkpoint.save import save
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import CheckpointError, ConfigError
-from megastack.preflight.checks import ErrorCollector, ask_model, check_moments
+from megastack.preflight.checkpoint import check_moments
+from megastack.preflight.errors import ErrorCollector
+from megastack.preflight.model import check_model
 from megastack.testing.ranks import run_ranks
 from megastack.testing.training import composed
 from tests.assemble.test_training import built, everything, run
@@ -142,11 +144,11 @@ def test_a_strict_resume_names_parameters_without_moments_before_launch(tmp_path
     config = tiny(tmp_path)
     (error,) = run_ranks(restore_error, 1, config, path)
     assert "missing from the checkpoint" in error and "optim/exp_avg/blocks.0.mlp.up.weight" in error
-    model = ask_model(config, ErrorCollector())
+    model = check_model(config, ErrorCollector(), None)
     with pytest.raises(ConfigError, match=r"embedding.weight has no exp_avg there.*checkpoint.strict=false"):
         check_moments(Path(path), model, config)
     check_moments(Path(path), model, tiny(tmp_path, FROZEN))
-    with pytest.raises(ConfigError, match=r"head.weight has exp_avg only there"):
+    with pytest.raises(ConfigError, match=r"head.weight has exp_avg only in the checkpoint"):
         check_moments(Path(path), model, tiny(tmp_path, "optim.freeze=[mlp,blocks.1.attention.q,embedding,head]"))
-    with pytest.raises(ConfigError, match=r"has no momentum_buffer|has exp_avg only there"):
+    with pytest.raises(ConfigError, match=r"has no momentum_buffer|has exp_avg only in the checkpoint"):
         check_moments(Path(path), model, tiny(tmp_path, FROZEN, "optim.name=sgd", "optim.momentum=0.9"))

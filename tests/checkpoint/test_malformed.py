@@ -13,7 +13,7 @@ import pytest
 from megastack.checkpoint.folder import checkpoint_error, resolve_resume
 from megastack.checkpoint.manifest import read_manifest
 from megastack.checkpoint.reader import CheckpointReader
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.errors import CheckpointError
 from tests.checkpoint.test_folder import at, write
 from tests.test_records import BROKEN

@@ -19,7 +19,9 @@ from megastack.config.rules import ITEMS, RANGED, violations
 from megastack.config.schema import TrainConfig
 from megastack.errors import spell
 from megastack.plan.describe import short
-from megastack.preflight.checks import ErrorCollector, ask_data, ask_model
+from megastack.preflight.data import check_data
+from megastack.preflight.errors import ErrorCollector
+from megastack.preflight.model import check_mesh, check_model
 from megastack.testing.training import composed
 from tests.tiny_runs import train
 
@@ -83,9 +85,9 @@ def look(config: TrainConfig, name: str) -> None:
     """The checks of a valid configuration before launch that depend on a key."""
     errors = ErrorCollector()
     if name.startswith(("model.", "optim.", "precision.")):
-        ask_model(config, errors)
+        check_model(config, errors, check_mesh(config, errors))
     if name.startswith(("data.", "batch.", "model.vocab")):
-        ask_data(config, errors)
+        check_data(config, errors)
     short(config, None)
 
 

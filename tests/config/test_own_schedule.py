@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.config.compose import compose, compose_partial
 from megastack.config.reading import from_yaml, to_yaml
 from megastack.config.rules import violations

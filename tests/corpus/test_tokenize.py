@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.corpus import tokenize
 from megastack.corpus.inputs import BadLines, plan_slices, read_slice
 from megastack.corpus.tokenize import TokenizeResult, make_token_file

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.interop.hub_folder import HubFolder
 from megastack.interop.reference import hub_logits
 from tests.interop.hub_folders import LLAMA, stored, tensors, write

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.config.choices import Activation, Norm, Positions
 from megastack.config.schema import ModelOptions
 from megastack.errors import ConfigError

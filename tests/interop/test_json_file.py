@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.errors import ConfigError
 from megastack.interop.json_file import DEEPEST, read_json
 from tests.interop.hub_folders import LLAMA, write

@@ -13,7 +13,7 @@ from types import FrameType
 
 import torch
 
-from megastack.cli import main
+from megastack.cli.main import main
 
 NODE = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_NODES": "1"}
 

@@ -1,7 +1,7 @@
-"""Runs that fail: every kind of fault on several ranks of several layouts in every phase, and how each has to end.
+"""Fault injection: every kind of fault on several ranks of several layouts in every phase, and the required end.
 
-A cell is a run of a second with a launcher of its own, forked from this process, and a layer that fails
-(:mod:`tests.launch.fault_block`). :func:`run_cell` gives what came of it, :func:`faults` what is wrong with that.
+A cell is a run of about a second, with its own launcher forked from this process, and a layer that fails
+(:mod:`tests.launch.fault_block`). :func:`run_cell` returns how it ended, :func:`find_errors` what is wrong with that.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megastack.checkpoint.reader import CheckpointReader
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.errors import MegastackError
-from megastack.launch import command, local
+from megastack.launch import local, run
 from megastack.mesh.shape import MeshShape, describe_coordinates
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import read_metrics
@@ -47,10 +47,10 @@ RANKS = {"pp3": (0, 1, 2), "dp3": (0, 2), "tp4": (0, 3)}
 HANGS = ("SIGSTOP", "sleep")
 TIMEOUT_S, GRACE_S = 10, 2
 SAVED = 2
-"""The checkpoint that is there before the fault; the next one would be of step ``STEP + 1``."""
+"""The step of the checkpoint before the fault; the next one would be of step ``STEP + 1``."""
 PATIENCE_S = 120
 SOON_S = 10.0
-"""All processes of a run whose rank is not merely stopped are gone by then."""
+"""All processes of a run have ended by then, unless the rank only stopped."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ CELLS = tuple(
 
 @dataclass
 class Ending:
-    """What came of a run; ``seconds`` are from the fault until the launcher was gone."""
+    """How a run ended; ``seconds`` are from the fault until the launcher had ended."""
 
     exit_code: int | None
     seconds: float
@@ -106,8 +106,8 @@ class Ending:
     alive: list[int]
 
 
-LOADED = (command, local)
-"""So that a forked launcher need not."""
+LOADED = (run, local)
+"""Imported here, so that a forked launcher need not."""
 
 
 def choices(folder: Path, cell: Cell) -> list[str]:
@@ -136,7 +136,7 @@ def run_cell(folder: Path, cell: Cell) -> Ending:
 
 
 def _launch(command: list[str], screen: Path) -> None:
-    """The launcher: ``megastack train``, with everything that it and its ranks say in a file."""
+    """The launcher: ``megastack train``, with the output of it and its ranks in a file."""
     descriptor = os.open(screen, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -157,8 +157,8 @@ def _is_alive(pid: int) -> bool:
     return False
 
 
-def faults(folder: Path, cell: Cell, ending: Ending) -> list[str]:
-    """What is wrong with an ending; empty where all is as it has to be."""
+def find_errors(folder: Path, cell: Cell, ending: Ending) -> list[str]:
+    """What is wrong with an ending; empty if nothing is."""
     run = RunFolder(folder / "run")
     wrong = [f"process {pid} is left" for pid in ending.alive]
     limit = SOON_S + (TIMEOUT_S + GRACE_S if cell.kind in HANGS else 0)
@@ -184,7 +184,7 @@ def _wrong(ending: Ending, exit_code: int, **expected: Any) -> list[str]:
 
 
 def _wrong_files(run: RunFolder) -> list[str]:
-    """Whatever happened: whole rows, whole checkpoints, and the newest one named."""
+    """In any case: complete rows, complete checkpoints, and `latest` names the newest."""
     wrong = []
     if run.metrics.exists() and not run.metrics.read_text().endswith("\n") and run.metrics.stat().st_size:
         wrong.append("metrics.jsonl ends in the middle of a row")
@@ -200,16 +200,16 @@ def _wrong_failure(run: RunFolder, cell: Cell, ending: Ending) -> list[str]:
     where, hangs = cell.where, cell.kind in HANGS
     step = {"before step 1": 0, "validation": STEP + 1, "save": 1}.get(cell.phase, STEP)
     wrong = _wrong(ending, 1, status="failed", rank=cell.rank, coordinates=where)
-    told = {
+    expected_text = {
         "raise": "the layer broke",
         "SIGKILL": "ended by SIGKILL",
         "disk full": "cannot write|File too large",
     }.get(cell.kind, rf"did not (arrive at .+|join) within launch\.timeout_s={TIMEOUT_S}")
     tail = "\n".join(ending.screen.rstrip().splitlines()[-4:])
-    if not re.search(told, tail) or f"[rank {cell.rank} | {where}]" not in tail:
+    if not re.search(expected_text, tail) or f"[rank {cell.rank} | {where}]" not in tail:
         wrong.append(f"the screen ends with {tail!r}")
     if hangs and "waits for" not in ending.screen:
-        wrong.append("nobody says what it waited for")
+        wrong.append("no rank reports what it waited for")
     saved = sorted(path.name for path in run.checkpoints.glob("step_*"))
     expected = [] if cell.phase in ("before step 1", "save") else [f"step_{SAVED:08d}"]
     if saved != expected and cell.phase != "data":  # data of a step is read ahead
@@ -247,7 +247,7 @@ def _wrong_divergence(run: RunFolder, cell: Cell, ending: Ending) -> list[str]:
 
 
 def _wrong_validation(run: RunFolder, ending: Ending) -> list[str]:
-    """Weights and gradients are fine: the row says null and training goes on."""
+    """Weights and gradients are unaffected: the row has null and training continues."""
     scored = read_metrics(run.metrics, "validation")
     wrong = _wrong(ending, 0, status="completed", step=5)
     return wrong if scored[0]["loss"] is None else [*wrong, f"validation loss {scored[0]['loss']}"]

@@ -1,4 +1,4 @@
-"""Starts of an elastic job on unlike numbers of ranks; the ranks are forked here, with what torchrun would have set."""
+"""Starts of an elastic job with different numbers of ranks, which are forked here with torchrun's variables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.config.compose import compose
+from megastack.config.layout_rules import mesh_shape
 from megastack.errors import MegastackError
-from megastack.launch.restarts import Guard, note_start, read_starts
+from megastack.launch.elastic import LaterStartGuard, read_starts, record_start
 from megastack.observe.folder import RunFolder
 from megastack.observe.status import write_status
 from tests.faulty_mlp import fault
@@ -28,8 +29,8 @@ def starts(run: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.full
-def test_a_job_goes_on_with_fewer_and_with_more_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A rank is killed on 4 + 1 ranks, one asks to stop on 3, the job ends on 4; all as one straight run."""
+def test_a_job_continues_with_fewer_and_with_more_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank is killed on 4 + 1 ranks, one gets SIGTERM on 3, the job ends on 4; equal to an uninterrupted run."""
     more = (*ELASTIC, *ADAM, "parallel.tp=2", "run.steps=9", "checkpoint.at_end=true", "launch.grace_s=5")
     straight_run = (*ADAM, "parallel.tp=2", "run.steps=9", "checkpoint.at_end=true")
     assert train(tmp_path, *straight_run, f"run.dir={tmp_path}/straight") == 0
@@ -43,14 +44,14 @@ def test_a_job_goes_on_with_fewer_and_with_more_ranks(tmp_path: Path, capfd: pyt
     assert [start["step"] for start in starts(run)] == [0, 4, 7]
     assert [start["accumulation"] for start in starts(run)] == [2, 4, 2]
     screen = capfd.readouterr().out
-    assert "elastic start: 5 ranks, dp 2, gradient accumulation 2; 1 rank from 4 on left over, which wait" in screen
+    assert "elastic start: 5 ranks, dp 2, gradient accumulation 2; 1 standby rank from rank 4 on" in screen
     assert (
-        "restart 1: 3 ranks, dp 2 → 1, gradient accumulation 2 → 4; 1 rank from 2 on left over, which wait; "
-        "goes on after step 4 (before it: failed, rank 3 ended without a word)"
+        "restart 1: 3 ranks, dp 2 → 1, gradient accumulation 2 → 4; 1 standby rank from rank 2 on; "
+        "continues after step 4 (before: failed, rank 3 ended without a report)"
     ) in screen
-    told = "restart 2: 4 ranks, dp 1 → 2, gradient accumulation 4 → 2; goes on after step 7 (before it: preempted"
-    assert told in screen and told in (run / "logs" / "rank_00003.log").read_text()
-    assert str(status(run)["start"]).startswith(told)
+    line = "restart 2: 4 ranks, dp 1 → 2, gradient accumulation 4 → 2; continues after step 7 (before: preempted"
+    assert line in screen and line in (run / "logs" / "rank_00003.log").read_text()
+    assert str(status(run)["start"]).startswith(line)
     ended = status(run)
     assert (ended["status"], ended["step"], ended["exit_code"], ended["rank"]) == ("completed", 9, 0, None)
     names = [event["name"] for event in events(run) if event["name"] != "checkpoint"]
@@ -69,39 +70,39 @@ def test_a_job_goes_on_with_fewer_and_with_more_ranks(tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.full
-def test_a_start_that_failed_before_any_checkpoint_begins_again(
+def test_a_start_that_failed_before_any_checkpoint_is_repeated(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In the same folder, bitwise like a run of its own; the account of the first start is not told by the second."""
+    """In the same folder, bitwise equal to an uninterrupted run; no start prints the failure report of another."""
     more = (*ELASTIC, "run.steps=3", "checkpoint.at_end=true")
     assert join(tmp_path, slurm, 2, *more, fault("raise")) == [1, 1]
-    assert "checkpoint.every=null: a rank that fails takes the run back to step 0" in capfd.readouterr().out
+    assert "checkpoint.every=null: a failing rank sets the run back to step 0" in capfd.readouterr().out
     assert join(tmp_path, slurm, 2, *more, fault("kill"))[1] == -9
     captured = capfd.readouterr()
-    assert "(before it: failed [rank 1 | pp0 dp1 tp0] ValueError: the layer broke)" in captured.out
+    assert "(before: failed [rank 1 | pp0 dp1 tp0] ValueError: the layer broke)" in captured.out
     assert "the layer broke" not in captured.err
     assert status(tmp_path / "run")["reason"] != "ValueError: the layer broke"
     assert join(tmp_path, slurm, 2, *more) == [0, 0]
-    assert "failed, rank 1 ended without a word" in capfd.readouterr().out
+    assert "failed, rank 1 ended without a report" in capfd.readouterr().out
     assert train(tmp_path, "parallel.dp=2", "run.steps=3", f"run.dir={tmp_path}/straight") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
     assert [path.name for path in (tmp_path / "run" / "failures").iterdir()].count("restart_1") == 1
 
 
-def test_spare_ranks_share_a_refusal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Told once; and what no degree can help with names the numbers on the first rank."""
+def test_standby_ranks_share_a_rejection(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is printed once. If no degree fits, rank 0 names the numbers."""
     assert join(tmp_path, torchrun, 3, *ELASTIC, "parallel.tp=2", "data.paths=[none.jsonl]") == [78, 78, 78]
     assert capfd.readouterr().err.count("none.jsonl") == 1
     assert join(tmp_path, torchrun, 1, *ELASTIC, "parallel.tp=2") == [78]
     assert "the 1 rank of this start cannot hold pp·cp·tp = 2" in capfd.readouterr().err
 
 
-def test_without_the_key_another_world_stays_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_the_key_another_world_size_is_rejected(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert join(tmp_path, torchrun, 1, "parallel.dp=2", "resume=auto") == [78]
     assert "parallel.dp=2: pp·dp·cp·tp = 2 must be the world of 1 rank" in capfd.readouterr().err
 
 
-def test_starts_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
+def test_starts_that_cannot_be_read_are_skipped(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     good = {"restart": 0, "nodes": None, "started": 2, "ranks": 2, "dp": 1, "accumulation": 4, "step": 0, "after": None}
     wrong = [b"", b"{", b"[" * 100_000, b"[]", b"\xff", *(json.dumps(good | {name: "1"}).encode() for name in good)]
@@ -116,11 +117,11 @@ def test_a_start_ends_when_a_later_one_has_the_folder(tmp_path: Path) -> None:
     folder.path.mkdir()
     write_status(folder.status, "running")
     facts = {"nodes": 1, "started": 1, "step": 0, "after": None}
-    note_start(config, folder.path, **facts)
-    first = Guard(folder)
+    record_start(config, mesh_shape(config), folder.path, **facts)
+    first = LaterStartGuard(folder)
     first({"step": 1})
-    start, _ = note_start(config, folder.path, **facts)
-    second = Guard(RunFolder(folder.path, start.restart))
+    start, _ = record_start(config, mesh_shape(config), folder.path, **facts)
+    second = LaterStartGuard(RunFolder(folder.path, start.restart))
     with pytest.raises(
         MegastackError, match=r"a later start of this job has the run folder; this one ends after step 2"
     ):

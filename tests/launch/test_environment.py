@@ -1,10 +1,11 @@
-"""Which processes are ranks of somebody else's world, and where they stand in it."""
+"""Which processes a launcher has started as ranks, and their place in the world."""
 
 from __future__ import annotations
 
 import pytest
 
-from megastack.launch.environment import adopt_slurm, first_node, has_agent, is_first_rank, is_worker, nodes, world_size
+from megastack.launch.environment import adopt_slurm, first_node, is_first_rank, is_worker, nodes, world_size
+from megastack.mesh.environment import has_agent
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}

@@ -1,4 +1,4 @@
-"""The same command as a rank of torchrun and of srun, whose variables are set here for forked processes."""
+"""Training as ranks of torchrun and srun, whose variables are set here for forked processes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from megastack.cli import main
+from megastack.cli import evaluation
+from megastack.cli.main import main
+from megastack.config import compose
 from megastack.errors import ConfigError, DataError, MeshError
-from megastack.launch import command, evaluate, external, worker
+from megastack.launch import external, worker
 from tests.faulty_mlp import fault
 from tests.tiny_runs import losses, overrides, status, train
 
@@ -32,12 +34,12 @@ def _port() -> str:
 
 
 def torchrun(rank: int, size: int) -> dict[str, str]:
-    """What torchrun sets."""
+    """The variables that torchrun sets."""
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
 
 
 def slurm(rank: int, size: int) -> dict[str, str]:
-    """What srun sets for a step on one node."""
+    """The variables that srun sets for a step on one node."""
     step = {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank, "SLURM_STEP_ID": 0, "SLURM_JOB_ID": 17}
     nodes = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_TASKS_PER_NODE": str(size)}
     return {name: str(value) for name, value in step.items()} | nodes
@@ -57,7 +59,7 @@ def join(
     port: str | None = None,
     verb: Sequence[str] | None = None,
 ) -> list[int | None]:
-    """Run ranks that a launcher of that kind would have started; their exit codes. One that stops is killed."""
+    """Run ranks as a launcher of that kind starts them; returns their exit codes. The stopped one is killed."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or _port()}
     arguments = [*(verb or ["train", *overrides(folder)]), *more]
     ranks = [fork.Process(target=_rank, args=(launcher(rank, size) | address, arguments)) for rank in range(size)]
@@ -70,8 +72,8 @@ def join(
     return [rank.exitcode for rank in ranks]
 
 
-def test_ranks_of_others_train_as_the_launchers_own(tmp_path, capfd):
-    """One folder, one writer, the same losses; dp is what the world leaves."""
+def test_ranks_of_a_launcher_train_as_local_ranks(tmp_path, capfd):
+    """One folder, one writer, the same losses; dp follows from the world size."""
     choices = ("parallel.pp=2", "run.steps=3", "checkpoint.at_end=true")
     assert train(tmp_path, *choices, "parallel.dp=2", f"run.dir={tmp_path}/own") == 0
     capfd.readouterr()
@@ -85,8 +87,8 @@ def test_ranks_of_others_train_as_the_launchers_own(tmp_path, capfd):
     assert len(list((tmp_path / "run" / "logs").iterdir())) == 4
 
 
-def test_every_rank_refuses_and_one_says_why(tmp_path, capfd):
-    """A product that is not the world, and data that the first rank alone has looked at."""
+def test_every_rank_rejects_and_one_prints_the_report(tmp_path, capfd):
+    """Degrees that do not match the world size, and data that only rank 0 has checked."""
     more = ("parallel.tp=2", "seed=x", "optim.freeze=[nothing]", "data.paths=[none.jsonl]", "launch.timeout_s=x")
     assert join(tmp_path, torchrun, 3, *more) == [78, 78, 78]
     report = capfd.readouterr().err.splitlines()
@@ -96,8 +98,8 @@ def test_every_rank_refuses_and_one_says_why(tmp_path, capfd):
     assert capfd.readouterr().err.count("none.jsonl: does not exist") == 1 and not (tmp_path / "run").exists()
 
 
-def test_a_rank_with_a_configuration_of_its_own_stops_all(tmp_path, capfd):
-    """As where a variable of the environment is not the same on two machines: no rank waits for one that has left."""
+def test_a_rank_with_a_different_configuration_stops_all(tmp_path, capfd):
+    """For example an environment variable that differs between machines: no rank waits for one that has ended."""
 
     def odd(rank: int, size: int) -> dict[str, str]:
         return torchrun(rank, size) | {"WIDTH": "two" if rank else "32"}
@@ -108,19 +110,19 @@ def test_a_rank_with_a_configuration_of_its_own_stops_all(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_port_in_use_is_named_by_rank_0_and_the_others_say_whom_they_missed(tmp_path, capfd, size):
+def test_a_port_in_use_is_named_by_rank_0_and_the_others_name_the_missing_rank(tmp_path, capfd, size):
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
         codes = join(tmp_path, torchrun, size, "launch.timeout_s=3", port=port)
-    said = capfd.readouterr().err
+    printed = capfd.readouterr().err
     assert codes == [78, 1][:size]
-    assert said.count(f"MASTER_PORT={port}: port {port} of MASTER_ADDR=127.0.0.1 is in use; use another port") == 1
+    assert printed.count(f"MASTER_PORT={port}: port {port} of MASTER_ADDR=127.0.0.1 is in use; use another port") == 1
     missed = f"(it could not be reached at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port})"
-    assert said.count(missed) == size - 1 and "Traceback" not in said
+    assert printed.count(missed) == size - 1 and "Traceback" not in printed
 
 
 def _only_on(rank: int, real: Any, error: Exception) -> Any:
-    """A function that one rank alone cannot call."""
+    """A function that fails on one rank only."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == rank:
@@ -131,8 +133,8 @@ def _only_on(rank: int, real: Any, error: Exception) -> Any:
 
 
 @pytest.mark.parametrize("launcher", [torchrun, slurm])
-def test_data_that_one_rank_alone_cannot_read_is_reported_once_by_that_rank(tmp_path, monkeypatch, capfd, launcher):
-    """As where a file is not the same on two machines."""
+def test_data_that_only_one_rank_cannot_read_is_reported_once_by_that_rank(tmp_path, monkeypatch, capfd, launcher):
+    """For example a file that differs between machines."""
     error = DataError("data.paths=x.bin: is shorter than its index says")
     monkeypatch.setattr(worker, "build_training", _only_on(1, worker.build_training, error))
     assert join(tmp_path, launcher, 2) == [78, 78]
@@ -151,14 +153,14 @@ def test_data_that_no_rank_can_read_is_reported_once(tmp_path, monkeypatch, capf
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_files_of_the_configuration_that_one_rank_alone_lacks(tmp_path, monkeypatch, capfd, rank):
+def test_configuration_files_that_only_one_rank_lacks(tmp_path, monkeypatch, capfd, rank):
     error = ConfigError("--config-dir=mine: no such folder")
-    monkeypatch.setattr(command, "compose_partial", _only_on(rank, command.compose_partial, error))
+    monkeypatch.setattr(compose, "compose_partial", _only_on(rank, compose.compose_partial, error))
     assert join(tmp_path, torchrun, 2) == [78, 78]
     assert capfd.readouterr().err.splitlines() == [str(error)] and not (tmp_path / "run").exists()
 
 
-def test_a_device_that_one_rank_alone_lacks_stops_all_before_there_is_a_run(tmp_path, monkeypatch, capfd):
+def test_a_device_that_only_one_rank_lacks_stops_all_before_there_is_a_run(tmp_path, monkeypatch, capfd):
     error = MeshError("device=cuda: local rank 1 of this machine, which has 1 GPUs; use device=cpu, or fewer ranks")
     monkeypatch.setattr(external, "pick_device", _only_on(1, external.pick_device, error))
     assert join(tmp_path, torchrun, 2) == [78, 78]
@@ -166,21 +168,21 @@ def test_a_device_that_one_rank_alone_lacks_stops_all_before_there_is_a_run(tmp_
 
 
 @pytest.mark.parametrize("place", ["_file", "_score"])
-def test_an_evaluation_that_one_rank_alone_refuses_is_reported_once(tmp_path, monkeypatch, capfd, place):
-    """Before and after the ranks meet."""
+def test_an_evaluation_that_only_one_rank_rejects_is_reported_once(tmp_path, monkeypatch, capfd, place):
+    """Before and after the rendezvous."""
     assert train(tmp_path, "run.steps=1", "checkpoint.at_end=true") == 0
     capfd.readouterr()
     error = DataError("--file x: is empty")
-    monkeypatch.setattr(evaluate, place, _only_on(1, getattr(evaluate, place), error))
+    monkeypatch.setattr(evaluation, place, _only_on(1, getattr(evaluation, place), error))
     verb = ["evaluate", str(tmp_path / "run"), "--file", str(tmp_path / "text.jsonl")]
     codes = join(tmp_path, torchrun, 2, "parallel.dp=2", "launch.timeout_s=20", verb=verb)
-    said = capfd.readouterr().err
-    assert codes == [78, 78] and said.count("--file x: is empty") == 1, said
-    assert "Traceback" not in said
+    printed = capfd.readouterr().err
+    assert codes == [78, 78] and printed.count("--file x: is empty") == 1, printed
+    assert "Traceback" not in printed
 
 
 def test_a_failure_and_a_signal_under_srun(tmp_path, capfd):
-    """Each rank exits with the code of the run; the record tells the rank that failed first."""
+    """Each rank exits with the code of the run; the record names the rank that failed first."""
     assert join(tmp_path, slurm, 2, fault("raise")) == [1, 1]
     ended, screen = status(tmp_path / "run"), capfd.readouterr().err
     assert (ended["status"], ended["rank"], ended["step"], ended["exit_code"]) == ("failed", 1, 2, 1)
@@ -199,8 +201,8 @@ LOST = (
 
 
 @pytest.mark.full
-def test_a_rank_that_stops_calling_is_named_by_one_of_those_that_wait(tmp_path, capfd):
-    """The accounts of all are put together as by a launcher of our own; nobody tells it twice."""
+def test_a_rank_that_stops_responding_is_named_by_a_rank_that_waits(tmp_path, capfd):
+    """The reports of all ranks are combined as by the local launcher, and printed once."""
     assert join(tmp_path, torchrun, 3, *CHAIN, fault("stop"), stopped=2) == [1, 1, -9]
     screen, ended = capfd.readouterr().err, status(tmp_path / "run")
     assert re.search(LOST + r"\Z", screen) and screen.count("did not arrive") == 1, screen
@@ -209,8 +211,8 @@ def test_a_rank_that_stops_calling_is_named_by_one_of_those_that_wait(tmp_path, 
 
 
 @pytest.mark.parametrize("absent", [1, pytest.param(0, marks=pytest.mark.full)])
-def test_a_rank_that_never_comes_is_named_before_there_is_a_run(tmp_path, monkeypatch, capfd, absent):
-    """Also the one whose store the others would ask."""
+def test_a_rank_that_never_joins_is_named_before_there_is_a_run(tmp_path, monkeypatch, capfd, absent):
+    """Also the rank that serves the store."""
     real = external.join
 
     def joins(*arguments: Any, **options: Any) -> Any:
@@ -221,14 +223,14 @@ def test_a_rank_that_never_comes_is_named_before_there_is_a_run(tmp_path, monkey
     monkeypatch.setattr(external, "join", joins)
     assert join(tmp_path, slurm, 3, "launch.timeout_s=2", "batch.global_size=6", stopped=absent).count(1) == 2
     lines = capfd.readouterr().err.strip().splitlines()
-    said = f"[rank {absent} | pp0 dp{absent} tp0] did not join within launch.timeout_s=2"
-    assert sum(line.startswith(said) for line in lines) == 1
+    start = f"[rank {absent} | pp0 dp{absent} tp0] did not join within launch.timeout_s=2"
+    assert sum(line.startswith(start) for line in lines) == 1
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full
-def test_torchrun_gives_the_ranks_the_time_to_name_the_one_that_stopped(tmp_path):
-    """It ends every rank when the first has ended; what it has to say itself comes after."""
+def test_torchrun_leaves_time_to_name_the_rank_that_stopped(tmp_path):
+    """It ends every rank when the first has ended; its own summary comes after."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--rdzv-endpoint", "127.0.0.1:0"]
     command += ["--rdzv-backend", "c10d", str(ROOT / "scripts" / "train.py"), *overrides(tmp_path), *CHAIN]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -240,7 +242,7 @@ def test_torchrun_gives_the_ranks_the_time_to_name_the_one_that_stopped(tmp_path
 
 @pytest.mark.full
 def test_torchrun_itself(tmp_path):
-    """From the script of a checkout; the losses are those of the launcher's own ranks."""
+    """With the script of a checkout; the losses equal those of local ranks."""
     choices = [*overrides(tmp_path), "parallel.tp=2", "parallel.pp=2", "run.steps=3"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-endpoint", "127.0.0.1:0"]
     command += ["--rdzv-backend", "c10d", str(ROOT / "scripts" / "train.py"), *choices]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.fault_block import INSIDE_STEP
-from tests.launch.fault_matrix import CELLS, LAYOUTS, Cell, faults, run_cell
+from tests.launch.fault_matrix import CELLS, LAYOUTS, Cell, find_errors, run_cell
 
 SAMPLE = (
     Cell("raise", "pp3", 1, "before step 1"),
@@ -24,13 +24,13 @@ SAMPLE = (
 
 @pytest.mark.parametrize("cell", SAMPLE, ids=str)
 def test_a_fault_ends_as_it_should(tmp_path: Path, cell: Cell) -> None:
-    assert faults(tmp_path, cell, run_cell(tmp_path, cell)) == []
+    assert find_errors(tmp_path, cell, run_cell(tmp_path, cell)) == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("cell", [c for c in CELLS if c not in SAMPLE and not c.impossible], ids=str)
 def test_every_fault_ends_as_it_should(tmp_path: Path, cell: Cell) -> None:
-    assert faults(tmp_path, cell, run_cell(tmp_path, cell)) == []
+    assert find_errors(tmp_path, cell, run_cell(tmp_path, cell)) == []
 
 
 @pytest.mark.full
@@ -38,4 +38,4 @@ def test_every_fault_ends_as_it_should(tmp_path: Path, cell: Cell) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_that_sleeps_is_named_on_every_layout(tmp_path: Path, layout: str, phase: str) -> None:
     cell = Cell("sleep", layout, 1, phase)
-    assert faults(tmp_path, cell, run_cell(tmp_path, cell)) == []
+    assert find_errors(tmp_path, cell, run_cell(tmp_path, cell)) == []

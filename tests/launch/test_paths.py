@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megastack.checkpoint.reader import CheckpointReader
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.observe import ownership
 from megastack.observe.metrics import read_metrics
 from tests.tiny_runs import events, losses, status, train
@@ -32,7 +32,7 @@ def test_resume_and_weights_from_a_run_are_those_of_its_newest(tmp_path: Path) -
 
 @pytest.mark.parametrize("key", ["resume", "checkpoint.load_weights"])
 @pytest.mark.parametrize("damage", ["empty", "flipped"])
-def test_what_was_found_at_a_path_is_told(
+def test_the_checkpoint_at_a_path_is_printed(
     tmp_path: Path, key: str, damage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert train(tmp_path, "run.steps=4", *SAVES) == 0
@@ -53,7 +53,7 @@ def test_what_was_found_at_a_path_is_told(
 
 
 def test_a_start_finishes_a_replacement_that_was_cut_short(tmp_path: Path) -> None:
-    """The only checkpoint has no name; a reader finds it, a rejected start leaves it, the next one names it."""
+    """The only checkpoint has a hidden name; a reader finds it, a rejected start leaves it, the next one renames it."""
     assert train(tmp_path, "run.steps=2", *SAVES) == 0
     run = tmp_path / "run"
     whole, hidden = (run / "checkpoints" / name for name in ("step_00000002", ".step_00000002.replaced"))

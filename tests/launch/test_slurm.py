@@ -1,4 +1,4 @@
-"""The batch script of the documentation: with Slurm's programs replaced, through a warning and the start after it."""
+"""The documented batch script, with Slurm's programs replaced: through a warning and the next start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 60
 
 
 class WarnedMLP(ParallelMLP):
-    """In the third step of a job's first start, has Slurm warn the batch script, and waits until that came through."""
+    """In the third step of a job's first start, has Slurm warn the batch script, and waits for the signal."""
 
     def forward(self, hidden_BSD: Any, context: Any = None) -> Any:
         first = os.environ["SLURM_RESTART_COUNT"] == "0" and self.mesh[Axis.DP].rank == 1
@@ -45,7 +45,7 @@ class WarnedMLP(ParallelMLP):
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """A folder with a ``scontrol`` that writes down what it was asked."""
+    """A folder with a ``scontrol`` that records its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     program(folder / "scontrol", f'echo "$@" >> {tmp_path}/asked')
@@ -77,8 +77,8 @@ def asked(programs: Path) -> str:
 
 
 @pytest.mark.full
-def test_a_job_is_warned_goes_back_into_the_queue_and_ends(programs: Path, tmp_path: Path) -> None:
-    """Two ranks stop after the third step, one finishes; as a straight run."""
+def test_a_job_is_warned_requeued_and_completes(programs: Path, tmp_path: Path) -> None:
+    """Two ranks stop after the third step, one finishes; equal to an uninterrupted run."""
     program(programs / "srun", f'exec {sys.executable} -m tests.launch.fake_srun "$@"')
     place = {"RUN_FOLDER": f"{tmp_path}/run"}
     tiny = [choice for choice in overrides(tmp_path) if not choice.startswith("run.dir")]
@@ -87,7 +87,7 @@ def test_a_job_is_warned_goes_back_into_the_queue_and_ends(programs: Path, tmp_p
     first = batch(programs, *tiny, FAKE_TASKS="2", **place)
     screen = first.communicate(timeout=WAIT_S * 4)[0]
     assert first.returncode == 75, screen
-    assert asked(programs) == "requeue 17\n" and "back into the queue" in screen
+    assert asked(programs) == "requeue 17\n" and "saved; requeued" in screen
     stopped = status(tmp_path / "run")
     assert (stopped["status"], stopped["step"], stopped["reason"]) == ("preempted", 3, "received SIGUSR1")
 
@@ -95,10 +95,8 @@ def test_a_job_is_warned_goes_back_into_the_queue_and_ends(programs: Path, tmp_p
     screen = second.communicate(timeout=WAIT_S * 4)[0]
     assert second.returncode == 0, screen
     assert asked(programs) == "requeue 17\n"
-    told = (
-        "restart 1: 1 node, 1 rank, dp 2 → 1, gradient accumulation 2 → 4; goes on after step 3 (before it: preempted"
-    )
-    assert told in screen
+    line = "restart 1: 1 node, 1 rank, dp 2 → 1, gradient accumulation 2 → 4; continues after step 3 (before: preempted"
+    assert line in screen
     assert (status(tmp_path / "run")["status"], status(tmp_path / "run")["step"]) == ("completed", 5)
     assert train(tmp_path, "optim=adamw", "run.steps=5", f"run.dir={tmp_path}/straight") == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "straight"), rel=1e-10)
@@ -120,7 +118,7 @@ def test_the_script_is_bash() -> None:
         (75, "received SIGTERM", False),  # cancelled
     ],
 )
-def test_only_a_job_that_stopped_by_itself_goes_back_into_the_queue(
+def test_only_a_job_that_was_warned_is_requeued(
     programs: Path, tmp_path: Path, code: int, reason: str | None, requeued: bool
 ) -> None:
     folder = tmp_path / "outputs" / "tiny-17"

@@ -1,36 +1,42 @@
-"""The number of threads of a rank: who decides it, what the machine allows, what the work is worth."""
+"""Threads and memory of a rank: what decides the number of threads, and that freed memory is kept."""
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import resource
 from pathlib import Path
 
 import pytest
+import torch
 
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.config.compose import compose
 from megastack.launch.environment import let_threads_sleep, lets_threads_sleep
-from megastack.launch.threads import Cpus, choose_threads, cpu_quota
+from megastack.launch.threads import Cpus, choose_threads, cpu_quota, keep_freed_memory
+from megastack.testing.ranks import run_ranks
 from tests.tiny_runs import train
 
 SLEEPS = {"OMP_WAIT_POLICY": "passive"}
 WIDE = ("model.hidden=1024",)
+BLOCKS, ELEMENTS = 20, 2**20
 
 
 def _chosen(*overrides: str, cpus: Cpus | None = None, **environment: str) -> str:
     return str(choose_threads(compose(overrides), SLEEPS | environment, cpus or Cpus(8)))
 
 
-@pytest.mark.parametrize(("said", "count"), [("3", 3), ("5,2", 5), (" 4 ", 4)])
-def test_openmps_variable_is_honoured(said: str, count: int) -> None:
-    assert _chosen(OMP_NUM_THREADS=said) == f"{count} threads (OMP_NUM_THREADS)"
+@pytest.mark.parametrize(("value", "count"), [("3", 3), ("5,2", 5), (" 4 ", 4)])
+def test_openmps_variable_is_honoured(value: str, count: int) -> None:
+    assert _chosen(OMP_NUM_THREADS=value) == f"{count} threads (OMP_NUM_THREADS)"
 
 
-@pytest.mark.parametrize("said", ["", "0", "-1", "many", ","])
-def test_one_that_means_nothing_is_left_out(said: str) -> None:
-    assert _chosen(*WIDE, OMP_NUM_THREADS=said) == "8 threads (8 CPUs, 1 rank here)"
+@pytest.mark.parametrize("value", ["", "0", "-1", "many", ","])
+def test_an_invalid_value_is_ignored(value: str) -> None:
+    assert _chosen(*WIDE, OMP_NUM_THREADS=value) == "8 threads (8 CPUs, 1 rank here)"
 
 
-def test_the_key_goes_before_the_variable() -> None:
+def test_the_key_takes_precedence_over_the_variable() -> None:
     assert _chosen("launch.threads_per_rank=2", OMP_NUM_THREADS="3") == "2 threads (launch.threads_per_rank)"
 
 
@@ -94,7 +100,7 @@ def test_waiting_threads_sleep_unless_torch_is_loaded_or_the_user_wants_otherwis
 
 def test_the_command_line_lets_threads_sleep_before_anything_loads_torch(monkeypatch, capsys) -> None:
     called = list[str]()
-    monkeypatch.setattr("megastack.cli.let_threads_sleep", lambda: called.append("sleep"))
+    monkeypatch.setattr("megastack.cli.main.let_threads_sleep", lambda: called.append("sleep"))
     assert main(["show", "seed"]) == 0
     assert called == ["sleep"]
 
@@ -156,7 +162,35 @@ def test_the_quota_of_control_groups(tmp_path: Path, files: dict[str, str], quot
     assert cpu_quota(_files(tmp_path, files)) == quota
 
 
-def test_the_log_of_a_rank_says_what_was_chosen_and_why(tmp_path, monkeypatch) -> None:
+def test_the_log_of_a_rank_has_the_choice_and_its_reason(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert train(tmp_path, "run.steps=1", "launch.threads_per_rank=null") == 0
     assert "2 threads (OMP_NUM_THREADS)" in (tmp_path / "run" / "logs" / "rank_00000.log").read_text()
+
+
+def _faults_of_a_microbatch() -> int:
+    """Page faults while as many blocks of 4 MiB are filled and freed as a microbatch would, once the heap has grown."""
+    found = []
+    for _ in range(6):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(ELEMENTS) for _ in range(BLOCKS)]
+        del blocks
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(found[2:])
+
+
+def _before_and_after() -> tuple[int, int]:
+    """With freed memory returned at once, and with it kept."""
+    library = ctypes.CDLL(None)
+    library.mallopt(-1, 2**17)  # from here on the end of the heap is given back
+    library.mallopt(-3, 2**17)  # and larger blocks are mapped one by one
+    usual = _faults_of_a_microbatch()
+    keep_freed_memory(torch.device("cpu"))
+    return usual, _faults_of_a_microbatch()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_a_microbatch_takes_no_new_pages_after_the_first() -> None:
+    pages = BLOCKS * ELEMENTS * 4 // resource.getpagesize()
+    ((usual, kept),) = run_ranks(lambda: _before_and_after(), 1)
+    assert kept < 0.02 * pages < 0.5 * pages < usual

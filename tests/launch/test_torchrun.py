@@ -1,4 +1,4 @@
-"""Agents of torchrun that stand for nodes: killed, joined by another one, or with a worker that dies."""
+"""Torchrun agents as nodes: one is killed, one joins, a worker is killed."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def require_equal(run: Path, other: Path, *, bitwise: bool = False) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_job_goes_on_without_a_node_that_is_killed(
+def test_a_job_continues_without_a_node_that_is_killed(
     tmp_path: Path, nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """Whether or not it is the one with the first rank; its workers end with it, and so does a store they keep."""
@@ -132,17 +132,15 @@ def test_a_job_goes_on_without_a_node_that_is_killed(
 
     [first, second] = starts(job.run)
     assert (first["nodes"], first["dp"], second["nodes"], second["dp"]) == (2, 4, 1, 2)
-    told = "restart 1: 1 node, 2 ranks, dp 4 → 2, gradient accumulation 1 → 2; goes on after step "
-    assert f"{told}{second['step']} (before it: failed" in job.screen()
+    line = "restart 1: 1 node, 2 ranks, dp 4 → 2, gradient accumulation 1 → 2; continues after step "
+    assert f"{line}{second['step']} (before: failed" in job.screen()
     assert (status(job.run)["status"], status(job.run)["step"]) == ("completed", 12)
     require_equal(job.run, straight(tmp_path, "parallel.dp=4"))
 
 
 @pytest.mark.full
-def test_a_job_takes_in_a_node_that_comes_later(
-    tmp_path: Path, nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks that are there save first, so that nothing is done twice."""
+def test_a_node_can_join_later(tmp_path: Path, nodes: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The running ranks save first, so no step is repeated."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     job = nodes(fault("nothing", slow=0.3))
     job.add()
@@ -151,14 +149,14 @@ def test_a_job_takes_in_a_node_that_comes_later(
     assert job.ends() == [0, 0], job.screen()
     [first, second] = starts(job.run)
     assert (first["dp"], second["dp"]) == (2, 4)
-    assert "(before it: preempted received SIGTERM)" in job.screen()
+    assert "(before: preempted received SIGTERM)" in job.screen()
     lines = (job.run / "metrics.jsonl").read_text().splitlines()
     assert sum('"kind": "train"' in line for line in lines) == 12
     require_equal(job.run, straight(tmp_path, "parallel.dp=4"))
 
 
 @pytest.mark.full
-def test_a_worker_that_is_killed_comes_back_bitwise(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
+def test_a_worker_that_is_killed_is_restarted_bitwise(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """Twice, with the same degrees, in the store that the earlier starts have used."""
     job = nodes(fault("nothing", slow=0.1))
     job.add()
@@ -168,7 +166,7 @@ def test_a_worker_that_is_killed_comes_back_bitwise(tmp_path: Path, nodes: Calla
         wait_for(lambda count=step // 4 + 2: len(starts(job.run)) == count)  # type: ignore[misc]
     assert job.ends() == [0], job.screen()
     assert [start["dp"] for start in starts(job.run)] == [2, 2, 2]
-    assert job.screen().count("failed, rank 1 ended without a word)") == 2
+    assert job.screen().count("failed, rank 1 ended without a report)") == 2
     assert [event["name"] for event in events(job.run)].count("restart") == 2
     require_equal(job.run, straight(tmp_path, "parallel.dp=2"), bitwise=True)
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastack.cli import main
+from megastack.cli.generation import _Stream
+from megastack.cli.main import main
 from megastack.data.tokenizers import ByteTokenizer
-from megastack.launch.generate import _Stream
 from megastack.mesh.shape import Axis
 from megastack.observe.console import Console, set_up_logging
 from megastack.observe.metrics import MetricsWriter

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megastack.cli import main
+from megastack.cli.main import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "your_own_layers.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))

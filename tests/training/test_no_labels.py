@@ -13,7 +13,7 @@ from megastack.assemble.data import read_dataset
 from megastack.assemble.loop import build_loop
 from megastack.assemble.training import Training, build_training
 from megastack.checkpoint.reader import CheckpointReader
-from megastack.cli import main
+from megastack.cli.main import main
 from megastack.config.schema import TrainConfig
 from megastack.mesh.mesh import Mesh
 from megastack.observe.folder import RunFolder

@@ -1,0 +1,191 @@
+"""Which failure ended a run: the reports that ranks wrote, their last states, and the exits that the launcher observed.
+
+A rank that fails by itself writes a report. Its peers then fail too, in operations with that rank, and a rank that was
+killed writes nothing. :func:`find_failure` finds the first failure; :func:`end_failed_run` records and prints it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megastack.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LayerError,
+    MegastackError,
+    MeshError,
+    PlacementError,
+    ScheduleError,
+)
+from megastack.mesh.shape import MeshShape, describe_coordinates
+from megastack.observe.console import Console
+from megastack.observe.failure import FailureRecord, silent_ranks
+from megastack.observe.folder import RunFolder
+from megastack.observe.status import update_status
+from megastack.observe.watchdog import TIMEOUT_FRACTION, MissingRank, RankState, find_missing_ranks
+from megastack.training.state import RunResult
+
+FAILED, REJECTED = 1, 78
+"""Exit codes."""
+USER_ERRORS = (ConfigError, CheckpointError, DataError, PlacementError, MeshError, ScheduleError)
+"""Errors that the user can fix: before training starts, they reject the configuration."""
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether the user can fix an error; that of a layer, which was built before on the launcher, is a failure."""
+    return isinstance(error, USER_ERRORS) and not isinstance(error, LayerError)
+
+
+def is_about_other_ranks(error: BaseException, rank: int) -> bool:
+    """Whether an error is about other ranks, which raise it as well."""
+    return isinstance(error, MegastackError) and bool(error.ranks) and rank not in error.ranks
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure that ended a run.
+
+    Attributes:
+        rank: the rank that failed first.
+        coordinates: its place on the mesh, in words.
+        reason: the error, or how the rank ended.
+        text: what to print.
+        step: completed optimizer steps.
+        rejected: nothing was trained, and the user can fix the error.
+    """
+
+    rank: int
+    coordinates: str
+    reason: str
+    text: str
+    step: int = 0
+    rejected: bool = False
+
+
+@dataclass(frozen=True)
+class ObservedExits:
+    """What the launcher observed.
+
+    Attributes:
+        first: the rank that it saw end first.
+        exit_codes: exit codes of ranks, as far as they are known; negative for a signal.
+        killed: why it killed the ranks; None if it did not.
+        stragglers: the ranks that it killed because they did not end after a failure.
+    """
+
+    first: int
+    exit_codes: Mapping[int, int] = field(default_factory=dict)
+    killed: str | None = None
+    stragglers: Collection[int] = ()
+
+
+def find_failure(
+    records: Sequence[FailureRecord],
+    states: Sequence[RankState],
+    exits: ObservedExits,
+    shape: MeshShape,
+    timeout_s: float,
+) -> Failure:
+    """Find the failure to report.
+
+    In this order: the first rank that failed by itself; a rank that its peers waited for until the time-out; a rank
+    that the error of another is about; one that ended without a report; the first peer failure.
+
+    Args:
+        records: the reports of ranks, by importance (:func:`megastack.observe.failure.by_cause`).
+        states: the last states of ranks, from their flight recorders.
+        exits: what the launcher observed.
+        shape: the mesh.
+        timeout_s: ``launch.timeout_s``.
+    """
+    if records and not records[0].echo:
+        return failure_of(records[0])
+    missing = find_missing_ranks(states, shape.world_size)
+    silent = silent_ranks(records, shape.world_size)
+    found = next(((rank, record.message) for record in records for rank in record.blames if rank in silent), None)
+    if missing is not None and missing.waited_s >= TIMEOUT_FRACTION * timeout_s:
+        found = missing.rank, _describe_absence(missing, timeout_s)
+    if found is None:
+        timed_out = any(state.seconds >= TIMEOUT_FRACTION * timeout_s for state in states)
+        candidates = _without_report(silent, exits, any_report=bool(records), timed_out=timed_out)
+        preferred = [exits.first, *([missing.rank] if missing is not None else []), *candidates]
+        found = next(((rank, _describe_exit(rank, exits)) for rank in preferred if rank in candidates), None)
+    if found is None:
+        return failure_of(records[0])
+    rank, reason = found
+    coordinates = describe_coordinates(shape.coordinates(rank))
+    own_state = tuple(state.describe() for state in states if state.rank == rank)
+    lines = [*(missing.lines if missing is not None else own_state), f"[rank {rank} | {coordinates}] {reason}"]
+    return Failure(rank, coordinates, reason, "\n".join(lines), max((record.step for record in records), default=0))
+
+
+def end_failed_run(
+    folder: RunFolder,
+    failure: Failure,
+    *,
+    may_write: bool = True,
+    shows: bool = True,
+    pid: int | None = None,
+) -> RunResult:
+    """Write a failure into ``status.json``, print it and return the result of the run.
+
+    Args:
+        folder: the run folder.
+        failure: from :func:`find_failure`.
+        may_write: whether the run still owns its folder.
+        shows: whether this process prints the failure.
+        pid: the process to name in the status; None leaves the one that is there.
+
+    Raises:
+        ConfigError: the ranks rejected the configuration before they trained.
+    """
+    if may_write:
+        record: dict[str, Any] = {"step": failure.step, "reason": failure.reason, "rank": failure.rank}
+        record |= {"coordinates": failure.coordinates, "exit_code": REJECTED if failure.rejected else FAILED}
+        with contextlib.suppress(OSError):  # a full disk may be the cause
+            update_status(folder.status, "failed", **record, **({} if pid is None else {"pid": pid}))
+    if failure.rejected:
+        raise ConfigError(failure.reason)
+    if shows:
+        header = f"failed after step {failure.step}; everything is in {folder.path}"
+        Console(stderr=True).line(f"{header}\n{failure.text}", style="red")
+    return RunResult("failed", failure.step, None, folder.path, failure.reason)
+
+
+def failure_of(record: FailureRecord) -> Failure:
+    """The failure that the report of a rank describes."""
+    reason = record.message if record.refused else record.error
+    return Failure(record.rank, record.coordinates, reason, record.describe(), record.step, record.refused)
+
+
+def _without_report(silent: Sequence[int], exits: ObservedExits, *, any_report: bool, timed_out: bool) -> Sequence[int]:
+    """The ranks without a report that may have caused the failure.
+
+    After a time-out, a straggler did not respond, and a rank that aborted may be a victim: NCCL aborts ranks that wait
+    too long. Without a time-out, a straggler may simply be waiting, as with NCCL.
+    """
+    ended = [rank for rank in silent if rank not in exits.stragglers]
+    stragglers = [rank for rank in silent if rank in exits.stragglers]
+    if timed_out:
+        return [rank for rank in ended if exits.exit_codes.get(rank) != -signal.SIGABRT] or stragglers or ended
+    return ended or ([] if any_report else stragglers)
+
+
+def _describe_absence(missing: MissingRank, timeout_s: float) -> str:
+    what = "join" if missing.operation is None else f"arrive at {missing.operation}"
+    return f"did not {what} within launch.timeout_s={timeout_s:g}"
+
+
+def _describe_exit(rank: int, exits: ObservedExits) -> str:
+    if exits.killed is not None:
+        return exits.killed
+    if rank in exits.stragglers:
+        return "did not end within launch.grace_s, and was killed"
+    if code := exits.exit_codes.get(rank):
+        return f"ended by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+    return "ended without a traceback, as when it is killed or out of memory"

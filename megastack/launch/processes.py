@@ -1,0 +1,393 @@
+"""Processes of ranks on this machine: starting them, passing signals on to them, killing stragglers after a failure.
+
+Torch's elastic agent starts the ranks, watches them and leaves none behind. Ranks are always forked: the main module is
+not imported again, and closures need not be picklable. The parent may have computed on several threads before. OpenMP
+keeps a pool of threads for every thread that computed, and a child forked from such a thread would wait for threads
+that it does not have. The agent therefore runs on a thread of its own, which never computes; its children have no pool
+yet and create their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from functools import wraps
+from multiprocessing.process import BaseProcess
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.numa.binding import AffinityMode, NumaOptions
+
+from megastack.config.schema import TrainConfig
+from megastack.launch.failure import ObservedExits
+from megastack.launch.rendezvous import StartBarrier
+from megastack.observe.streams import protect_output, write_stderr
+from megastack.torch_private import is_in_bad_fork
+from megastack.training.signals import handled_signals
+
+T = TypeVar("T")
+
+START_METHOD = "fork"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask a run to save and stop."""
+QUIET = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+"""Loggers of the agent, whose messages about failures the ranks' own reports replace."""
+ADDRESS = "127.0.0.1"
+RENDEZVOUS = "megastack"
+INTERRUPTED_EVERY_S = 0.1
+REPEAT_SIGNAL_S = 1.0
+FIND_EVERY_S = 0.01
+"""How often started processes are looked up. Ranks wait at a barrier until all are forked, so each is still there."""
+CHECK_EVERY_S = 0.2
+
+
+class RanksFailed(Exception):
+    """A rank of this machine failed.
+
+    Attributes:
+        exits: how the ranks ended.
+    """
+
+    def __init__(self, exits: ObservedExits) -> None:
+        super().__init__(f"rank {exits.first} failed")
+        self.exits = exits
+
+
+def start_ranks(
+    config: TrainConfig,
+    ranks: int,
+    entry: Callable[..., Any],
+    *arguments: Any,
+    failed: Callable[[], bool],
+    before: Callable[[], object] = lambda: None,
+) -> dict[int, Any]:
+    """Start ranks and wait until they have ended.
+
+    Args:
+        config: has the time-outs.
+        ranks: the number of ranks.
+        entry: what each rank runs, called with a function that waits for the other ranks, and the arguments.
+        arguments: inherited by the ranks, so they need not be picklable.
+        failed: whether a rank has reported a failure; called often, on a thread.
+        before: called immediately before the ranks are started; if it raises, none is.
+
+    Returns:
+        What ``entry`` returned, by rank.
+
+    Raises:
+        RanksFailed: a rank failed.
+    """
+    barrier = StartBarrier(ranks, config.launch.timeout_s)
+    stragglers = StragglerKiller(ranks, failed, config.launch.grace_s)
+    try:
+        with stragglers:
+            return run_agent(agent(config, ranks), _rank, entry, barrier, *arguments, before=before)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        codes = stragglers.exit_codes() | {rank: failure.exitcode}
+        raise RanksFailed(ObservedExits(rank, codes, stragglers=stragglers.killed)) from error
+
+
+def _rank(entry: Callable[..., T], barrier: StartBarrier, *arguments: Any) -> T:
+    """A forked rank, which ends with its launcher."""
+    die_with_parent()
+    protect_output()
+    return entry(barrier.wait, *arguments)
+
+
+class _SingleAgentRendezvous(StaticTCPRendezvous):
+    """Torch's static rendezvous for the only agent of a run: a store for its ranks, at a port that the store picks.
+
+    Torch's own needs to be given a free port. Its dynamic rendezvous, which torchrun uses, searches all modules at each
+    of its steps for the name of its caller.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        super().__init__(ADDRESS, 0, 0, 1, parameters.run_id, math.ceil(parameters.config["timeout_s"]))
+
+    def get_backend(self) -> str:
+        """The name that it is registered under."""
+        return RENDEZVOUS
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The store and its address."""
+        made = super().next_rendezvous()
+        port = made.store.underlying_store.port  # type: ignore[attr-defined]  # a TCPStore behind a prefix
+        return RendezvousInfo(made.store, made.rank, made.world_size, RendezvousStoreInfo(ADDRESS, port))
+
+
+rendezvous_handler_registry.register(RENDEZVOUS, _SingleAgentRendezvous)
+
+
+def _keeps_inherited(entry: Callable[..., T]) -> Callable[..., T]:
+    """A function for a forked process that never destroys an object of its parent.
+
+    The store of an earlier run may be garbage in the parent. Its destructor needs threads that a forked process does
+    not have: a garbage collection there would hang or crash.
+    """
+
+    @wraps(entry)
+    def run(*arguments: Any) -> T:
+        gc.freeze()
+        return entry(*arguments)
+
+    return run
+
+
+def run_agent(
+    agent: LaunchConfig, entry: Callable[..., Any], *arguments: Any, before: Callable[[], object] = lambda: None
+) -> dict[int, Any]:
+    """Run the elastic agent until its ranks have ended; returns what ``entry(*arguments)`` returned, by rank.
+
+    Args:
+        agent: from :func:`agent`.
+        entry: what each rank runs; inherited, so neither it nor its arguments need be picklable.
+        before: called immediately before the ranks are started; if it raises, none is.
+
+    Raises:
+        ChildFailedError: a rank failed.
+    """
+    returned, raised = dict[int, Any](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            before()
+            gc.collect()
+            returned.update(elastic_launch(agent, _keeps_inherited(entry))(*arguments))
+        except BaseException as error:
+            raised.append(error)
+
+    others = set(multiprocessing.active_children())
+    thread = threading.Thread(target=run, name="agent", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:  # this process was interrupted: the ranks end with it
+        while thread.is_alive():
+            for child in set(multiprocessing.active_children()) - others:
+                child.kill()
+            thread.join(INTERRUPTED_EVERY_S)
+        raise
+    if raised:
+        raise raised[0]
+    return returned
+
+
+def agent(config: TrainConfig, world_size: int) -> LaunchConfig:
+    """The configuration of an elastic agent that starts the ranks of this machine and logs little."""
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # For its default NUMA options, torch calls the CUDA runtime, and after that no forked process can use CUDA.
+    launch = LaunchConfig(
+        numa_options=NumaOptions(AffinityMode.NODE),
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=RENDEZVOUS,
+        rdzv_configs={"timeout_s": config.launch.timeout_s},
+        local_addr=ADDRESS,
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method=START_METHOD,
+        signals_to_handle="",
+        shutdown_timeout=math.ceil(config.launch.grace_s),
+    )
+    launch.numa_options = None
+    return launch
+
+
+def forks_lose_cuda() -> bool:
+    """Whether a process forked from this one could not use CUDA.
+
+    Any call of the CUDA runtime has this effect, ``torch.cuda.is_available()`` included. Torch detects it only in the
+    forked process, so one is forked to find out.
+    """
+    if not torch.backends.cuda.is_built():
+        return False
+    child = os.fork()
+    if child == 0:
+        os._exit(int(is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGKILL when the parent ends, however it ends (Linux only)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
+
+
+class StoppedEarly(Exception):
+    """A signal to stop arrived before any rank was started."""
+
+
+class StopForwarder:
+    """A context in which signals to stop are passed on to the processes started in it, which save and return.
+
+    A rank gets the signal that arrived, so that its records name it. The elastic agent would pass a signal on as well,
+    but then stops listening: ranks that saved and returned would wait for it until they are killed. With this context
+    it keeps listening, and the run ends as soon as the ranks do. Ranks that exceed the grace period are killed, and a
+    second SIGINT kills them at once. A signal that arrives before there are processes goes to the first that are found;
+    code that starts them calls :meth:`check` before. An ignored SIGHUP stays ignored, as under nohup.
+
+    Args:
+        grace_s: seconds from the signal until the ranks are killed.
+
+    Attributes:
+        received: the first signal.
+        killed: whether ranks had to be killed.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.received: signal.Signals | None = None
+        self.killed = False
+        self._grace_s = grace_s
+        self._owner = os.getpid()
+        self._kill_now = self._over = False
+        self._wake = threading.Event()
+        self._others = {child.pid for child in multiprocessing.active_children()}
+        self._thread: threading.Thread | None = None
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopForwarder:
+        if threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.signal(number, self._on_signal) for number in handled_signals(SIGNALS)}
+        return self
+
+    def check(self) -> None:
+        """Called immediately before the processes are started.
+
+        Raises:
+            StoppedEarly: a signal has arrived already.
+        """
+        if self.received is not None:
+            raise StoppedEarly(f"received {self.received.name} before the ranks started")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._over = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            return  # a forked rank that has not set its own handlers yet; the signal is repeated
+        name = signal.Signals(number)
+        if self.received is not None:
+            if number == signal.SIGINT:
+                self._kill_now = True
+                self._wake.set()
+            return
+        self.received = name
+        hint = " (a second SIGINT kills them)" if name is signal.SIGINT else ""
+        write_stderr(f"{name.name}: the ranks finish their step, save and stop{hint}\n")
+        self._thread = threading.Thread(target=self._forward, args=(name,), daemon=True)
+        self._thread.start()
+
+    def _forward(self, number: signal.Signals) -> None:
+        """Repeat the signal until the run is over, since a rank may not have listened yet; kill after the grace."""
+        deadline, ranks = time.monotonic() + self._grace_s, list[int]()
+        while not (self._over or self.killed):
+            ranks = ranks or self._children()
+            self.killed = bool(ranks) and (self._kill_now or time.monotonic() >= deadline)
+            for pid in ranks:
+                _send(pid, signal.SIGKILL if self.killed else number)
+            self._wake.wait(REPEAT_SIGNAL_S)
+
+    def _children(self) -> list[int]:
+        children = {child.pid for child in multiprocessing.active_children()} - self._others
+        return [pid for pid in children if pid is not None]
+
+
+class StragglerKiller:
+    """A context that kills the processes started in it that are still alive ``grace_s`` after a failure.
+
+    After a failure, the elastic agent asks the other ranks to end. A stopped process does not receive that, and the
+    agent waits for it with a time-out of its own; this context enforces ``launch.grace_s``.
+
+    Args:
+        ranks: the number of processes that will be started.
+        failed: whether a rank has failed; called often, on a thread.
+        grace_s: how long the others may take to end.
+
+    Attributes:
+        killed: the ranks that were killed.
+    """
+
+    def __init__(self, ranks: int, failed: Callable[[], bool], grace_s: float) -> None:
+        self._count, self._failed, self._grace_s = ranks, failed, grace_s
+        self._others = set(multiprocessing.active_children())
+        self.killed: set[int] = set()
+        self._ranks: list[BaseProcess] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stragglers", daemon=True)
+
+    def __enter__(self) -> StragglerKiller:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(CHECK_EVERY_S if len(self._ranks) == self._count else FIND_EVERY_S):
+            self._find()
+            if self._failed():
+                if not self._over.wait(self._grace_s):
+                    self._kill()
+                return
+
+    def _find(self) -> None:
+        """Find the processes in the order of their start, by the numbers in their names, until all are there.
+
+        Listing living children reaps dead ones, which the agent waits for on its thread, so it is not repeated.
+        """
+        if len(self._ranks) < self._count:
+            found = set(multiprocessing.active_children()) - self._others
+            self._ranks = sorted(found, key=lambda child: [int(number) for number in re.findall(r"\d+", child.name)])
+
+    def _kill(self) -> None:
+        for rank, child in enumerate(self._ranks):
+            if child.pid is not None and child.is_alive():
+                self.killed.add(rank)
+                _send(child.pid, signal.SIGKILL)
+
+    def exit_codes(self) -> dict[int, int]:
+        """The exit code of each rank, after the context; empty if some ended before all were found."""
+        codes = {rank: child.exitcode for rank, child in enumerate(self._ranks)}
+        return {rank: code for rank, code in codes.items() if code is not None and len(codes) == self._count}
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
