@@ -116,7 +116,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {
         *("launch", "preflight", "assemble", "plan", "corpus", "testing", "interop", "inference", "training.state"),
         *("config", "data", "models.stages", "mesh", "observe", "pipeline.render"),
-        *("checkpoint.find", "checkpoint.folder", "checkpoint.manifest", "checkpoint.integrity"),
+        *("checkpoint.folder", "checkpoint.manifest", "checkpoint.integrity"),
     },
     "__init__": set(),
 }

@@ -84,7 +84,7 @@ def test_operations_that_no_report_knows_leave_the_rank_that_outlasted_the_time_
     seen = ObservedExits(0, {0: 1, 1: -signal.SIGKILL}, stragglers={1})
     failure = find_failure(echoes, idle, seen, SHAPE, 3)
     assert (failure.rank, failure.reason) == (1, "did not end within launch.grace_s, and was killed")
-    assert failure.text.startswith("[rank 1 | pp1 dp0 tp0] called nothing for 3 s in training step 3\n")
+    assert failure.text.startswith("[rank 1 | pp1 dp0 tp0] issued no operation for 3 s in training step 3\n")
     early = [report(rank, 1, None) for rank in range(3)]
     assert find_failure(echoes, early, seen, SHAPE, 3).rank == 0, "a rank that waits outlasts the failure as well"
 
