@@ -145,7 +145,7 @@ def test_a_strict_resume_names_parameters_without_moments_before_launch(tmp_path
     (error,) = run_ranks(restore_error, 1, config, path)
     assert "missing from the checkpoint" in error and "optim/exp_avg/blocks.0.mlp.up.weight" in error
     model = check_model(config, ErrorCollector(), None)
-    with pytest.raises(ConfigError, match=r"embedding.weight has no exp_avg there.*checkpoint.strict=false"):
+    with pytest.raises(ConfigError, match=r"embedding.weight has no exp_avg in the checkpoint.*strict=false"):
         check_moments(Path(path), model, config)
     check_moments(Path(path), model, tiny(tmp_path, FROZEN))
     with pytest.raises(ConfigError, match=r"head.weight has exp_avg only in the checkpoint"):
