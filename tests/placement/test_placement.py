@@ -13,19 +13,19 @@ from megastack.mesh.shape import Axis
 from megastack.placement.placement import Normal, Ones, Placement, Shard, Zeros
 
 
-def test_defaults_are_a_whole_decayed_normal_parameter() -> None:
+def test_defaults_are_a_replicated_decayed_normal_parameter() -> None:
     placement = Placement((3, 4))
     assert placement.shards == {} and placement.partial == frozenset()
     assert placement.init == Normal(0.02) and placement.decay
     assert placement.allocated_shape == (3, 4) and placement.numel == 12
 
 
-def test_padding_changes_what_is_allocated_and_not_what_counts() -> None:
+def test_padding_changes_the_allocated_shape_and_not_the_count() -> None:
     placement = Placement((5, 4), padded_shape=(8, 4))
     assert placement.allocated_shape == (8, 4) and placement.numel == 20
 
 
-def test_equal_placements_are_equal_hash_alike_and_survive_pickling() -> None:
+def test_equal_placements_are_equal_hash_equal_and_survive_pickling() -> None:
     one, same = (Placement((4, 2), {Axis.TP: Shard(0, copies=2)}, init=Ones()) for _ in range(2))
     assert one == same and hash(one) == hash(same) and pickle.loads(pickle.dumps(one)) == one
     assert one != Placement((4, 2), {Axis.TP: Shard(1, copies=2)}, init=Ones())
@@ -59,12 +59,12 @@ def test_later_changes_of_the_arguments_do_not_reach_it() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: dict, message: str) -> None:
+def test_arguments_that_do_not_fit_are_errors(arguments: dict, message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         Placement(**arguments)
 
 
-def test_all_faults_are_reported_together() -> None:
+def test_all_errors_are_reported_together() -> None:
     with pytest.raises(PlacementError) as error:
         Placement((4, 2), {Axis.TP: Shard(5)}, frozenset({Axis.DP}))
     assert "shards[tp]" in str(error.value) and "partial axis dp" in str(error.value)
@@ -79,7 +79,7 @@ def test_all_faults_are_reported_together() -> None:
         (lambda: Normal(float("nan")), "Normal std=nan"),
     ],
 )
-def test_impossible_parts_are_refused(make, message: str) -> None:
+def test_invalid_parts_are_errors(make, message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         make()
 
