@@ -1,11 +1,12 @@
-"""The process groups over which the gradient of a parameter is summed, opened as its replication says.
+"""The process groups over which the gradient of each parameter is summed.
 
-:mod:`megastack.placement.replication` says over which axes. Every gradient is summed over the data group first. Under
-ZeRO that sum is sharded: the ranks of a **shard group** hold one shard each, of the optimizer state or (levels 2 and 3)
-of parameters and gradients too. The shard group is the whole data group, or ``shard_size`` adjacent ranks of it (hybrid
-sharding, HSDP): then gradients are also summed over the **replicas**, the ranks that hold the same shard in the other
-shard groups. Without ZeRO the shard group is this rank alone and the whole data group are replicas, so all levels share
-one code path. The other sums, over ``tp`` and over tied stages, run on local shards.
+The axes come from :mod:`megastack.placement.replication`; this module opens the groups. Every gradient is summed over
+the data group first. Under ZeRO that sum is sharded: the ranks of a **shard group** hold one shard each, of the
+optimizer state or (levels 2 and 3) of parameters and gradients too. The shard group is the whole data group, or
+``shard_size`` adjacent ranks of it (hybrid sharding, HSDP): then gradients are also summed over the **replicas**, the
+ranks that hold the same shard in the other shard groups. Without ZeRO the shard group is this rank alone and the whole
+data group are replicas, so all levels share one code path. The other sums, over ``tp`` and over tied stages, run on
+local shards.
 
 A parameter is tied when the same global name, with the same shape, lives on several pipeline coordinates.
 """
@@ -120,7 +121,7 @@ def make_reductions(
     ]
     tied, differ = agree_over_stages(trained, mesh)
     for stages in tied.values():
-        mesh.subgroup(Axis.PP, stages)  # opened before any group within a stage, whose ranks know nothing of it
+        mesh.subgroup(Axis.PP, stages)  # before groups inside a stage, so that all ranks open groups in the same order
     return Reductions(
         {
             name: reduction_of(name, placement, mesh, shardings[placement.data_axes], stages=tied.get(name, ()))

@@ -141,20 +141,20 @@ def _shape_errors(placement: Placement) -> list[str]:
 def _shard_errors(placement: Placement) -> list[str]:
     legal = ", ".join(SHARD_AXES)
     errors = [
-        f"shards axis {axis}: only {legal} cut a parameter; over the other axes it is whole"
+        f"shards axis {axis}: only {legal} shard a parameter; it is replicated over the other axes"
         for axis in placement.shards
         if axis not in SHARD_AXES
     ]
     dims = len(placement.shape)
     errors += [
         f"shards[{axis}]={shard}: shape={placement.shape} has {counted(dims, 'dim')}; "
-        + (f"use dim 0 to {dims - 1}" if dims else "leave it whole")
+        + (f"use dim 0 to {dims - 1}" if dims else "do not shard it")
         for axis, shard in placement.shards.items()
         if shard.dim >= dims
     ]
     cut = [shard.dim for shard in placement.shards.values()]
     if len(set(cut)) < len(cut):
-        errors.append(f"shards={dict(placement.shards)}: two axes cut the same dim; give each axis its own dim")
+        errors.append(f"shards={dict(placement.shards)}: two axes shard the same dim; use another dim for each axis")
     return errors
 
 
@@ -165,7 +165,7 @@ def _partial_errors(placement: Placement) -> list[str]:
         if axis not in SHARD_AXES
     ]
     errors += [
-        f"partial axis {axis}: the axis also cuts the parameter, so each rank has other elements; drop one of the two"
+        f"partial axis {axis}: the axis also shards the parameter, so its ranks hold different elements; drop one of the two"
         for axis in sorted(placement.partial & placement.shards.keys())
     ]
     return errors

@@ -251,8 +251,8 @@ def test_gradients_are_reduced_in_the_reduce_dtype_and_the_counters_match_closed
         replicas = d // s
         assert records["dp", "reduce_scatter"] == (1, n * size, n * size * (s - 1) // s)
         assert records["dp", "all_gather"] == (1, n * 2, n * 2 * (s - 1) // s)
-        slices = 2 * (n // s) * size * (replicas - 1) // replicas
-        assert records["dp", "all_reduce"] == (2, n // s * size + 8, slices + 2 * 8 * (d - 1) // d)
+        replica_sum = 2 * (n // s) * size * (replicas - 1) // replicas
+        assert records["dp", "all_reduce"] == (2, n // s * size + 8, replica_sum + 2 * 8 * (d - 1) // d)
 
 
 def tied_copies() -> list[float]:

@@ -122,8 +122,8 @@ def test_two_axes_shard_two_dims() -> None:
 @pytest.mark.parametrize(
     ("shard", "tp", "message"),
     [
-        (Shard(0), 4, r"tp=4: must cut dim 0 of \(6, 8\) into equal parts; use tp of 1, 2, 3 or 6"),
-        (Shard(1), 3, r"tp=3: must cut dim 1 of \(6, 8\) into equal parts; use tp of 1, 2, 4 or 8"),
+        (Shard(0), 4, r"tp=4: must split dim 0 of \(6, 8\) into equal parts; use tp of 1, 2, 3 or 6"),
+        (Shard(1), 3, r"tp=3: must split dim 1 of \(6, 8\) into equal parts; use tp of 1, 2, 4 or 8"),
         (Shard(0, copies=2), 8, r"tp=8: .* with 2 copies of each; use tp of 2, 4, 6 or 12"),
         (Shard(0, copies=2), 3, r"tp=3: .* with 2 copies of each; use tp of 2, 4, 6 or 12"),
     ],

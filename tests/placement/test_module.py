@@ -191,8 +191,8 @@ class TestPlacementsOf:
             "forgetful.extra: has no placement; declare it in placements() of the module that owns it",
             "resized.weight: its local shape is (12, 8), but its placement (12, 8) on tp2 gives (6, 8); "
             "allocate it with local_shape(placement, mesh.shape)",
-            "uneven.weight: tp=2: must cut dim 0 of (7, 8) into equal parts; use tp of 1 or 7",
-            "uneven.bias: tp=2: must cut dim 0 of (7,) into equal parts; use tp of 1 or 7",
+            "uneven.weight: tp=2: must split dim 0 of (7, 8) into equal parts; use tp of 1 or 7",
+            "uneven.bias: tp=2: must split dim 0 of (7,) into equal parts; use tp of 1 or 7",
         ]
 
     def test_different_declarations_of_one_parameter_are_an_error(self) -> None:
