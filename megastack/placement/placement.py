@@ -152,8 +152,8 @@ def _shard_errors(placement: Placement) -> list[str]:
         for axis, shard in placement.shards.items()
         if shard.dim >= dims
     ]
-    cut = [shard.dim for shard in placement.shards.values()]
-    if len(set(cut)) < len(cut):
+    dims_used = [shard.dim for shard in placement.shards.values()]
+    if len(set(dims_used)) < len(dims_used):
         errors.append(f"shards={dict(placement.shards)}: two axes shard the same dim; use another dim for each axis")
     return errors
 
@@ -165,7 +165,7 @@ def _partial_errors(placement: Placement) -> list[str]:
         if axis not in SHARD_AXES
     ]
     errors += [
-        f"partial axis {axis}: the axis also shards the parameter, so its ranks hold different elements; drop one of the two"
+        f"partial axis {axis}: the axis also shards the parameter, and its ranks hold different elements; use one"
         for axis in sorted(placement.partial & placement.shards.keys())
     ]
     return errors

@@ -47,7 +47,7 @@ def test_later_changes_of_the_arguments_do_not_reach_it() -> None:
         ({"shape": (4, 2), "padded_shape": (4, 2, 1)}, r"padded_shape=\(4, 2, 1\): must have the dims"),
         ({"shape": (4, 2), "shards": {Axis.DP: Shard(0)}}, r"shards axis dp: only tp, ep shard a parameter"),
         ({"shape": (4, 2), "shards": {Axis.TP: Shard(2)}}, r"shards\[tp\].*has 2 dims; use dim 0 to 1"),
-        ({"shape": (), "shards": {Axis.TP: Shard(0)}}, r"has 0 dims; leave it whole"),
+        ({"shape": (), "shards": {Axis.TP: Shard(0)}}, r"has 0 dims; do not shard it"),
         ({"shape": (4, 2), "shards": {Axis.TP: Shard(0), Axis.EP: Shard(0)}}, r"two axes shard the same dim"),
         (
             {"shape": (4, 2), "partial": frozenset({Axis.CP})},
