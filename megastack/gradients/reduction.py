@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -28,9 +29,6 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.placement import DATA_AXES, Placement
 from megastack.placement.replication import Replication, is_replicated_over_data, replication_of
-
-SUM_ORDER = tuple(reversed(Axis))
-"""The order in which partial gradients are summed after the data group, the same on all ranks: innermost axis first."""
 
 NamedParameter = tuple[str, nn.Parameter, Placement]
 
@@ -74,6 +72,31 @@ class Reduction:
     def is_owner(self, *, among_data: bool) -> bool:
         """Whether this rank represents all replicas of its elements, those on data ranks only if ``among_data``."""
         return self.replication.owns_replica and not (among_data and self.data.replicas.rank)
+
+
+class Reduced(Protocol):
+    """Gradients that are reduced together: a bucket or a shard."""
+
+    @property
+    def reduction(self) -> Reduction:
+        """How they are reduced."""
+
+
+_R = TypeVar("_R", bound=Reduced)
+
+
+def partial_sums(shards: Sequence[_R], name_of: Callable[[_R], str]) -> list[list[tuple[_R, AxisGroup]]]:
+    """The sums over partial gradients that follow the data group: rounds, each of shards with their groups.
+
+    A round runs over one axis, innermost axes first. Over ``pp`` shards are ordered by name, since the stages that hold
+    a tied parameter use it in opposite orders.
+    """
+    rounds = []
+    for axis in reversed(Axis):
+        ordered = sorted(shards, key=name_of) if axis is Axis.PP else shards
+        grouped = [(shard, shard.reduction.group_over(axis)) for shard in ordered]
+        rounds.append([(shard, group) for shard, group in grouped if group is not None])
+    return [sums for sums in rounds if sums]
 
 
 @dataclass(frozen=True)
