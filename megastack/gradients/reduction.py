@@ -1,8 +1,8 @@
 """The process groups over which the gradient of each parameter is summed.
 
-The axes come from :mod:`megastack.placement.replication`; this module opens the groups. Every gradient is summed over
-the data group first. Under ZeRO that sum is sharded: the ranks of a **shard group** hold one shard each, of the
-optimizer state or (levels 2 and 3) of parameters and gradients too. The shard group is the whole data group, or
+The axes come from :func:`megastack.placement.placement.replication_of`; this module opens the groups. Every gradient is
+summed over the data group first. Under ZeRO that sum is sharded: the ranks of a **shard group** hold one shard each, of
+the optimizer state or (levels 2 and 3) of parameters and gradients too. The shard group is the whole data group, or
 ``shard_size`` adjacent ranks of it (hybrid sharding, HSDP): then gradients are also summed over the **replicas**, the
 ranks that hold the same shard in the other shard groups. Without ZeRO the shard group is this rank alone and the whole
 data group are replicas, so all levels share one code path. The other sums, over ``tp`` and over tied stages, run on
@@ -27,8 +27,13 @@ from megastack.comm.group import AxisGroup
 from megastack.errors import ConfigError, PlacementError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.placement.placement import DATA_AXES, Placement
-from megastack.placement.replication import Replication, is_replicated_over_data, replication_of
+from megastack.placement.placement import (
+    DATA_AXES,
+    Placement,
+    Replication,
+    is_replicated_over_data,
+    replication_of,
+)
 
 NamedParameter = tuple[str, nn.Parameter, Placement]
 
