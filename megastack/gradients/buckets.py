@@ -33,9 +33,8 @@ from megastack.gradients.bucket import Bucket, ParameterGathers
 from megastack.gradients.bucket_spec import BucketKey, make_bucket_specs
 from megastack.gradients.interface import BoxView
 from megastack.gradients.parameter_groups import ParameterGroup
-from megastack.gradients.reduction import SUM_ORDER, NamedParameter, make_reductions
+from megastack.gradients.reduction import NamedParameter, make_reductions, partial_sums
 from megastack.mesh.mesh import Mesh
-from megastack.mesh.shape import Axis
 from megastack.placement.boxes import Box
 from megastack.placement.module import placements_of
 from megastack.placement.placement import Placement
@@ -119,6 +118,7 @@ class GradientBuckets:
         dtype_of = _gradient_dtypes(reduce_dtype)
         specs = make_bucket_specs(named, key_of, gradient_dtype=dtype_of, bucket_bytes=bucket_bytes)
         self.buckets = tuple(Bucket(spec, dtype_of(spec.key.dtype), reduce_dtype) for spec in specs)
+        self._partial_sums = partial_sums(self.buckets, lambda bucket: bucket.slots[0].name)
         self._gathers = ParameterGathers(self.buckets, modules, units)
         self._modules = tuple(modules)
         stages = _stages_of(modules)
@@ -155,8 +155,8 @@ class GradientBuckets:
         for pending in self._reductions:
             pending.wait()
         _wait(bucket.start_replica_sum() for bucket in self.buckets if bucket.is_sharded)
-        for axis in SUM_ORDER:
-            self._sum_over(axis)
+        for sums in self._partial_sums:
+            _wait(start_all_reduce_(bucket.local_gradients, group) for bucket, group in sums)
         self._finished = True
 
     def zero_(self) -> None:
@@ -227,12 +227,6 @@ class GradientBuckets:
 
     def _start_next(self) -> None:
         self._reductions.append(self.buckets[len(self._reductions)].start_reduction())
-
-    def _sum_over(self, axis: Axis) -> None:
-        """Sum the gradients that are partial over an axis; tied stages agree on the order by name."""
-        buckets = sorted(self.buckets, key=lambda bucket: bucket.slots[0].name) if axis is Axis.PP else self.buckets
-        grouped = [(bucket, bucket.reduction.group_over(axis)) for bucket in buckets]
-        _wait(start_all_reduce_(bucket.local_gradients, group) for bucket, group in grouped if group is not None)
 
 
 class _AccumulationHook(AccumulationHook):

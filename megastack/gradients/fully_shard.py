@@ -40,9 +40,8 @@ from megastack.errors import PlacementError
 from megastack.gradients.fsdp_units import Compute, UnitSharder, shard_dim
 from megastack.gradients.interface import BoxView
 from megastack.gradients.parameter_groups import ParameterGroup
-from megastack.gradients.reduction import SUM_ORDER, Reduction, data_sharding, make_reductions
+from megastack.gradients.reduction import Reduction, data_sharding, make_reductions, partial_sums
 from megastack.mesh.mesh import Mesh
-from megastack.mesh.shape import Axis
 from megastack.placement.boxes import Box
 from megastack.placement.module import ReshardPolicy, placements_of
 
@@ -125,6 +124,7 @@ class FullyShardedGradients:
             for name, parameter in self._parameters.items()
         }
         self.buckets = tuple(self._shards[name] for name, p in self._parameters.items() if p.requires_grad)
+        self._partial_sums = partial_sums(self.buckets, lambda shard: shard.name)
         self._begin()
 
     def mark_last_backward(self, stage: int, pending: Collection[Tensor] | None = None) -> None:
@@ -144,9 +144,8 @@ class FullyShardedGradients:
             gradient = self._parameters[shard.name].grad
             shard.gradient = torch.zeros_like(shard.local) if gradient is None else _local(gradient)
         _sum_shards((shard, shard.reduction.data.replicas) for shard in self.buckets)
-        for axis in SUM_ORDER:
-            shards = sorted(self.buckets, key=lambda shard: shard.name) if axis is Axis.PP else self.buckets
-            _sum_shards((shard, shard.reduction.group_over(axis)) for shard in shards)
+        for sums in self._partial_sums:
+            _sum_shards(sums)
         self._finished = True
 
     def zero_(self) -> None:
@@ -287,11 +286,11 @@ class ParameterShard:
         return torch.narrow(gathered, self.dim, 0, self.shape[self.dim])
 
 
-def _sum_shards(shards: Iterable[tuple[ParameterShard, AxisGroup | None]]) -> None:
+def _sum_shards(shards: Iterable[tuple[ParameterShard, AxisGroup]]) -> None:
     """Sum gradients over the group of each, those of one group and dtype in one collective."""
     together: dict[tuple[AxisGroup, torch.dtype], list[Tensor]] = {}
     for shard, group in shards:
-        if group is not None and group.size > 1 and shard.local_gradients.numel():
+        if group.size > 1 and shard.local_gradients.numel():
             together.setdefault((group, shard.local_gradients.dtype), []).append(shard.local_gradients)
     sums = [(own, start_all_reduce_(torch.cat(own), group)) for (group, _), own in together.items()]
     for own, pending in sums:

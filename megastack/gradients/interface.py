@@ -25,8 +25,9 @@ BoxView = tuple[Box, Tensor]
 class LocalShard(Protocol):
     """Parameters, or parts of them, that this rank updates together."""
 
-    reduction: Reduction
-    """How their gradients are reduced."""
+    @property
+    def reduction(self) -> Reduction:
+        """How their gradients are reduced."""
 
     @property
     def local_parameters(self) -> Tensor:

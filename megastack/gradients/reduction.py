@@ -1,11 +1,12 @@
-"""The process groups over which the gradient of a parameter is summed, opened as its replication says.
+"""The process groups over which the gradient of each parameter is summed.
 
-:mod:`megastack.placement.replication` says over which axes. Every gradient is summed over the data group first. Under
-ZeRO that sum is sharded: the ranks of a **shard group** hold one shard each, of the optimizer state or (levels 2 and 3)
-of parameters and gradients too. The shard group is the whole data group, or ``shard_size`` adjacent ranks of it (hybrid
-sharding, HSDP): then gradients are also summed over the **replicas**, the ranks that hold the same shard in the other
-shard groups. Without ZeRO the shard group is this rank alone and the whole data group are replicas, so all levels share
-one code path. The other sums, over ``tp`` and over tied stages, run on local shards.
+The axes come from :func:`megastack.placement.placement.replication_of`; this module opens the groups. Every gradient is
+summed over the data group first. Under ZeRO that sum is sharded: the ranks of a **shard group** hold one shard each, of
+the optimizer state or (levels 2 and 3) of parameters and gradients too. The shard group is the whole data group, or
+``shard_size`` adjacent ranks of it (hybrid sharding, HSDP): then gradients are also summed over the **replicas**, the
+ranks that hold the same shard in the other shard groups. Without ZeRO the shard group is this rank alone and the whole
+data group are replicas, so all levels share one code path. The other sums, over ``tp`` and over tied stages, run on
+local shards.
 
 A parameter is tied when the same global name, with the same shape, lives on several pipeline coordinates.
 """
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -25,11 +27,13 @@ from megastack.comm.group import AxisGroup
 from megastack.errors import ConfigError, PlacementError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.placement.placement import DATA_AXES, Placement
-from megastack.placement.replication import Replication, is_replicated_over_data, replication_of
-
-SUM_ORDER = tuple(reversed(Axis))
-"""The order in which partial gradients are summed after the data group, the same on all ranks: innermost axis first."""
+from megastack.placement.placement import (
+    DATA_AXES,
+    Placement,
+    Replication,
+    is_replicated_over_data,
+    replication_of,
+)
 
 NamedParameter = tuple[str, nn.Parameter, Placement]
 
@@ -73,6 +77,31 @@ class Reduction:
     def is_owner(self, *, among_data: bool) -> bool:
         """Whether this rank represents all replicas of its elements, those on data ranks only if ``among_data``."""
         return self.replication.owns_replica and not (among_data and self.data.replicas.rank)
+
+
+class Reduced(Protocol):
+    """Gradients that are reduced together: a bucket or a shard."""
+
+    @property
+    def reduction(self) -> Reduction:
+        """How they are reduced."""
+
+
+_R = TypeVar("_R", bound=Reduced)
+
+
+def partial_sums(shards: Sequence[_R], name_of: Callable[[_R], str]) -> list[list[tuple[_R, AxisGroup]]]:
+    """The sums over partial gradients that follow the data group: rounds, each of shards with their groups.
+
+    A round runs over one axis, innermost axes first. Over ``pp`` shards are ordered by name, since the stages that hold
+    a tied parameter use it in opposite orders.
+    """
+    rounds = []
+    for axis in reversed(Axis):
+        ordered = sorted(shards, key=name_of) if axis is Axis.PP else shards
+        grouped = [(shard, shard.reduction.group_over(axis)) for shard in ordered]
+        rounds.append([(shard, group) for shard, group in grouped if group is not None])
+    return [sums for sums in rounds if sums]
 
 
 @dataclass(frozen=True)
@@ -120,7 +149,7 @@ def make_reductions(
     ]
     tied, differ = agree_over_stages(trained, mesh)
     for stages in tied.values():
-        mesh.subgroup(Axis.PP, stages)  # opened before any group within a stage, whose ranks know nothing of it
+        mesh.subgroup(Axis.PP, stages)  # before groups inside a stage, so that all ranks open groups in the same order
     return Reductions(
         {
             name: reduction_of(name, placement, mesh, shardings[placement.data_axes], stages=tied.get(name, ()))

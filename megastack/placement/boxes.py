@@ -75,7 +75,7 @@ def divisibility_errors(placement: Placement, mesh_shape: MeshShape) -> list[str
         degree, size = mesh_shape.size(axis), placement.allocated_shape[shard.dim]
         if degree % shard.copies or size % _parts(shard, degree):
             errors.append(
-                f"{axis}={degree}: must cut dim {shard.dim} of {placement.allocated_shape} into equal parts"
+                f"{axis}={degree}: must split dim {shard.dim} of {placement.allocated_shape} into equal parts"
                 f"{f' with {shard.copies} copies of each' if shard.copies > 1 else ''}; "
                 f"use {axis} of {_legal_degrees(size, shard.copies)}"
             )

@@ -3,7 +3,7 @@
 A :class:`Placement` is the one source of truth for a parameter. Initial values, gradient reductions, the owner of a
 replica in the gradient norm, checkpoint boxes and memory estimates follow from it alone. It holds no tensor and needs
 no process group, so it can be printed, compared and used for planning. ``megastack.placement.boxes`` computes which
-part of the parameter a rank holds, ``megastack.placement.replication`` which ranks hold the same part.
+part of the parameter a rank holds, :func:`replication_of` which ranks hold the same part.
 
 A placement does not name the data-parallel and context axes: every parameter is replicated over them and every gradient
 is partial over them. The pipeline axis only decides which rank has a module.
@@ -15,13 +15,13 @@ Example: the query projection of 32 heads of 128 over a hidden size of 4096, its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, prod
 from typing import TypeAlias
 
 from megastack.errors import PlacementError, counted
-from megastack.mesh.shape import Axis
+from megastack.mesh.shape import Axis, MeshShape
 
 DATA_AXES = (Axis.DP, Axis.CP)
 """The data-parallel axes; without ZeRO their ranks hold identical parameters."""
@@ -129,6 +129,88 @@ class Placement:
         return prod(self.shape)
 
 
+@dataclass(frozen=True)
+class Subgroup:
+    """Some ranks of this rank's group along a mesh axis.
+
+    Attributes:
+        axis: the mesh axis.
+        indices: their coordinates on it, in order.
+    """
+
+    axis: Axis
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Replication:
+    """On which ranks a parameter is replicated, over which its gradient is partial, and who owns a replica.
+
+    Gradient buckets, ZeRO, FSDP and the gradient norm read this value of each parameter and know no axis by name. It
+    holds axes and coordinates; ``megastack.gradients.reduction`` opens the process groups.
+
+    Attributes:
+        data_axes: the mesh axes of its data group. Its ranks hold identical elements, every gradient is partial over
+            it, and ZeRO shards the parameter among its ranks.
+        partial_over: the groups over which the gradient is partial besides, in the order in which it is summed.
+        sharded_over: the axes that shard it.
+        owns_replica: whether this rank's elements represent those of its replicas on the other axes. The data group is
+            left out: there the owner depends on how ZeRO shards the parameter.
+    """
+
+    data_axes: tuple[Axis, ...]
+    partial_over: tuple[Subgroup, ...]
+    sharded_over: tuple[Axis, ...]
+    owns_replica: bool
+
+
+def is_replicated_over_data(placement: Placement, mesh_shape: MeshShape) -> bool:
+    """Whether ranks that differ only in dp and cp hold identical elements, as long as ZeRO does not shard them."""
+    return all(mesh_shape.size(axis) == 1 or axis in placement.data_axes for axis in DATA_AXES)
+
+
+def replication_of(
+    placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[Axis, int], *, stages: Sequence[int] = ()
+) -> Replication:
+    """The replication of a parameter on the rank at ``coordinates``.
+
+    =======================================  ===========================================  =========================
+    parameter                                gradient summed over the data group, then    owner of the replica
+    =======================================  ===========================================  =========================
+    sharded over tp                          -                                            every rank
+    sharded over tp, with copies             the ``tp`` ranks that hold the same shard    copy 0
+    replicated over tp, full gradient        -                                            tp coordinate 0
+    replicated over tp, partial gradient     ``tp``                                       tp coordinate 0
+    tied: one name on several stages         ... and then these stages (``pp``)           ... of the first of them
+    =======================================  ===========================================  =========================
+
+    Args:
+        placement: the parameter's placement.
+        mesh_shape: the degrees of the mesh.
+        coordinates: the rank's coordinates.
+        stages: the pipeline coordinates that hold the same tied parameter; empty if it is not tied.
+    """
+    replicas = tuple(_replicas(placement, mesh_shape, coordinates))
+    partial = tuple(group for group in replicas if group.axis in placement.partial | placement.shards.keys())
+    tied = (Subgroup(Axis.PP, tuple(stages)),) if len(stages) > 1 else ()
+    return Replication(
+        data_axes=placement.data_axes,
+        partial_over=partial + tied,
+        sharded_over=tuple(a for a in placement.model_axes if a in placement.shards and mesh_shape.size(a) > 1),
+        owns_replica=all(coordinates[group.axis] == group.indices[0] for group in replicas + tied),
+    )
+
+
+def _replicas(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[Axis, int]) -> Iterator[Subgroup]:
+    """The ranks of each model axis that hold the same elements as this one, where there are several."""
+    for axis in placement.model_axes:
+        shard = placement.shards.get(axis)
+        copies = mesh_shape.size(axis) if shard is None else shard.copies
+        if mesh_shape.size(axis) > 1 and copies > 1:
+            first = coordinates[axis] // copies * copies
+            yield Subgroup(axis, tuple(range(first, first + copies)))
+
+
 def _shape_errors(placement: Placement) -> list[str]:
     padded = placement.allocated_shape
     if any(size < 0 for size in placement.shape):
@@ -141,20 +223,20 @@ def _shape_errors(placement: Placement) -> list[str]:
 def _shard_errors(placement: Placement) -> list[str]:
     legal = ", ".join(SHARD_AXES)
     errors = [
-        f"shards axis {axis}: only {legal} cut a parameter; over the other axes it is whole"
+        f"shards axis {axis}: only {legal} shard a parameter; it is replicated over the other axes"
         for axis in placement.shards
         if axis not in SHARD_AXES
     ]
     dims = len(placement.shape)
     errors += [
         f"shards[{axis}]={shard}: shape={placement.shape} has {counted(dims, 'dim')}; "
-        + (f"use dim 0 to {dims - 1}" if dims else "leave it whole")
+        + (f"use dim 0 to {dims - 1}" if dims else "do not shard it")
         for axis, shard in placement.shards.items()
         if shard.dim >= dims
     ]
-    cut = [shard.dim for shard in placement.shards.values()]
-    if len(set(cut)) < len(cut):
-        errors.append(f"shards={dict(placement.shards)}: two axes cut the same dim; give each axis its own dim")
+    dims_used = [shard.dim for shard in placement.shards.values()]
+    if len(set(dims_used)) < len(dims_used):
+        errors.append(f"shards={dict(placement.shards)}: two axes shard the same dim; use another dim for each axis")
     return errors
 
 
@@ -165,7 +247,7 @@ def _partial_errors(placement: Placement) -> list[str]:
         if axis not in SHARD_AXES
     ]
     errors += [
-        f"partial axis {axis}: the axis also cuts the parameter, so each rank has other elements; drop one of the two"
+        f"partial axis {axis}: the axis also shards the parameter, and its ranks hold different elements; use one"
         for axis in sorted(placement.partial & placement.shards.keys())
     ]
     return errors

@@ -1,4 +1,4 @@
-"""Flat buckets: where gradients gather, when their sums start, and over whom they go."""
+"""Flat buckets: where gradients accumulate, when their reductions start, and over which ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megastack.testing.ranks import run_ranks
 
 
 class Bag(ParallelModule):
-    """Parameters without a layer: the gradient of each is what the caller says."""
+    """Parameters without a layer, whose gradients the caller sets."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype = torch.float64, **placements: Placement) -> None:
         super().__init__(mesh)
@@ -97,7 +97,7 @@ def test_gradients_accumulate_over_microbatches_in_place() -> None:
     assert gradients(buckets) == {"a": 0.0, "b": 3.0}
 
 
-def test_low_precision_gradients_add_up_in_fp32() -> None:
+def test_low_precision_gradients_accumulate_in_fp32() -> None:
     bag = Bag(Mesh.single(), dtype=torch.bfloat16, a=vector())
     buckets = GradientBuckets([bag], bag.mesh)
     bag.backward(a=1.0)
@@ -109,7 +109,7 @@ def test_low_precision_gradients_add_up_in_fp32() -> None:
     assert bag.get_parameter("a").grad is None
 
 
-def test_a_gradient_is_collected_even_where_grad_was_cleared() -> None:
+def test_a_gradient_is_accumulated_even_if_grad_was_cleared() -> None:
     bag = Bag(Mesh.single(), a=vector())
     buckets = GradientBuckets([bag], bag.mesh)
     bag.zero_grad(set_to_none=True)
@@ -150,7 +150,7 @@ def test_a_name_on_two_stages_of_one_rank_is_one_parameter() -> None:
     assert (first.get_parameter("shared") == 7).all() and (last.get_parameter("shared") == 7).all()
 
 
-def test_what_is_not_available_or_not_declared_is_refused() -> None:
+def test_an_unavailable_level_or_an_undeclared_parameter_is_an_error() -> None:
     bag = Bag(Mesh.single(), a=vector())
     with pytest.raises(ConfigError, match=r"zero.stage=2: buckets shard .* use 0 or 1"):
         GradientBuckets([bag], bag.mesh, zero=2)
@@ -158,7 +158,7 @@ def test_what_is_not_available_or_not_declared_is_refused() -> None:
         GradientBuckets([nn.Linear(2, 2)], bag.mesh)
 
 
-def test_a_gradient_out_of_turn_is_an_error() -> None:
+def test_a_gradient_after_its_reduction_started_is_an_error() -> None:
     bag = Bag(Mesh.single(), a=vector())
     buckets = GradientBuckets([bag], bag.mesh)
     buckets.mark_last_backward(0)
@@ -187,7 +187,7 @@ def sums_over_data_ranks(shape: MeshShape) -> tuple[dict[str, float], dict]:
     return gradients(buckets), dict(mesh.ledger.records())
 
 
-def test_gradients_are_summed_over_dp_and_cp_once_a_step_and_the_ledger_says_so() -> None:
+def test_gradients_are_summed_over_dp_and_cp_once_per_step_and_counted() -> None:
     for found, records in run_ranks(sums_over_data_ranks, 4, MeshShape(dp=2, cp=2)):
         assert found == {"a": 8.0, "b": 10.0}
         (traffic,) = records.values()
@@ -240,8 +240,8 @@ def test_reductions_start_before_the_last_backward_ends_and_not_before_it() -> N
     assert run_ranks(starts_under_the_backward, 2) == [[0, 2, 3, 3]] * 2
 
 
-def starts_when_only_some_are_awaited() -> list[int]:
-    """Backwards that are split: before the last part, all gradients but those it makes are there."""
+def starts_when_some_gradients_are_pending() -> list[int]:
+    """Split backwards: before the last one, all gradients are complete except those that it computes."""
     mesh = Mesh.from_environment(MeshShape(dp=2))
     bag = Bag(mesh, w=vector(), norm=vector(), v=vector())
     buckets = GradientBuckets([bag], mesh, bucket_bytes=1)
@@ -267,8 +267,8 @@ def starts_when_only_some_are_awaited() -> list[int]:
     return calls
 
 
-def test_where_only_some_gradients_are_awaited_the_others_wait_for_nothing() -> None:
-    assert run_ranks(starts_when_only_some_are_awaited, 2) == [[0, 0, 2, 3, 3]] * 2
+def test_buckets_without_pending_gradients_start_at_once() -> None:
+    assert run_ranks(starts_when_some_gradients_are_pending, 2) == [[0, 0, 2, 3, 3]] * 2
 
 
 def uses_parameters_in_another_order_on_each_rank() -> dict[str, float]:
@@ -290,7 +290,7 @@ def test_order_of_use_may_differ_between_ranks_and_parameters_may_be_unused() ->
     assert run_ranks(uses_parameters_in_another_order_on_each_rank, 2) == [found] * 2
 
 
-def arms_two_stages() -> list[int]:
+def marks_two_stages() -> list[int]:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     first, last = Bag(mesh, shared=vector(), a=vector()), Bag(mesh, b=vector(), shared=vector())
     buckets = GradientBuckets([first, last], mesh, bucket_bytes=1)
@@ -305,8 +305,8 @@ def arms_two_stages() -> list[int]:
     return calls
 
 
-def test_a_stage_that_is_armed_starts_its_buckets_alone() -> None:
-    assert run_ranks(arms_two_stages, 2) == [[0, 1, 3]] * 2
+def test_a_marked_stage_starts_only_its_own_buckets() -> None:
+    assert run_ranks(marks_two_stages, 2) == [[0, 1, 3]] * 2
 
 
 # Tied parameters.
@@ -327,7 +327,7 @@ def tied_pair(reverse: bool) -> tuple[dict[str, float], dict]:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_copies_of_a_tied_parameter_are_summed_after_the_data_ranks(reverse: bool) -> None:
+def test_copies_of_a_tied_parameter_are_summed_after_the_data_group(reverse: bool) -> None:
     for rank, (found, records) in enumerate(run_ranks(tied_pair, 4, reverse)):
         assert found == {"tied": 5.0, "other": 4.0, f"own{rank // 2}": 2.0}
         assert {key: traffic.calls for key, traffic in records.items()} == {

@@ -1,4 +1,4 @@
-"""Parameters cut over data ranks: which dim, what is held, what is sent, what is refused."""
+"""Parameters sharded over the data group: memory, traffic, updates and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch._dynamo
 from torch import Tensor
 
 from megastack.errors import PlacementError
-from megastack.gradients.fsdp_units import shard_dim
 from megastack.gradients.fully_shard import FullyShardedGradients
 from megastack.gradients.norm import clip_gradients_, is_nonfinite
 from megastack.mesh.mesh import Mesh
@@ -17,20 +16,12 @@ from megastack.optim.optimizer import build_optimizer
 from megastack.placement.module import ParallelModule, ReshardPolicy
 from megastack.placement.placement import Ones, Placement, Shard
 from megastack.testing.ranks import run_ranks
-from tests.gradients.live import settled_bytes
-from tests.gradients.test_zero1 import OPTIONS, Bag
-
-
-@pytest.mark.parametrize(
-    ("shape", "ranks", "dim"),
-    [((8, 3, 6), 4, 0), ((2, 6, 8), 4, 2), ((3, 8, 5), 4, 1), ((7,), 4, 0), ((3, 5), 2, 0), ((2, 4, 8), 4, 2)],
-)
-def test_the_dim_that_is_cut(shape: tuple[int, ...], ranks: int, dim: int) -> None:
-    assert shard_dim(shape, ranks) == dim
+from tests.gradients.live_bytes import settled_bytes
+from tests.gradients.test_bucket import OPTIONS, Bag
 
 
 class Double(Bag):
-    """Parameters in fp64 whose sum is the output, each element once for every rank that counts it."""
+    """Parameters in fp64; the output is a weighted sum of their squares."""
 
     def forward(self) -> Tensor:
         weights = {"a": 1.0, "b": 2.0}
@@ -99,7 +90,7 @@ class Product(ParallelModule):
 
 
 class Chain(ParallelModule):
-    """Six matrices, and a vector of its own that cannot be cut evenly."""
+    """Six matrices as units, and a vector of its own."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -253,7 +244,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all() -> None:
     assert run_ranks(skipped, 2) == [[True, False]] * 2
 
 
-def refusals() -> str:
+def errors() -> str:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     one, other = Bag(mesh, shared=Placement((4,)), scalar=Placement(())), Bag(mesh, shared=Placement((4,)))
     other.shared = one.shared
@@ -262,7 +253,7 @@ def refusals() -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_cut_is_refused_by_name() -> None:
-    for message in run_ranks(refusals, 2):
+def test_parameters_that_cannot_be_sharded_are_errors_by_name() -> None:
+    for message in run_ranks(errors, 2):
         assert "scalar: a scalar cannot be cut over data ranks; declare it with shape (1,)" in message
         assert "shared: two stages of one rank share it" in message

@@ -1,4 +1,4 @@
-"""The norm counts each element of the model once, and no rank is left alone with a value that is not finite."""
+"""The norm counts each element of the model once, and a non-finite value on one rank reaches all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_norm_and_clipping_follow_torch_on_one_rank() -> None:
     torch.testing.assert_close(clipped, reference[0].grad, rtol=1e-14, atol=0)
 
 
-def test_a_small_norm_and_no_limit_leave_gradients_alone() -> None:
+def test_a_small_norm_and_no_limit_leave_gradients_unchanged() -> None:
     bag = Bag(Mesh.single(), a=vector(4))
     buckets = GradientBuckets([bag], bag.mesh)
     write(buckets, a=3.0)
@@ -147,5 +147,5 @@ def _unchanged(buckets: GradientBuckets, before: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("bad", "name"), [(math.nan, "cut"), (math.inf, "cut"), (math.nan, "whole")])
-def test_one_bad_value_is_known_everywhere_and_scales_nothing(bad: float, name: str) -> None:
+def test_one_bad_value_is_seen_on_all_ranks_and_scales_nothing(bad: float, name: str) -> None:
     assert run_ranks(a_bad_value_on_one_rank, 4, bad, name) == [(False, 1.0, True)] * 4

@@ -1,4 +1,4 @@
-"""Decay classes, groups by pattern and frozen parameters."""
+"""Weight decay, groups by pattern and frozen parameters."""
 
 import pytest
 from torch import nn
@@ -34,7 +34,7 @@ def test_the_first_rule_that_matches_wins_and_never_makes_a_norm_decay() -> None
     assert groups["embedding.weight"] == ParameterGroup(1.0, 0.1)
 
 
-def test_a_rule_that_matches_nothing_is_refused_with_near_names() -> None:
+def test_a_rule_that_matches_nothing_is_an_error_with_near_names() -> None:
     with pytest.raises(ConfigError, match=r"optim.groups=embeding: .*embedding.weight"):
         assign_groups(DECAYS, weight_decay=0.1, rules=[GroupRule("embeding")])
 
@@ -52,7 +52,7 @@ def test_every_bad_pattern_is_reported_at_once() -> None:
     assert "optim.freeze=norm" not in str(caught.value)
 
 
-def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
+def test_a_pattern_that_is_not_a_regular_expression_is_an_error() -> None:
     with pytest.raises(ConfigError, match="regular expression"):
         check_patterns("optim.freeze", ["*.weight"], DECAYS)
 

@@ -1,4 +1,4 @@
-"""The loss scale adapts alike everywhere and leaves no trace in gradients or weights."""
+"""The loss scale adapts identically on all ranks and leaves gradients and weights unchanged."""
 
 from __future__ import annotations
 

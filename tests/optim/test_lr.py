@@ -17,7 +17,7 @@ def test_cosine_after_warm_up_has_known_values() -> None:
     assert [round(COSINE.at(t), 5) for t in (9, 10, 11)] == [0.80001, 0.72221, 0.63779]
 
 
-def test_a_resumed_schedule_is_the_straight_one() -> None:
+def test_a_resumed_schedule_is_the_uninterrupted_one() -> None:
     straight = [COSINE.at(t) for t in range(20)]
     again = LearningRate("cosine", 1.0, warmup_steps=4, total_steps=20, floor=0.1)
     assert [COSINE.at(t) for t in range(10)] + [again.at(t) for t in range(10, 20)] == straight
@@ -74,7 +74,7 @@ def test_a_rate_lies_between_zero_and_the_peak_and_never_rises_after_warm_up(
         ({"schedule": "wsd", "decay_steps": 18, "warmup_steps": 4}, "lr.decay_steps=18"),
     ],
 )
-def test_impossible_values_are_refused_by_key(bad: dict, key: str) -> None:
+def test_invalid_values_are_errors_by_key(bad: dict, key: str) -> None:
     values = {"schedule": "cosine", "lr": 1.0, "total_steps": 20} | bad
     with pytest.raises(ConfigError, match=key):
         LearningRate(**values)

@@ -1,4 +1,4 @@
-"""fp32 masters of low-precision parameters."""
+"""The fp32 main parameters of low-precision parameters."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def build(dtype: torch.dtype, name: str = "sgd") -> tuple[One, GradientBuckets, 
     return model, buckets, build_optimizer(buckets, OptimizerOptions(name))
 
 
-def master(optimizer: Optimizer) -> Tensor:
+def main(optimizer: Optimizer) -> Tensor:
     ((_, part),) = optimizer.main_parameters()["weight"]
     return part
 
@@ -41,28 +41,28 @@ def train(buckets: GradientBuckets, optimizer: Optimizer, steps: int) -> None:
         optimizer.step(1e-3)
 
 
-def test_small_updates_add_up_in_the_master_and_show_in_the_weight() -> None:
+def test_small_updates_accumulate_in_the_main_parameters_and_show_in_the_weight() -> None:
     assert torch.tensor(1.0, dtype=torch.bfloat16) - 1e-3 == 1.0
     model, buckets, optimizer = build(torch.bfloat16)
     train(buckets, optimizer, 10)
-    torch.testing.assert_close(master(optimizer), torch.full((2,), 0.99))
+    torch.testing.assert_close(main(optimizer), torch.full((2,), 0.99))
     assert model.weight.dtype == torch.bfloat16 and (model.weight == 0.98828125).all()
 
 
-def test_masters_are_loaded_by_name_bitwise_and_refreshed_from_weights() -> None:
+def test_main_parameters_are_loaded_by_name_bitwise_and_copied_from_weights() -> None:
     model, buckets, optimizer = build(torch.bfloat16)
-    master(optimizer).fill_(0.1234567)
+    main(optimizer).fill_(0.1234567)
     optimizer.copy_main_to_model()
     assert (model.weight == torch.tensor(0.1234567, dtype=torch.bfloat16)).all()
-    assert (master(optimizer) == torch.tensor(0.1234567)).all()
+    assert (main(optimizer) == torch.tensor(0.1234567)).all()
     with torch.no_grad():
         model.weight.fill_(3.0)
     optimizer.copy_model_to_main()
     train(buckets, optimizer, 1)
-    assert (master(optimizer) == torch.tensor(3.0) - 1e-3).all()
+    assert (main(optimizer) == torch.tensor(3.0) - 1e-3).all()
 
 
-def test_full_precision_parameters_are_their_own_masters() -> None:
+def test_full_precision_parameters_are_their_own_main_parameters() -> None:
     for dtype in (torch.float32, torch.float64):
         model, buckets, optimizer = build(dtype, "adamw")
         assert optimizer.main_parameters() == {}
@@ -71,7 +71,7 @@ def test_full_precision_parameters_are_their_own_masters() -> None:
         assert (model.weight < 1).all()
 
 
-def test_gradients_may_travel_in_another_dtype_than_the_weights() -> None:
+def test_gradients_may_be_reduced_in_another_dtype_than_the_weights() -> None:
     model = One(torch.float32)
     buckets = GradientBuckets([model], model.mesh, reduce_dtype=torch.float64)
     (model.weight.sum() * 3.0).backward()

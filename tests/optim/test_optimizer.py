@@ -1,4 +1,4 @@
-"""The optimizer over flat buckets equals torch's own over single parameters, and skips as one."""
+"""The optimizer over flat buckets equals torch's own over single parameters, and all ranks skip a step together."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def moments(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """The moments by name where nothing is shared: one box is the whole parameter."""
+    """The moments by name without ZeRO: one box is the whole parameter."""
     return {kind: {name: part for name, ((_, part),) in named.items()} for kind, named in optimizer.moments().items()}
 
 
@@ -174,7 +174,7 @@ def test_without_groups_decay_follows_the_placement() -> None:
     assert moved == set(SHAPES) - {"norm.weight"}
 
 
-def test_an_unknown_optimizer_is_refused() -> None:
+def test_an_unknown_optimizer_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"optim.name=adam: .* use adamw or sgd"):
         build_optimizer(GradientBuckets([], Mesh.single()), OptimizerOptions("adam"))
 
@@ -187,7 +187,7 @@ def test_a_rank_without_parameters_counts_steps() -> None:
 
 
 def nan_on_one_rank(inject: bool) -> tuple[list[float], int, list[float]]:
-    """Three steps on dp 2 × tp 2; before the reduction of the second, rank 3 holds a NaN in a whole parameter."""
+    """Three steps on dp 2 × tp 2; before the reduction of the second, rank 3 holds a NaN in a replicated parameter."""
     mesh = Mesh.from_environment(MeshShape(dp=2, tp=2))
     bag = Bag(mesh, whole=Placement((4,), init=Ones()), cut=Placement((4,), {Axis.TP: Shard(0)}, init=Ones()))
     buckets = GradientBuckets([bag], mesh)
@@ -209,7 +209,7 @@ def nan_on_one_rank(inject: bool) -> tuple[list[float], int, list[float]]:
     return values, int(optimizer.steps), skips
 
 
-def test_a_nan_on_one_rank_makes_all_ranks_skip_that_step_alone() -> None:
+def test_a_nan_on_one_rank_makes_all_ranks_skip_only_that_step() -> None:
     poisoned = run_ranks(nan_on_one_rank, 4, True)
     clean = run_ranks(nan_on_one_rank, 4, False)
     assert [values for values, _, _ in poisoned] == [values for values, _, _ in clean]
@@ -246,7 +246,7 @@ def test_parameters_that_join_later_are_updated_as_by_a_fresh_optimizer(
     assert optimizer.steps.item() == 6 - (skipped is not None)
 
 
-def test_a_slice_is_cut_where_starts_differ_and_only_there() -> None:
+def test_a_shard_is_split_into_segments_where_starts_differ() -> None:
     def parts(starts: dict[str, int]) -> list[tuple[int, int, float]]:
         bag = Bag(
             Mesh.single(), **{name: Placement((size,)) for name, size in (("a", 5), ("b", 3), ("c", 0), ("d", 4))}

@@ -55,21 +55,21 @@ def test_a_range_of_a_matrix_is_a_tail_full_rows_and_a_head() -> None:
     assert len(range_boxes((3, 3, 4), 1, 35)) == 5
 
 
-def test_a_whole_tensor_is_one_box_and_nothing_is_none() -> None:
+def test_a_whole_tensor_is_one_box_and_an_empty_range_has_none() -> None:
     assert range_boxes((2, 3, 4), 0, 24) == (Box((0, 0, 0), (2, 3, 4)),)
     assert range_boxes((2, 3), 3, 3) == () == range_boxes((0, 3), 0, 0)
     assert range_boxes((), 0, 1) == (Box((), ()),)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
-def test_a_range_outside_is_refused(start: int, stop: int) -> None:
+def test_a_range_outside_the_tensor_is_an_error(start: int, stop: int) -> None:
     with pytest.raises(PlacementError, match=r"must lie within the 6 elements of shape \(2, 3\)"):
         range_boxes((2, 3), start, stop)
 
 
 @st.composite
 def sharded(draw: st.DrawFn) -> tuple[Placement, MeshShape]:
-    """A parameter cut over tp with copies and padding, and a mesh that it fits."""
+    """A parameter sharded over tp with copies and padding, and a mesh that it fits."""
     copies, parts = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 2), (4, 1)]))
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -106,7 +106,7 @@ def test_copies_sit_on_adjacent_ranks() -> None:
     assert local_shape(kv, mesh_shape) == (1, 2, 8, 16)
 
 
-def test_padding_stays_outside_of_the_boxes() -> None:
+def test_padding_is_outside_of_the_boxes() -> None:
     rows = Placement((5, 3), {Axis.TP: Shard(0)}, padded_shape=(8, 3))
     boxes = [local_box(rows, MeshShape(tp=4), {Axis.TP: t}) for t in range(4)]
     assert [(box.offset, box.size) for box in boxes] == [
@@ -122,7 +122,7 @@ def test_a_replicated_parameter_is_whole_on_every_rank() -> None:
     assert local_box(Placement((4,)), MeshShape(tp=2), {Axis.TP: 1}) == Box((0,), (4,))
 
 
-def test_two_axes_cut_two_dims() -> None:
+def test_two_axes_shard_two_dims() -> None:
     experts = Placement((4, 6, 8), {Axis.EP: Shard(0), Axis.TP: Shard(1)})
     mesh_shape = MeshShape(dp=2, tp=3, ep=2)
     assert local_shape(experts, mesh_shape) == (2, 2, 8)
@@ -132,18 +132,18 @@ def test_two_axes_cut_two_dims() -> None:
 @pytest.mark.parametrize(
     ("shard", "tp", "message"),
     [
-        (Shard(0), 4, r"tp=4: must cut dim 0 of \(6, 8\) into equal parts; use tp of 1, 2, 3 or 6"),
-        (Shard(1), 3, r"tp=3: must cut dim 1 of \(6, 8\) into equal parts; use tp of 1, 2, 4 or 8"),
+        (Shard(0), 4, r"tp=4: must split dim 0 of \(6, 8\) into equal parts; use tp of 1, 2, 3 or 6"),
+        (Shard(1), 3, r"tp=3: must split dim 1 of \(6, 8\) into equal parts; use tp of 1, 2, 4 or 8"),
         (Shard(0, copies=2), 8, r"tp=8: .* with 2 copies of each; use tp of 2, 4, 6 or 12"),
         (Shard(0, copies=2), 3, r"tp=3: .* with 2 copies of each; use tp of 2, 4, 6 or 12"),
     ],
 )
-def test_a_dim_that_is_not_divisible_is_refused_with_the_legal_degrees(shard: Shard, tp: int, message: str) -> None:
+def test_a_dim_that_is_not_divisible_is_an_error_with_the_legal_degrees(shard: Shard, tp: int, message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         local_shape(Placement((6, 8), {Axis.TP: shard}), MeshShape(tp=tp))
 
 
-def test_a_box_knows_its_elements() -> None:
+def test_a_box_has_a_size_and_slices() -> None:
     box = Box((1, 2), (2, 3))
     assert box.numel == 6 and Box((), ()).numel == 1
     assert np.arange(30).reshape(5, 6)[box.slices].tolist() == [[8, 9, 10], [14, 15, 16]]

@@ -1,4 +1,4 @@
-"""Buffers: which are state, how they are declared, and how they leave the meta device."""
+"""Buffers: which are state, how they are declared, and how they move from the meta device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARDED = Placement((8,), {Axis.TP: Shard(0)}, init=Zeros())
 
 
 class Owner(ParallelModule):
-    """Declares what it is given, and has the buffers that are registered in it."""
+    """Declares the given placements, and has the buffers that are registered in it."""
 
     def __init__(self, tp: int = 1, **declared: Placement) -> None:
         super().__init__(mesh_at(tp=tp))
@@ -47,7 +47,7 @@ def test_persistent_ones_are_state_under_their_first_name() -> None:
     assert list(persistent_buffers(owner)) == list(buffer_placements_of(owner))
 
 
-def test_what_is_wrong_with_a_declaration_is_told() -> None:
+def test_wrong_declarations_are_errors() -> None:
     owner = Owner(tp=2, whole=SHARDED, sum=Placement((3,), partial=frozenset({Axis.TP})), table=Placement((3,)))
     owner.register_buffer("whole", torch.zeros(8))
     owner.register_buffer("sum", torch.zeros(3))
@@ -63,7 +63,7 @@ def test_what_is_wrong_with_a_declaration_is_told() -> None:
 
 
 class MeanNorm(RMSNorm):
-    """A subclass whose parent makes the declared parameters before the buffer is registered."""
+    """A subclass whose base class creates the declared parameters before the buffer is registered."""
 
     def __init__(self) -> None:
         super().__init__(4, mesh_at())
@@ -73,7 +73,7 @@ class MeanNorm(RMSNorm):
         return super().placements() | {"mean": Placement((4,))}
 
 
-def test_a_declared_buffer_of_a_subclass_is_no_parameter() -> None:
+def test_a_declared_buffer_of_a_subclass_is_not_a_parameter() -> None:
     norm = MeanNorm()
     initialise_(norm, norm.mesh, seed=0)
     assert [name for name, _ in norm.named_parameters()] == ["weight"]
@@ -98,7 +98,7 @@ def test_those_on_meta_start_at_their_declaration_in_their_own_dtype_and_stay_sh
 
 
 @pytest.mark.parametrize(("init", "said"), [(None, "nothing to fill it"), (Normal(0.02), "is not random")], ids=str)
-def test_one_on_meta_that_nothing_could_fill_is_refused(init: Normal | None, said: str) -> None:
+def test_one_on_meta_that_nothing_can_fill_is_an_error(init: Normal | None, said: str) -> None:
     owner = Owner(**({} if init is None else {"mean": Placement((4,), init=init)}))
     with torch.device("meta"):
         owner.register_buffer("mean", torch.zeros(4))

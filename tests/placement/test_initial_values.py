@@ -1,4 +1,4 @@
-"""Initial values do not know the layout: any sharding holds the values of one rank, bit for bit."""
+"""Initial values are independent of the layout: any sharding holds the values of one rank, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megastack.placement.placement import Initialiser, Normal, Ones, Placement, 
 def local_values(
     placement: Placement, mesh_shape: MeshShape, tp: int, *, seed: int = 0, name: str = "w", dtype=torch.float32
 ) -> Tensor:
-    """What the rank at this tensor coordinate starts with, in memory that held something else before."""
+    """The initial values of the rank at this tp coordinate, in memory that held other values before."""
     tensor = torch.full(local_shape(placement, mesh_shape), 1e30, dtype=dtype)
     fill_(tensor, placement, mesh_shape, {Axis.TP: tp}, seed=seed, name=name)
     return tensor
@@ -60,7 +60,7 @@ def test_the_shards_of_a_weight_differ_and_have_its_deviation() -> None:
     assert math.isclose(torch.cat(shards).std().item(), 0.02, rel_tol=0.1)
 
 
-def test_copies_of_a_shard_are_alike() -> None:
+def test_copies_of_a_shard_are_identical() -> None:
     placement = Placement((2, 8), {Axis.TP: Shard(0, copies=2)})
     shards = [local_values(placement, MeshShape(tp=4), tp) for tp in range(4)]
     assert torch.equal(shards[0], shards[1]) and torch.equal(shards[2], shards[3])
@@ -93,7 +93,7 @@ def test_meta_and_fake_tensors_are_accepted() -> None:
         fill_(torch.empty(1 << 21, 1 << 20), placement, MeshShape(), {Axis.TP: 0}, seed=0, name="w")
 
 
-def test_a_tensor_of_another_mesh_is_refused() -> None:
+def test_a_tensor_of_another_mesh_is_an_error() -> None:
     placement = Placement((8, 2), {Axis.TP: Shard(0)})
     with pytest.raises(PlacementError, match=r"w: its local shape is \(8, 2\), but on tp2 it is \(4, 2\)"):
         fill_(torch.empty(8, 2), placement, MeshShape(tp=2), {Axis.TP: 0}, seed=0, name="w")

@@ -1,4 +1,4 @@
-"""Modules declare their parameters; a model's declarations are complete, right, and filled alike on every layout."""
+"""Modules declare their parameters; declarations are checked, and initial values are identical on every layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scale(ParallelModule):
 
 
 class Columns(ParallelModule):
-    """A weight and a bias cut over tp."""
+    """A weight and a bias sharded over tp."""
 
     def __init__(self, mesh: Mesh, rows: int = FFN) -> None:
         super().__init__(mesh)
@@ -50,7 +50,7 @@ class Columns(ParallelModule):
 
 
 class Vocabulary(ParallelModule):
-    """A table whose rows are padded."""
+    """An embedding whose rows are padded."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -124,11 +124,11 @@ class TestParallelModule:
         finally:
             torch.set_default_dtype(before)
 
-    def test_it_declares_and_passes_on_nothing_by_default(self) -> None:
+    def test_it_declares_nothing_and_has_no_boundary_by_default(self) -> None:
         bare = ParallelModule(mesh_at())
         assert bare.placements() == {} and bare.boundary() == ()
 
-    def test_a_cut_that_the_mesh_does_not_divide_is_refused_when_built(self) -> None:
+    def test_a_dim_that_the_mesh_does_not_divide_is_an_error_when_built(self) -> None:
         with pytest.raises(PlacementError, match=r"tp=5: .*use tp of 1, 2, 3, 4, 6 or 12"):
             Columns(mesh_at(tp=5))
 
@@ -155,7 +155,7 @@ class TestPlacementsOf:
     def test_a_module_alone_has_local_names(self) -> None:
         assert set(placements_of(Columns(mesh_at()))) == {"weight", "bias"}
 
-    def test_a_tied_parameter_comes_once_under_its_first_name(self) -> None:
+    def test_a_tied_parameter_is_listed_once_under_its_first_name(self) -> None:
         model = Model(mesh_at(), tied=True)
         assert "embedding.weight" in placements_of(model) and "head.weight" not in placements_of(model)
 
@@ -163,14 +163,14 @@ class TestPlacementsOf:
         untied.head.weight = untied.embedding.weight
         assert "head.weight" not in placements_of(untied)
 
-    def test_a_tied_parameter_takes_the_declaration_of_whichever_module_has_one(self) -> None:
+    def test_a_tied_parameter_has_the_declaration_of_any_module_that_holds_it(self) -> None:
         model = nn.Module()
         model.first = nn.Linear(HIDDEN, FFN, bias=False)
         model.second = Columns(mesh_at())
         model.first.weight = model.second.weight
         assert placements_of(model)["first.weight"] == model.second.placements()["weight"]
 
-    def test_every_fault_is_in_one_message(self) -> None:
+    def test_every_error_is_in_one_message(self) -> None:
         model = nn.Module()
         mesh = mesh_at(tp=2)
         model.plain = nn.Linear(2, 2)
@@ -191,11 +191,11 @@ class TestPlacementsOf:
             "forgetful.extra: has no placement; declare it in placements() of the module that owns it",
             "resized.weight: its local shape is (12, 8), but its placement (12, 8) on tp2 gives (6, 8); "
             "allocate it with local_shape(placement, mesh.shape)",
-            "uneven.weight: tp=2: must cut dim 0 of (7, 8) into equal parts; use tp of 1 or 7",
-            "uneven.bias: tp=2: must cut dim 0 of (7,) into equal parts; use tp of 1 or 7",
+            "uneven.weight: tp=2: must split dim 0 of (7, 8) into equal parts; use tp of 1 or 7",
+            "uneven.bias: tp=2: must split dim 0 of (7,) into equal parts; use tp of 1 or 7",
         ]
 
-    def test_different_declarations_of_one_parameter_are_refused(self) -> None:
+    def test_different_declarations_of_one_parameter_are_an_error(self) -> None:
         model = Model(mesh_at())
         model.foreign.inner.weight = model.embedding.weight
         with pytest.raises(
@@ -265,7 +265,7 @@ class TestInitialise:
         assert not other.blocks["0"]["up"].bias.requires_grad and other.blocks["1"]["up"].bias.requires_grad
         assert other.head.weight.dtype == torch.bfloat16
 
-    def test_precisions_start_alike(self) -> None:
+    def test_dtypes_start_from_the_same_values(self) -> None:
         models = {dtype: Model(mesh_at()) for dtype in (torch.float32, torch.float64)}
         for dtype, model in models.items():
             initialise_(model, mesh_at(), seed=0, dtype=dtype)
@@ -279,19 +279,19 @@ class TestInitialise:
         initialise_(model, mesh_at(), seed=0, dtype=torch.float32, device="cpu")
         assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
-    def test_a_buffer_without_values_is_refused_by_name(self) -> None:
+    def test_a_buffer_without_values_is_an_error_by_name(self) -> None:
         with torch.device("meta"):
             model = Model(mesh_at())
             model.foreign.register_buffer("table", torch.zeros(3), persistent=False)
         with pytest.raises(PlacementError, match=r"foreign.table: a buffer built on the meta device has no values"):
             initialise_(model, mesh_at(), seed=0)
 
-    def test_an_undeclared_parameter_is_refused_by_name(self) -> None:
+    def test_an_undeclared_parameter_is_an_error_by_name(self) -> None:
         model = Model(mesh_at())
         model.bare = nn.Linear(2, 2, bias=False)
         with pytest.raises(PlacementError, match=r"bare.weight: has no placement"):
             initialise_(model, mesh_at(), seed=0)
 
-    def test_a_mesh_that_the_model_was_not_built_for_is_refused(self) -> None:
+    def test_a_mesh_that_the_model_was_not_built_for_is_an_error(self) -> None:
         with pytest.raises(PlacementError, match=r"on tp2 it is"):
             initialise_(Model(mesh_at()), mesh_at(tp=2), seed=0)

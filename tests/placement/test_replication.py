@@ -12,8 +12,14 @@ from hypothesis import given
 
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.placement.boxes import local_box, local_shape
-from megastack.placement.placement import Placement, Shard
-from megastack.placement.replication import Replication, Subgroup, is_replicated_over_data, replication_of
+from megastack.placement.placement import (
+    Placement,
+    Replication,
+    Shard,
+    Subgroup,
+    is_replicated_over_data,
+    replication_of,
+)
 from tests.placement.test_boxes import sharded
 
 SHAPE = MeshShape(pp=2, dp=2, tp=4)

@@ -14,7 +14,7 @@ from megastack.mesh.shape import MeshShape
 from megastack.optim.optimizer import build_optimizer
 from megastack.placement.module import ParallelModule, ReshardPolicy
 from megastack.placement.placement import Placement
-from tests.gradients.test_zero1 import OPTIONS
+from tests.gradients.test_bucket import OPTIONS
 
 Uses = dict[str, set[tuple[int, int]]]
 """By branch, the ranks and microbatches that use it; a branch that is not named is used in all."""

@@ -1,4 +1,4 @@
-"""ZeRO-1: slices are summed, updated and gathered as whole buckets are, and nothing is read before it is whole."""
+"""ZeRO-1: shards are reduced, updated and gathered like whole buckets, and no parameter is read before its gather."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Normal, Ones, Placement, Shard
 from megastack.random import counter_normal
 from megastack.testing.ranks import run_ranks
-from tests.gradients.live import settled_bytes
+from tests.gradients.live_bytes import settled_bytes
 
 OPTIONS = {"sgd": OptimizerOptions("sgd", momentum=0.9), "adamw": OptimizerOptions("adamw", weight_decay=0.1)}
 
 
 class Bag(ParallelModule):
-    """Parameters without a layer: the gradient of each is what the caller says."""
+    """Parameters without a layer, whose gradients the caller sets."""
 
     def __init__(self, mesh: Mesh, **placements: Placement) -> None:
         super().__init__(mesh)
@@ -44,7 +44,7 @@ def noise(name: str, shape: tuple[int, ...], rank: int) -> Tensor:
 
 
 def train(mesh: Mesh, bag: Bag, optimizer_name: str, steps: int, **options: object) -> dict[str, object]:
-    """Steps with gradients that differ on every rank; what they leave, on this rank."""
+    """The results, on this rank, of steps with gradients that differ on every rank."""
     buckets = GradientBuckets([bag], mesh, bucket_bytes=128, **options)
     optimizer = build_optimizer(buckets, OPTIONS[optimizer_name])
     found: dict[str, object] = {"gradients": [], "norms": []}
@@ -61,8 +61,8 @@ def train(mesh: Mesh, bag: Bag, optimizer_name: str, steps: int, **options: obje
     return found
 
 
-def stages_differ_by(shape: MeshShape, optimizer_name: str, shard_size: int | None) -> float:
-    """The largest difference between stages 0 and 1 after three steps, over all kinds of parameters."""
+def levels_differ_by(shape: MeshShape, optimizer_name: str, shard_size: int | None) -> float:
+    """The largest difference between ZeRO levels 0 and 1 after three steps, over all kinds of parameters."""
     mesh = Mesh.from_environment(shape)
     tp = mesh.shape.tp
     declared = {
@@ -76,9 +76,9 @@ def stages_differ_by(shape: MeshShape, optimizer_name: str, shard_size: int | No
     if mesh.coordinates[Axis.PP]:
         declared = dict(reversed(declared.items()))
     plain = train(mesh, Bag(mesh, **declared), optimizer_name, 3)
-    shared = train(mesh, Bag(mesh, **declared), optimizer_name, 3, zero=1, shard_size=shard_size)
-    worst = max(abs(a - b) for a, b in zip(plain["norms"], shared["norms"], strict=True))
-    pairs = [*zip(plain["gradients"], shared["gradients"], strict=True), (plain["weights"], shared["weights"])]
+    sharded = train(mesh, Bag(mesh, **declared), optimizer_name, 3, zero=1, shard_size=shard_size)
+    worst = max(abs(a - b) for a, b in zip(plain["norms"], sharded["norms"], strict=True))
+    pairs = [*zip(plain["gradients"], sharded["gradients"], strict=True), (plain["weights"], sharded["weights"])]
     for expected, found in pairs:
         assert set(expected) == set(found)
         worst = max(worst, *((expected[name] - found[name]).abs().max().item() for name in expected))
@@ -102,11 +102,11 @@ def stages_differ_by(shape: MeshShape, optimizer_name: str, shard_size: int | No
 def test_gradients_norms_and_updates_equal_those_of_whole_buckets(
     shape: MeshShape, optimizer: str, shard_size: int | None
 ) -> None:
-    assert max(run_ranks(stages_differ_by, shape.world_size, shape, optimizer, shard_size)) < 1e-13
+    assert max(run_ranks(levels_differ_by, shape.world_size, shape, optimizer, shard_size)) < 1e-13
 
 
 def ten_steps(zero: int) -> dict[str, object]:
-    """Two microbatches a step, one parameter unused, three scalars over four ranks: some slices are empty."""
+    """Two microbatches per step, one unused parameter, three scalars over four ranks: some shards are empty."""
     mesh = Mesh.from_environment(MeshShape(dp=4))
     bag = Bag(mesh, **{name: Placement((), init=Ones()) for name in ("a", "b", "c")}, unused=Placement((3,)))
     buckets = GradientBuckets([bag], mesh, zero=zero)
@@ -127,16 +127,16 @@ def ten_steps(zero: int) -> dict[str, object]:
         norms.append(clip_gradients_(buckets, 1.0, mesh).item())
         optimizer.step(0.05)
     buckets.wait_parameters()
-    own = [bucket.local_parameters.numel() for bucket in buckets.buckets]
-    return {"weights": [p.tolist() for p in bag.parameters()], "norms": norms, "own": own}
+    local = [bucket.local_parameters.numel() for bucket in buckets.buckets]
+    return {"weights": [p.tolist() for p in bag.parameters()], "norms": norms, "local": local}
 
 
-def test_ten_steps_with_empty_slices_an_unused_parameter_and_other_orders_equal_stage_0() -> None:
-    plain, shared = run_ranks(ten_steps, 4, 0), run_ranks(ten_steps, 4, 1)
-    for before, after in zip(plain, shared, strict=True):
+def test_ten_steps_with_empty_shards_an_unused_parameter_and_other_orders_equal_level_0() -> None:
+    plain, sharded = run_ranks(ten_steps, 4, 0), run_ranks(ten_steps, 4, 1)
+    for before, after in zip(plain, sharded, strict=True):
         torch.testing.assert_close(after["norms"], before["norms"], rtol=1e-12, atol=0)
         torch.testing.assert_close(after["weights"], before["weights"], rtol=1e-12, atol=0)
-        assert sum(after["own"]) < sum(before["own"])
+        assert sum(after["local"]) < sum(before["local"])
 
 
 class Block(ParallelModule):
@@ -175,7 +175,7 @@ class Stack(ParallelModule):
 
 
 def waits_under_a_forward() -> tuple[list[int], dict[tuple[str, str], tuple[int, int]]]:
-    """The gathers still under way when each block runs; and the traffic of one step."""
+    """The gathers still running when each block runs, and the traffic of one step."""
     mesh = Mesh.from_environment(MeshShape(dp=2))
     stack = Stack(mesh, 3, 4)
     buckets = GradientBuckets([stack], mesh, zero=1, units=stack.blocks, bucket_bytes=1)
@@ -198,14 +198,14 @@ def waits_under_a_forward() -> tuple[list[int], dict[tuple[str, str], tuple[int,
     return [*seen, len(gathers._pending)], traffic
 
 
-def test_a_forward_waits_for_each_block_when_it_comes_to_it() -> None:
+def test_a_forward_waits_for_the_parameters_of_each_block_when_it_is_called() -> None:
     for seen, traffic in run_ranks(waits_under_a_forward, 2):
         assert seen == [4, 2, 1, 0, 0]  # the scale, used by the stack itself, is waited for first
         assert traffic == {("dp", "all_gather"): (4, (3 * 16 + 4) * 8 // 2)}
 
 
 def reads_before_and_after_waiting() -> bool:
-    """Without units all parameters are whole when the forward begins."""
+    """Whether, without units, all parameters are gathered when the forward begins."""
     mesh = Mesh.from_environment(MeshShape(dp=2))
     stack = Stack(mesh, 2, 4)
     buckets = GradientBuckets([stack], mesh, zero=1)
@@ -219,7 +219,7 @@ def reads_before_and_after_waiting() -> bool:
     return all(torch.allclose(x, before[name] - 1.0) for name, x in stack.named_parameters())
 
 
-def test_without_units_a_stage_waits_for_all_it_holds() -> None:
+def test_without_units_a_stage_waits_for_all_its_parameters() -> None:
     assert run_ranks(reads_before_and_after_waiting, 2) == [True, True]
 
 
@@ -239,7 +239,7 @@ def traffic_of_a_step(shape: MeshShape, shard_size: int | None, reduce: torch.dt
 
 
 @pytest.mark.parametrize(("reduce", "size"), [(None, 4), (torch.bfloat16, 2)])
-def test_gradients_are_reduced_in_fp32_or_as_told_and_the_ledger_counts_closed_forms(
+def test_gradients_are_reduced_in_the_reduce_dtype_and_the_counters_match_closed_forms(
     reduce: torch.dtype | None, size: int
 ) -> None:
     n, d, s = 128, 4, 2
@@ -251,8 +251,8 @@ def test_gradients_are_reduced_in_fp32_or_as_told_and_the_ledger_counts_closed_f
         replicas = d // s
         assert records["dp", "reduce_scatter"] == (1, n * size, n * size * (s - 1) // s)
         assert records["dp", "all_gather"] == (1, n * 2, n * 2 * (s - 1) // s)
-        slices = 2 * (n // s) * size * (replicas - 1) // replicas
-        assert records["dp", "all_reduce"] == (2, n // s * size + 8, slices + 2 * 8 * (d - 1) // d)
+        replica_sum = 2 * (n // s) * size * (replicas - 1) // replicas
+        assert records["dp", "all_reduce"] == (2, n // s * size + 8, replica_sum + 2 * 8 * (d - 1) // d)
 
 
 def tied_copies() -> list[float]:
@@ -269,12 +269,12 @@ def tied_copies() -> list[float]:
     return [*gradient.tolist(), grad_norm(buckets, mesh).item()]
 
 
-def test_slices_of_tied_copies_are_summed_after_the_data_ranks_and_count_once() -> None:
+def test_shards_of_tied_copies_are_summed_after_the_data_group_and_counted_once() -> None:
     for found in run_ranks(tied_copies, 4):
         assert found == pytest.approx([5.0] * 5 + [5.0 * 5**0.5])
 
 
-def sums_of_slices() -> dict[tuple[str, str], int]:
+def sums_of_shards() -> dict[tuple[str, str], int]:
     mesh = Mesh.from_environment(MeshShape(pp=2, dp=2, tp=2))
     partial = {f"partial{mesh.coordinates[Axis.PP]}": Placement((8,), partial=frozenset({Axis.TP}))}
     bag = Bag(mesh, **partial, tied=Placement((12,)))
@@ -285,24 +285,26 @@ def sums_of_slices() -> dict[tuple[str, str], int]:
     return {key: total.payload_bytes for key, total in mesh.ledger.records().items()}
 
 
-def test_what_follows_the_reduce_scatter_is_done_to_slices() -> None:
-    slices = {("tp", "all_reduce"): 8 // 2 * 8, ("pp", "all_reduce"): 12 // 2 * 8}
-    assert run_ranks(sums_of_slices, 8) == [{("dp", "reduce_scatter"): (8 + 12) * 8, **slices}] * 8
+def test_sums_after_the_reduce_scatter_run_on_shards() -> None:
+    shards = {("tp", "all_reduce"): 8 // 2 * 8, ("pp", "all_reduce"): 12 // 2 * 8}
+    assert run_ranks(sums_of_shards, 8) == [{("dp", "reduce_scatter"): (8 + 12) * 8, **shards}] * 8
 
 
-def refuses() -> str:
+def invalid_shard_size() -> str:
     mesh = Mesh.from_environment(MeshShape(dp=4))
     with pytest.raises(ConfigError) as caught:
         GradientBuckets([Bag(mesh, a=Placement((2,)))], mesh, zero=1, shard_size=3)
     return str(caught.value)
 
 
-def test_a_shard_size_that_does_not_divide_the_data_ranks_is_refused() -> None:
-    assert all("shard_size=3: must divide dp·cp = 4; use 1, 2, 4" in message for message in run_ranks(refuses, 4))
+def test_a_shard_size_that_does_not_divide_the_data_group_is_an_error() -> None:
+    assert all(
+        "shard_size=3: must divide dp·cp = 4; use 1, 2, 4" in message for message in run_ranks(invalid_shard_size, 4)
+    )
 
 
 def bytes_held(zero: int, dp: int, expected: float) -> tuple[int, int]:
-    """Parameters of a stage, and bytes of all storages that live on after a step, measured."""
+    """Parameters of a stage, and the measured bytes of all storages that are live after a step."""
     mesh = Mesh.from_environment(MeshShape(dp=dp))
     bag = Bag(mesh, **{f"w{i}": Placement((1024, 1024 + i)) for i in range(5)}, odd=Placement((777,)))
     bag.to(torch.bfloat16)

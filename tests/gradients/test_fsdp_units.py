@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3 where ranks do not use the same parameters: what is missing counts as zero, as in buckets."""
+"""FSDP units: the sharded dim, and ranks that use different parameters (unused ones have a gradient of zero)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megastack.errors import PlacementError
+from megastack.gradients.fsdp_units import shard_dim
 from megastack.gradients.fully_shard import FullyShardedGradients
 from megastack.layers.norm import RMSNorm
 from megastack.mesh.mesh import Mesh
@@ -15,7 +16,16 @@ from megastack.optim.main_parameters import set_dtypes_
 from megastack.placement.module import ParallelModule, ReshardPolicy
 from megastack.placement.placement import Placement
 from megastack.testing.ranks import run_ranks
-from tests.gradients.branching import Uses, stepped
+from tests.gradients.branching_model import Uses, stepped
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [((8, 3, 6), 4, 0), ((2, 6, 8), 4, 2), ((3, 8, 5), 4, 1), ((7,), 4, 0), ((3, 5), 2, 0), ((2, 4, 8), 4, 2)],
+)
+def test_the_sharded_dim(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    assert shard_dim(shape, ranks) == dim
+
 
 EVERY = {(rank, micro) for rank in range(4) for micro in range(2)}
 FIRST_RANK, FIRST_MICRO = {(0, 0), (0, 1)}, {(rank, 0) for rank in range(4)}
@@ -54,7 +64,7 @@ def test_with_shard_groups_and_frozen_weights() -> None:
 
 
 class Kept(ParallelModule):
-    """A unit with a norm in fp32, which a rank may leave out."""
+    """A unit with a norm in fp32, which a rank may skip."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -70,7 +80,7 @@ class Kept(ParallelModule):
 
 
 class KeptStage(ParallelModule):
-    """Two such units."""
+    """A stage of two such units."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
@@ -82,8 +92,8 @@ class KeptStage(ParallelModule):
         return last(first(x, True), normed).float().square().sum()
 
 
-def left_out(rank: int) -> str:
-    """What a forward says in which one rank leaves out a norm."""
+def error_of_a_skipped_norm(rank: int) -> str:
+    """The error of a forward in which one rank skips a norm."""
     mesh = Mesh.from_environment(MeshShape(dp=2))
     stage = KeptStage(mesh)
     units = dict.fromkeys(stage.units, ReshardPolicy.AFTER_FORWARD)
@@ -100,6 +110,8 @@ def left_out(rank: int) -> str:
     return ""
 
 
-def test_a_module_in_another_precision_that_a_rank_leaves_out_is_named_there() -> None:
-    said = run_ranks(left_out, 2, 1)
-    assert said[0] == "" and "units.1.norm: not called in this forward" in said[1] and "keep_fp32" in said[1]
+def test_a_module_in_another_dtype_that_a_rank_skips_is_named_there() -> None:
+    messages = run_ranks(error_of_a_skipped_norm, 2, 1)
+    assert (
+        messages[0] == "" and "units.1.norm: not called in this forward" in messages[1] and "keep_fp32" in messages[1]
+    )

@@ -12,7 +12,7 @@ _SMALL = 16384
 
 
 def live_bytes() -> int:
-    """The size of all storages on the CPU that Python can reach, but for small ones."""
+    """The size of all storages on the CPU that Python can reach, except for small ones."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (Tensor, torch.nn.Parameter)]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
@@ -23,8 +23,8 @@ def live_bytes() -> int:
 def settled_bytes(at_most: float, patience: float = 30) -> int:
     """:func:`live_bytes` as soon as it is within a limit, or at the end of ``patience`` seconds.
 
-    A thread of gloo lets go of the buffers of an operation some time after the operation was waited for: a few
-    microseconds, or a slice of the scheduler's where all cores are busy. What is really held is still there then.
+    A gloo thread frees the buffers of an operation some time after the operation was waited for: a few microseconds, or
+    a scheduler time slice if all cores are busy. Storages that are really held are still there then.
     """
     end = time.monotonic() + patience
     while (held := live_bytes()) > at_most and time.monotonic() < end:
