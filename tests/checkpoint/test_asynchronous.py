@@ -171,7 +171,7 @@ def refuse_on_all(root: Path, problem: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("error", "said"),
     [("twice", "rank 1: model/w: given 2 times"), ("trainer", "plain JSON"), ("shape", "rank 2 shape (4,)")],
 )
 def test_what_can_be_refused_at_once_is(tmp_path: Path, error: str, said: str) -> None:

@@ -216,7 +216,7 @@ def test_what_a_process_has_verified_is_read_again_only_when_it_has_changed(
 ) -> None:
     folder, verified, read = write(tmp_path, 2, 4, 6), Verified(), list[str]()
     whole = usable.file_error
-    monkeypatch.setattr(usable, "file_fault", lambda f, file, *given: read.append(f.name) or whole(f, file, *given))
+    monkeypatch.setattr(usable, "file_error", lambda f, file, *given: read.append(f.name) or whole(f, file, *given))
     verified.trust(at(folder, 6))
     assert keep_last(folder, 3, verified=verified) == []
     assert set(read) == {"step_00000002", "step_00000004"}

@@ -146,7 +146,7 @@ def fail_on_one_rank(root: Path, problem: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("error", "said"),
     [("twice", "rank 1: model/w: given 2 times"), ("trainer", "plain JSON"), ("shape", r"rank 2 shape \(4,\)")],
 )
 def test_a_fault_of_any_rank_is_the_same_error_on_all(tmp_path: Path, error: str, said: str) -> None:

@@ -33,7 +33,7 @@ def record(folder: Path, stages: Stages, step: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("before", "step", "after", "fault"),
+    ("before", "step", "after", "error"),
     [
         ([FIRST], 3, [FIRST, (3, "early", 24)], None),
         ([FIRST, LONGER, OTHER], 4, [FIRST, LONGER], None),

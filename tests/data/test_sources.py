@@ -104,7 +104,7 @@ def test_text_that_is_not_utf8_is_refused_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "fault"),
+    ("line", "error"),
     [
         (b'{"text": "caf\xe9"}', "byte 0xe9 is not UTF-8"),
         (b'{"text": "half}', "is not JSON"),

@@ -15,7 +15,7 @@ from megastack.errors import MegastackError
 from megastack.launch.restarts import Guard, note_start, read_starts
 from megastack.observe.folder import RunFolder
 from megastack.observe.status import write_status
-from tests.faulty_mlp import error
+from tests.faulty_mlp import fault
 from tests.launch.test_external import join, slurm, torchrun
 from tests.tiny_runs import events, losses, overrides, rows, status, train
 
@@ -34,8 +34,8 @@ def test_a_job_goes_on_with_fewer_and_with_more_ranks(tmp_path: Path, capfd: pyt
     straight_run = (*ADAM, "parallel.tp=2", "run.steps=9", "checkpoint.at_end=true")
     assert train(tmp_path, *straight_run, f"run.dir={tmp_path}/straight") == 0
     capfd.readouterr()
-    assert 0 not in join(tmp_path, torchrun, 5, *more, error("kill", at=4))
-    assert join(tmp_path, torchrun, 3, *more, error("term", at=6)) == [75, 75, 75]
+    assert 0 not in join(tmp_path, torchrun, 5, *more, fault("kill", at=4))
+    assert join(tmp_path, torchrun, 3, *more, fault("term", at=6)) == [75, 75, 75]
     assert join(tmp_path, torchrun, 4, *more) == [0, 0, 0, 0]
 
     run, straight = tmp_path / "run", tmp_path / "straight"
@@ -74,9 +74,9 @@ def test_a_start_that_failed_before_any_checkpoint_begins_again(
 ) -> None:
     """In the same folder, bitwise like a run of its own; the account of the first start is not told by the second."""
     more = (*ELASTIC, "run.steps=3", "checkpoint.at_end=true")
-    assert join(tmp_path, slurm, 2, *more, error("raise")) == [1, 1]
+    assert join(tmp_path, slurm, 2, *more, fault("raise")) == [1, 1]
     assert "checkpoint.every=null: a rank that fails takes the run back to step 0" in capfd.readouterr().out
-    assert join(tmp_path, slurm, 2, *more, error("kill"))[1] == -9
+    assert join(tmp_path, slurm, 2, *more, fault("kill"))[1] == -9
     captured = capfd.readouterr()
     assert "(before it: failed [rank 1 | pp0 dp1 tp0] ValueError: the layer broke)" in captured.out
     assert "the layer broke" not in captured.err

@@ -18,7 +18,7 @@ import pytest
 from megastack.cli import main
 from megastack.errors import ConfigError, DataError, MeshError
 from megastack.launch import command, evaluate, external, worker
-from tests.faulty_mlp import error
+from tests.faulty_mlp import fault
 from tests.tiny_runs import losses, overrides, status, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +153,7 @@ def test_data_that_no_rank_can_read_is_reported_once(tmp_path, monkeypatch, capf
 @pytest.mark.parametrize("rank", [0, 1])
 def test_files_of_the_configuration_that_one_rank_alone_lacks(tmp_path, monkeypatch, capfd, rank):
     error = ConfigError("--config-dir=mine: no such folder")
-    monkeypatch.setattr(command, "draft", _only_on(rank, command.partial_config, error))
+    monkeypatch.setattr(command, "compose_partial", _only_on(rank, command.compose_partial, error))
     assert join(tmp_path, torchrun, 2) == [78, 78]
     assert capfd.readouterr().err.splitlines() == [str(error)] and not (tmp_path / "run").exists()
 
@@ -181,11 +181,11 @@ def test_an_evaluation_that_one_rank_alone_refuses_is_reported_once(tmp_path, mo
 
 def test_a_failure_and_a_signal_under_srun(tmp_path, capfd):
     """Each rank exits with the code of the run; the record tells the rank that failed first."""
-    assert join(tmp_path, slurm, 2, error("raise")) == [1, 1]
+    assert join(tmp_path, slurm, 2, fault("raise")) == [1, 1]
     ended, screen = status(tmp_path / "run"), capfd.readouterr().err
     assert (ended["status"], ended["rank"], ended["step"], ended["exit_code"]) == ("failed", 1, 2, 1)
     assert screen.count("ValueError: the layer broke") == 2 and "[rank 1 | pp0 dp1 tp0] failed" in screen
-    assert join(tmp_path, slurm, 2, error("term"), f"run.dir={tmp_path}/stopped") == [75, 75]
+    assert join(tmp_path, slurm, 2, fault("term"), f"run.dir={tmp_path}/stopped") == [75, 75]
     ended = status(tmp_path / "stopped")
     assert (ended["status"], ended["step"], ended["reason"]) == ("preempted", 3, "received SIGTERM")
 
@@ -201,7 +201,7 @@ LOST = (
 @pytest.mark.full
 def test_a_rank_that_stops_calling_is_named_by_one_of_those_that_wait(tmp_path, capfd):
     """The accounts of all are put together as by a launcher of our own; nobody tells it twice."""
-    assert join(tmp_path, torchrun, 3, *CHAIN, error("stop"), stopped=2) == [1, 1, -9]
+    assert join(tmp_path, torchrun, 3, *CHAIN, fault("stop"), stopped=2) == [1, 1, -9]
     screen, ended = capfd.readouterr().err, status(tmp_path / "run")
     assert re.search(LOST + r"\Z", screen) and screen.count("did not arrive") == 1, screen
     assert (ended["status"], ended["rank"], ended["coordinates"], ended["step"]) == ("failed", 2, "pp2 dp0 tp0", 2)
@@ -232,7 +232,7 @@ def test_torchrun_gives_the_ranks_the_time_to_name_the_one_that_stopped(tmp_path
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--rdzv-endpoint", "127.0.0.1:0"]
     command += ["--rdzv-backend", "c10d", str(ROOT / "scripts" / "train.py"), *overrides(tmp_path), *CHAIN]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command.append(error("stop"))
+    command.append(fault("stop"))
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and len(re.findall(LOST, done.stderr)) == 1, done.stderr
     assert status(tmp_path / "run")["rank"] == 2

@@ -15,7 +15,7 @@ import torch
 import megastack
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.training.hooks import Hooks
-from tests.faulty_mlp import error
+from tests.faulty_mlp import fault
 from tests.tiny_runs import events, losses, overrides, rows, status, train
 
 TRAIN_KEYS = (
@@ -94,7 +94,7 @@ def test_resume_continues_bitwise_and_moves_to_other_layouts(tmp_path):
 @pytest.mark.parametrize("what", ["raise", "kill"])
 def test_a_failing_rank_ends_the_run_and_is_named(tmp_path, capfd, what):
     """The last lines name the rank that failed, not those that lost touch with it; nothing goes on running."""
-    assert train(tmp_path, "parallel.pp=2", "parallel.tp=2", error(what)) == 1
+    assert train(tmp_path, "parallel.pp=2", "parallel.tp=2", fault(what)) == 1
     ended, lines = status(tmp_path / "run"), capfd.readouterr().err.rstrip().splitlines()
     assert (ended["status"], ended["exit_code"], ended["rank"]) == ("failed", 1, 3)
     assert ended["coordinates"] == "pp1 dp0 tp1" and ended["step"] == 2
@@ -112,7 +112,7 @@ def test_a_failing_rank_ends_the_run_and_is_named(tmp_path, capfd, what):
 @pytest.mark.parametrize("case", ["term", "launcher", "validation"])
 def test_a_signal_to_any_process_stops_all_ranks_after_the_same_step(tmp_path, case, capfd):
     """SIGTERM to one rank in a step or in a validation, or Ctrl-C to the launcher: saved, 75, and resumable."""
-    what = error("launcher" if case == "launcher" else "term", in_validation=case == "validation")
+    what = fault("launcher" if case == "launcher" else "term", in_validation=case == "validation")
     more = ("parallel.pp=2", "parallel.dp=2", "run.steps=200", "run.validate_every=2", "lr.total_steps=200")
     assert train(tmp_path, *more, what) == 75
     ended, run = status(tmp_path / "run"), tmp_path / "run"
@@ -141,7 +141,7 @@ def test_a_time_limit_stops_the_run_resumably(tmp_path):
 
 def test_a_rank_that_does_not_stop_is_killed_after_the_grace(tmp_path, capfd):
     """The rank sleeps with SIGTERM blocked; the others wait for it."""
-    hang = error("hang")
+    hang = fault("hang")
     stop = Hooks(on_step=[lambda row: os.kill(os.getppid(), 15) if row["step"] == 2 else None])
     config = megastack.compose([*overrides(tmp_path), "parallel.dp=2", "run.steps=50", "launch.grace_s=1", hang])
     result = megastack.train(config, hooks=stop)

@@ -18,7 +18,7 @@ from megastack.observe import ownership
 from megastack.observe.claims import claim_path, newest_claim
 from megastack.observe.process import Process
 from megastack.training.hooks import Hooks
-from tests.faulty_mlp import error
+from tests.faulty_mlp import fault
 from tests.launch.test_external import join, torchrun
 from tests.observe.test_ownership import owned_by
 from tests.tiny_runs import overrides, status, text, train
@@ -78,7 +78,7 @@ def test_runs_in_one_process_one_after_the_other_release_their_folder(tmp_path: 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("kill", 1), ("term", 75)])
 def test_every_end_releases_the_folder(tmp_path: Path, how: str, code: int) -> None:
-    assert train(tmp_path, "resume=auto", error(how)) == code
+    assert train(tmp_path, "resume=auto", fault(how)) == code
     assert newest_claim(tmp_path / "run").released
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megastack.checkpoint.reader import CheckpointReader
-from tests.faulty_mlp import error
+from tests.faulty_mlp import fault
 from tests.launch.test_elastic import starts
 from tests.tiny_runs import events, losses, overrides, rows, status, train
 
@@ -119,7 +119,7 @@ def test_a_job_goes_on_without_a_node_that_is_killed(
 ) -> None:
     """Whether or not it is the one with the first rank; its workers end with it, and so does a store they keep."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", str(int(victim == 0)))
-    job = nodes(error("nothing", slow=0.1))
+    job = nodes(fault("nothing", slow=0.1))
     job.add()
     job.add()
     job.saved(4)
@@ -144,7 +144,7 @@ def test_a_job_takes_in_a_node_that_comes_later(
 ) -> None:
     """The ranks that are there save first, so that nothing is done twice."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    job = nodes(error("nothing", slow=0.3))
+    job = nodes(fault("nothing", slow=0.3))
     job.add()
     job.saved(2)
     job.add()
@@ -160,7 +160,7 @@ def test_a_job_takes_in_a_node_that_comes_later(
 @pytest.mark.full
 def test_a_worker_that_is_killed_comes_back_bitwise(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """Twice, with the same degrees, in the store that the earlier starts have used."""
-    job = nodes(error("nothing", slow=0.1))
+    job = nodes(fault("nothing", slow=0.1))
     job.add()
     for step in (2, 6):
         job.saved(step)

@@ -23,7 +23,7 @@ from megastack.observe.folder import RunFolder
 from megastack.training.hooks import Hooks
 from megastack.training.signals import StopRequest
 from megastack.training.state import RunResult
-from tests.faulty_mlp import error
+from tests.faulty_mlp import fault
 from tests.tiny_runs import events, losses, overrides, rows, status, train
 
 
@@ -97,7 +97,7 @@ def test_resumes_within_an_epoch_and_at_its_end_equal_the_straight_run(tmp_path)
 
 def test_a_non_finite_step_ends_the_run_before_it_updates(tmp_path):
     """The step is not counted and its update is left out; what was saved stays."""
-    nan = error("poison")
+    nan = fault("poison")
     result = run(tmp_path, nan, "run.steps=5", "checkpoint.every=1", "observe.dump_steps=[2,3]")
     assert (result.status, result.exit_code, result.step) == ("diverged", 1, 2)
     ended, dump = status(tmp_path / "run"), tmp_path / "run" / "dump"
@@ -113,7 +113,7 @@ def test_a_non_finite_step_ends_the_run_before_it_updates(tmp_path):
 def test_a_non_finite_step_can_be_skipped_and_is_counted(tmp_path):
     """Its event says where it began, and looking for that leaves no bytes in the row of the step."""
     more = ("run.on_nonfinite=skip", "observe.dump_steps=[2,3,5]", "parallel.dp=2")
-    assert train(tmp_path, error("poison"), "run.steps=5", *more) == 0
+    assert train(tmp_path, fault("poison"), "run.steps=5", *more) == 0
     found, dump = rows(tmp_path / "run"), tmp_path / "run" / "dump"
     [event] = [event for event in events(tmp_path / "run") if event["name"] == "nonfinite"]
     where = "on rank 1 (pp0 dp1 tp0): first in the output of blocks.0.mlp, microbatch 0; first gradient "
