@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from megastack.checkpoint.save import SaveHandle as SaveHandle
     from megastack.checkpoint.save import save as save
     from megastack.comm.group import AxisGroup as AxisGroup
-    from megastack.comm.ledger import Ledger as Ledger
-    from megastack.comm.ledger import Traffic as Traffic
+    from megastack.comm.traffic import Ledger as Ledger
+    from megastack.comm.traffic import Traffic as Traffic
     from megastack.config.compose import compose as compose
     from megastack.config.rules import violations as violations
     from megastack.config.schema import TrainConfig as TrainConfig
@@ -79,7 +79,7 @@ _NAMES = {
     "checkpoint.reader": "CheckpointReader",
     "checkpoint.save": "SaveHandle save",
     "comm.group": "AxisGroup",
-    "comm.ledger": "Ledger Traffic",
+    "comm.traffic": "Ledger Traffic",
     "config.compose": "compose",
     "config.rules": "violations",
     "config.schema": "TrainConfig",

@@ -44,9 +44,9 @@ NEVER_ONE = {
     ("interop/proof.py", "SEQUENCES"),
     ("launch/local.py", "RANKS_PER_CPU * cpus"),
     ("launch/weights.py", "shape.world_size"),  # one has a text of its own
-    ("mesh/mesh.py", "seen"),  # several GPUs
+    ("mesh/device.py", "seen"),  # several GPUs
     ("mesh/mesh.py", "shape.world_size"),  # one needs no launcher
-    ("pipeline/split.py", "stages"),  # more than blocks
+    ("models/stages.py", "stages"),  # more than blocks
     ("placement/boxes.py", "shard.copies"),  # only where there are several
     ("plan/describe.py", "human(layout.parameters)"),
     ("testing/variants.py", "schedule.chunks"),  # only where there are several

@@ -43,7 +43,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.placement.boxes import Box
 from megastack.placement.module import placements_of
 from megastack.placement.placement import Placement
-from megastack.weight_gradients import WhenStored
+from megastack.weight_gradients import AccumulationHook
 
 BUCKET_BYTES = 25 * 2**20
 """The size of gradients at which a bucket is closed, by default."""
@@ -238,7 +238,7 @@ class GradientBuckets:
         _wait(start_all_reduce_(bucket.local_gradients, group) for bucket, group in grouped if group is not None)
 
 
-class _Tell(WhenStored):
+class _Tell(AccumulationHook):
     """The hook of a parameter; it must not keep the buckets alive, for Python cannot see a cycle through autograd."""
 
     def __init__(self, buckets: GradientBuckets, index: int) -> None:

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megastack.comm.fsdp import CountedGather, CountedReduce
+from megastack.comm.collectives import CountedGather, CountedReduce
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.gradients.interface import BoxView

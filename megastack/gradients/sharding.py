@@ -65,7 +65,7 @@ def sharding_of(mesh: Mesh, zero: int = 0, shard_size: int | None = None) -> Sha
         legal = ", ".join(str(n) for n in range(1, data.size + 1) if data.size % n == 0)
         raise ConfigError(f"parallel.zero.shard_size={size}: must divide dp·cp = {data.size}; use {legal}")
     if zero == 0:
-        return Sharding(AxisGroup.single(data.axis, mesh.ledger, mesh.rank), data)
+        return Sharding(AxisGroup.single(data.axis, mesh.observer, mesh.rank), data)
     first = data.rank // size * size
     shard = mesh.subgroup(_DATA, range(first, first + size))
     return Sharding(shard, mesh.subgroup(_DATA, range(data.rank % size, data.size, size)))

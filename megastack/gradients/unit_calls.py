@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megastack.errors import PlacementError
+from megastack.torch_private import after_forward, before_forward
 
 
 class UnitCalls:
@@ -93,11 +94,10 @@ def _is_trained(unit: nn.Module) -> bool:
 def _passed(units: Sequence[nn.Module], value: tuple[Any, Any]) -> tuple[Any, Any]:
     """Arguments after they went through units that do nothing."""
     for unit in units:
-        state = cast(Any, unit)._get_fsdp_state()
-        value = state._pre_forward(unit, *value)
+        value = before_forward(unit, *value)
         if _is_trained(unit):
             value = _with_gradient(value)
-        value = state._post_forward(unit, (), value)
+        value = after_forward(unit, value)
     return value
 
 

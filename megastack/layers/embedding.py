@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.errors import PlacementError
 from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.kernels import add_rows_, sum_rows
 from megastack.layers.linear_ops import SEQUENCE_DIM, check_dims, check_sequence, column_product, rows_of
 from megastack.layers.overrides import built_in
 from megastack.layers.vocabulary_spec import EmbeddingSpec, HeadSpec, LearnedPositionsSpec, VocabularySpec
@@ -29,7 +30,7 @@ from megastack.mesh.shape import Axis
 from megastack.placement.boxes import local_shape
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Initialiser, Normal, Placement
-from megastack.weight_gradients import Target, WeightGradients
+from megastack.weight_gradients import GradientTarget, target_of
 
 
 class _VocabParallel(ParallelModule):
@@ -113,11 +114,11 @@ class VocabParallelEmbedding(_VocabParallel):
         group = self.mesh[Axis.TP]
         check_dims(tokens_BS, "(…, S) ids", least=int(self.sequence_parallel))
         if group.size == 1:
-            return _look_up(tokens_BS, self.weight, group.weight_gradients)
+            return _look_up(tokens_BS, self.weight)
         rows = self.weight.shape[0]
         local_BS = tokens_BS - group.rank * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)
-        partial_BSD = _look_up(local_BS.masked_fill(elsewhere_BS, 0), self.weight, group.weight_gradients)
+        partial_BSD = _look_up(local_BS.masked_fill(elsewhere_BS, 0), self.weight)
         partial_BSD = partial_BSD.masked_fill(elsewhere_BS.unsqueeze(-1), 0)
         if not self.sequence_parallel:
             return reduce_from(partial_BSD, group)
@@ -125,22 +126,22 @@ class VocabParallelEmbedding(_VocabParallel):
         return scatter_to(partial_BSD, group, SEQUENCE_DIM)
 
 
-def _look_up(ids_BS: Tensor, weight: Tensor, weight_gradients: WeightGradients) -> Tensor:
-    """Rows of a weight, whose gradient comes about as the pipeline says."""
-    target = weight_gradients.target_of(weight)
+def _look_up(ids_BS: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a weight, whose gradient is accumulated as the pipeline requires."""
+    target = target_of(weight)
     if target is None:
         return F.embedding(ids_BS, weight)
-    rows_BSD: Tensor = _LookUp.apply(weight, ids_BS, target, weight_gradients)
+    rows_BSD: Tensor = _LookUp.apply(weight, ids_BS, target)
     return rows_BSD
 
 
 class _LookUp(torch.autograd.Function):
-    """``F.embedding`` whose weight gradient is added in place or put off."""
+    """``F.embedding`` whose weight gradient is accumulated in place or deferred."""
 
     @staticmethod
     @in_own_dtypes
-    def forward(ctx: Any, weight: Tensor, ids_BS: Tensor, target: Target, weight_gradients: WeightGradients) -> Tensor:
-        ctx.target, ctx.weight_gradients = target, weight_gradients
+    def forward(ctx: Any, weight: Tensor, ids_BS: Tensor, target: GradientTarget) -> Tensor:
+        ctx.target = target
         ctx.save_for_backward(ids_BS)
         return F.embedding(ids_BS, weight)
 
@@ -149,7 +150,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
         (ids_BS,) = ctx.saved_tensors
         sums = _RowSums(grad_BSD, ids_BS, ctx.target.weight.shape[0])
-        return ctx.weight_gradients.give(ctx.target, sums), None, None, None
+        return ctx.target.accumulate(sums), None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,14 +166,11 @@ class _RowSums:
 
     def gradient(self) -> Tensor:
         """``(rows, D)``."""
-        return torch.ops.aten.embedding_dense_backward(self.grad_BSD, self.ids_BS, self.rows, -1, False)
+        return sum_rows(self.ids_BS, self.grad_BSD, self.rows)
 
     def add_to(self, gradient: Tensor) -> None:
-        """On the CPU row by row, without a tensor of the whole vocabulary; elsewhere that is in no certain order."""
-        if gradient.is_cpu:
-            gradient.index_add_(0, self.ids_BS.flatten(), rows_of(self.grad_BSD))
-        else:
-            gradient.add_(self.gradient())
+        """Row by row where that is deterministic."""
+        add_rows_(gradient, self.ids_BS.flatten(), rows_of(self.grad_BSD))
 
 
 class VocabParallelHead(_VocabParallel):

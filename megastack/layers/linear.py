@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from megastack.layers.linear_ops import column_product, row_product
 from megastack.layers.overrides import (
     built_in,
-    has_backward_hooks,
-    has_forward_hooks,
     runs_built_in,
     through_forward_hooks,
 )
@@ -31,6 +29,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Initialiser, Normal, Placement, Shard
+from megastack.torch_private import has_backward_hooks, has_forward_hooks
 
 
 class _ParallelLinear(ParallelModule):

@@ -23,13 +23,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+
+from megastack.torch_private import MODULE_CALL, has_forward_hooks, is_compiled
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MARK = "_megastack_built_in"
-_CALLS = {name: vars(nn.Module)[name] for name in ("__call__", "_wrapped_call_impl", "_call_impl")}
-"""What torch runs between a call and ``forward``."""
 
 
 def built_in(function: _Function) -> _Function:
@@ -63,28 +62,8 @@ def method_is_built_in(module: nn.Module, name: str) -> bool:
 def is_called_plainly(module: nn.Module) -> bool:
     """Whether a call of the module goes to its ``forward`` in torch's way."""
     kind = type(module)
-    return module._compiled_call_impl is None and all(
-        getattr(kind, name) is function and name not in vars(module) for name, function in _CALLS.items()
-    )
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks run before or behind the module's ``forward``, those for all modules included."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-    )
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether hooks see the gradients of the module's inputs or outputs, those for all modules included."""
-    return bool(
-        module._backward_hooks
-        or module._backward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
+    return not is_compiled(module) and all(
+        getattr(kind, name) is function and name not in vars(module) for name, function in MODULE_CALL.items()
     )
 
 

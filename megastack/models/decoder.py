@@ -103,7 +103,7 @@ class Decoder(ParallelModule):
             The inputs of the next stage, or the loss sums of a stage with the head.
         """
         outputs = self._run(inputs, microbatch)
-        self.mesh.ledger.flight_recorder.layer = "head" if self.has_head else None
+        self.mesh.observer.on_layer("head" if self.has_head else None)
         return self._loss(self._logits(outputs["hidden"]), microbatch.labels_BS) if self.has_head else outputs
 
     def logits(self, inputs: StageTensors, microbatch: Microbatch) -> Tensor:
@@ -166,7 +166,7 @@ class Decoder(ParallelModule):
         context = self._context(microbatch, cache)
         values = {"hidden": self._embed(microbatch, context)} if self.has_embedding else dict(inputs)
         for name, block in self.blocks.items():
-            self.mesh.ledger.flight_recorder.layer = f"blocks.{name}"
+            self.mesh.observer.on_layer(f"blocks.{name}")
             values |= _call(block, values, context)
         return values
 

@@ -36,6 +36,8 @@ from megastack.layers.attention import ParallelAttention
 from megastack.layers.autocast import AutocastState
 from megastack.layers.context import Context
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megastack.torch_private import buffers_of, version_of
+from megastack.weight_gradients import current_scope, entered
 
 EVERY_BLOCK = r"blocks\.\d+"
 
@@ -168,6 +170,7 @@ class _Call:
         self.generators = _GeneratorStates(tensors)
         self.buffers = BufferCopies(function)
         self.autocast = AutocastState.now(tensors)
+        self.scope = current_scope()
         self.placeholders: list[ref[_Placeholder]] = []
 
     def drop(self, x: Tensor) -> _Placeholder:
@@ -201,7 +204,7 @@ class _Call:
         args, kwargs = self._arguments()
         hooks = saved_tensors_hooks(take, _as_saved)
         before = self.generators.restored(), self.buffers.restored(), self.autocast.restored()
-        with before[0], before[1], before[2], suppress(_Done), torch.enable_grad(), hooks:
+        with before[0], before[1], before[2], entered(self.scope), suppress(_Done), torch.enable_grad(), hooks:
             self.function(*args, **kwargs)
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
@@ -305,20 +308,20 @@ class BufferCopies:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Replace the module's buffers with copies of the recorded values inside the context."""
-        now = [(module, name, module._buffers[name]) for module, name, _ in self._copies]
+        now = [(module, name, buffers_of(module)[name]) for module, name, _ in self._copies]
         for module, name, copy in self._copies:
-            module._buffers[name] = copy.clone()
+            buffers_of(module)[name] = copy.clone()
         try:
             yield
         finally:
             for module, name, buffer in now:
-                module._buffers[name] = buffer
+                buffers_of(module)[name] = buffer
 
 
 def _copy_of(module: nn.Module, name: str, buffer: Tensor) -> Tensor:
     """The last copy of a buffer if the buffer has not changed since, else a new one."""
     copies: dict[str, tuple[ref[Tensor], int, Tensor]] = module.__dict__.setdefault(_COPIES, {})
     last = copies.get(name)
-    if last is None or last[0]() is not buffer or last[1] != buffer._version:
-        last = copies[name] = ref(buffer), buffer._version, buffer.detach().clone()
+    if last is None or last[0]() is not buffer or last[1] != version_of(buffer):
+        last = copies[name] = ref(buffer), version_of(buffer), buffer.detach().clone()
     return last[2]

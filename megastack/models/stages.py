@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from megastack.config.layout_rules import chosen_schedule
 from megastack.config.schema import TrainConfig
+from megastack.errors import ConfigError, Violation
 from megastack.mesh.shape import MeshShape
 from megastack.models.profile import unit_costs
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules.registry import build_schedule
-from megastack.pipeline.split import split_layers
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,43 @@ def _balanced(config: TrainConfig, stages: int) -> list[int]:
     return split_layers(
         config.model.layers, stages, first_cost=costs.first, last_cost=costs.last, block_cost=costs.block
     )
+
+
+def split_layers(
+    layers: int, stages: int, *, first_cost: float, last_cost: float, block_cost: float = 1.0
+) -> list[int]:
+    """The number of blocks of each stage that minimises the cost of the most expensive one; each has at least one.
+
+    The first stage also holds the embedding and the last one the head, which can cost as much as several blocks, so an
+    even split of the blocks is not an even split of the time. All blocks cost the same, so assigning them one by one to
+    the cheapest stage so far is optimal. Of equal stages the later one comes first, since early stages keep more
+    activations.
+
+    Args:
+        layers: the number of blocks of the model.
+        stages: pp · chunks.
+        first_cost: the cost of the first stage besides its blocks (embedding).
+        last_cost: the cost of the last stage besides its blocks (norm, head, loss).
+        block_cost: the cost of one block.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages.
+    """
+    if not 1 <= stages <= layers:
+        rule = f"cannot give each of {stages} stages (parallel.pp times schedule.chunks) a block"
+        legal = ("fewer stages", "list the blocks of each in parallel.layers_per_stage")
+        raise ConfigError.of([Violation("model.layers", layers, rule, legal)])
+    costs = [block_cost] * stages
+    costs[0] += first_cost
+    costs[-1] += last_cost
+    heap = [(cost, -stage) for stage, cost in enumerate(costs)]
+    heapify(heap)
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        cost, stage = heap[0]
+        counts[-stage] += 1
+        heapreplace(heap, (cost + block_cost, stage))
+    return counts
 
 
 def configured_schedule(config: TrainConfig, shape: MeshShape) -> Schedule:

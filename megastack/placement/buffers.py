@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from megastack.placement.placement import Normal, Placement
+from megastack.torch_private import is_persistent
 
 
 def named_buffers(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor]]:
     """The buffers of a module by full name, persistent ones or the others; a shared one under each of its names."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-            if (name not in owner._non_persistent_buffers_set) is persistent:
+            if is_persistent(owner, name) is persistent:
                 yield (f"{path}.{name}" if path else name), buffer
 
 

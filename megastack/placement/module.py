@@ -37,6 +37,7 @@ from megastack.placement.buffers import (
 )
 from megastack.placement.init import fill_
 from megastack.placement.placement import Placement, Zeros
+from megastack.torch_private import buffers_of, parameters_of
 
 
 class ParallelModule(nn.Module):
@@ -68,7 +69,7 @@ class ParallelModule(nn.Module):
         meta device nothing is filled.
         """
         for name, placement in self.placements().items():
-            if "." in name or name in self._buffers:
+            if "." in name or name in buffers_of(self):
                 continue
             tensor = torch.empty(local_shape(placement, self.mesh.shape))
             fill_(tensor, placement, self.mesh.shape, self.mesh.coordinates, seed=0, name=name)
@@ -76,8 +77,8 @@ class ParallelModule(nn.Module):
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """As in torch; a declared buffer replaces the parameter that a parent's constructor made of the declaration."""
-        if name in self._parameters and name in self.placements():
-            del self._parameters[name]
+        if name in parameters_of(self) and name in self.placements():
+            del parameters_of(self)[name]
         super().register_buffer(name, tensor, persistent)
 
 

@@ -112,7 +112,7 @@ LAYOUTS: list[Broken] = [
     (
         {"schedule.name": "1f1bb"},
         None,
-        "schedule.name=1f1bb: is no schedule; use gpipe, 1f1b, interleaved, zb_h1, zb_h2 or custom",
+        "schedule.name=1f1bb: is not a schedule; use gpipe, 1f1b, interleaved, zb_h1, zb_h2 or custom",
     ),
     (
         {"schedule.name": "zb_auto"},

@@ -196,7 +196,7 @@ def test_a_suggested_tp_or_batch_size_is_valid(**sizes: int) -> None:
         (b"\x80\xff\x00", "cannot be read"),
         (b"0F0,junk\n", "line 1, column 2: 'junk' is not an action"),
         (b"0F0,0B0,0F1,0B1\n", "its lists are for pp=1, chunks=1, microbatches=2 and 1 stage, not for"),
-        (b"0B0,0F0\n", "rank 0, step 0: 0B0 stands before 0F0"),
+        (b"0B0,0F0\n", "rank 0, step 0: 0B0 comes before 0F0"),
         (b"999999999999F0\n", "no rank runs stages"),
         (b"9" * 5000 + b"F0\n", "cannot be read"),
     ],

@@ -22,6 +22,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.placement.module import ParallelModule
 from megastack.testing.ranks import run_ranks
+from megastack.weight_gradients import deferring, weight_gradient_scope
 from tests.layers.layer_parity import assert_close, assert_same_gradients, piece, randn, randomised, split_like
 
 D, V = 6, 9
@@ -88,13 +89,13 @@ def backward(mesh: Mesh, layer: nn.Module, function: Callable[[], Tensor], how: 
         return function().backward()
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         loss = function()
         if how == "step":
             return loss.backward()
-        with mesh.weight_gradients.collecting() as put_off:
+        with deferring() as deferred:
             loss.backward()
-        put_off.run()
+        deferred.accumulate()
     return None
 
 

@@ -21,6 +21,7 @@ from megastack.models.decoder import Decoder
 from megastack.placement.module import initialise_
 from megastack.testing.activations import Saved, saved_tensors
 from megastack.testing.ranks import run_ranks
+from megastack.weight_gradients import deferring, weight_gradient_scope
 from tests.models.model_cases import GPT2, LLAMA, QWEN, microbatch, tiny
 from tests.models.test_recompute import with_recompute
 
@@ -186,12 +187,12 @@ def test_a_whole_model_holds_what_is_told_on_tensor_parallel_ranks(sequence_para
 def until_w(config: TrainConfig, mesh: Mesh) -> tuple[int, int]:
     """Bytes of what a whole model's backward leaves for W, and what is told."""
     decoder = made(config, mesh)
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         loss = decoder({}, microbatch(documents=config.data.document_mask)).objective
-        with mesh.weight_gradients.collecting() as put_off:
+        with deferring() as deferred:
             loss.backward()
     storages = {}
-    for products in put_off._of.values():
+    for products in deferred._pending.values():
         for _, product in products:
             looked_up = isinstance(product, _RowSums)
             parts = (product.grad_BSD, product.ids_BS) if looked_up else (product.grad_TO, product.source._x)

@@ -12,8 +12,7 @@ from megastack.errors import ScheduleError
 from megastack.pipeline.action import Action
 from megastack.pipeline.check import check
 from megastack.pipeline.schedules import registry
-from megastack.pipeline.schedules.forward_only import forward_only
-from megastack.pipeline.schedules.interleaved import rounds
+from megastack.pipeline.schedules.interleaved import forward_only, rounds
 from megastack.pipeline.schedules.registry import (
     PLANNED,
     build_schedule,
@@ -207,7 +206,7 @@ def test_planned_schedules_are_known_and_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "options", "words"),
     [
-        ("nope", (2, 1, 4), {}, "schedule.name=nope: is no schedule"),
+        ("nope", (2, 1, 4), {}, "schedule.name=nope: is not a schedule"),
         ("1f1b", (2, 2, 4), {}, "schedule.chunks=2: .*schedule.name=interleaved"),
         ("zb_h2", (2, 2, 4), {}, "schedule.chunks=2: .*schedule.name=interleaved"),
         ("zb_h1", (2, 1, 4), {"round": 2}, "schedule.round=2: .*takes no such option"),
@@ -235,7 +234,9 @@ def test_options_that_are_null_are_not_given() -> None:
 def test_lists_with_actions_that_the_runtime_cannot_do_are_refused_where_they_stand(tmp_path: Path) -> None:
     path = tmp_path / "lists.csv"
     path.write_text("0F0,0UNSHARD,0B0\n1F0,1B0\n")
-    with pytest.raises(ScheduleError, match=r"rank 0, step 1: 0UNSHARD is none of what the runtime executes: F, B, "):
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, step 1: 0UNSHARD is not an action that the runtime executes; use F, B, "
+    ):
         build_schedule("custom", 2, 1, 1, path=str(path))
 
 
@@ -262,7 +263,7 @@ def test_a_users_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one_by_one" in schedule_names()
     assert check(build_schedule("one_by_one", 3, 1, 2)).peaks == (1, 1, 1)
     assert closed_form("one_by_one", 3, 1, 2) is None
-    with pytest.raises(ScheduleError, match="0B0 stands before 0F0"):
+    with pytest.raises(ScheduleError, match="0B0 comes before 0F0"):
         build_schedule("one_by_one", 3, 1, 2, faulty=True)
     with pytest.raises(ScheduleError, match="one_by_one takes no such option"):
         build_schedule("one_by_one", 3, 1, 2, round=1)

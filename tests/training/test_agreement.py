@@ -43,7 +43,7 @@ def train(folder: str, difference: str) -> tuple[str, tuple[int, ...], int]:
     loop = build_loop(training, place, StopRequest())
     with pytest.raises(DataError) as raised:
         loop.run()
-    return str(raised.value), raised.value.ranks, len(mesh.ledger.flight_recorder.actions)
+    return str(raised.value), raised.value.ranks, len(mesh.flight_recorder.actions)
 
 
 @pytest.mark.parametrize(("difference", "brought"), [("count", "1 × [2, 16]"), ("shape", "2 × [2, 15]")])

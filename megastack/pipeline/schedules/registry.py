@@ -1,8 +1,8 @@
-"""Schedules by name: those of megastack, a user's own, and a file of actions.
+"""Schedules by name: built-in ones, a user's own, and a file of actions.
 
 A schedule is a pure function ``(pp, chunks, microbatches, *, options) -> actions of each rank``. `build_schedule` packs
-what it returns, and checks it where it is not one of ours (the tests check ours at every size). Names that are promised
-but not built are known here, so that a configuration can be told so.
+its result, and checks it if the schedule is not built in (the tests check those at every size). Names of planned
+schedules are known here, so that an error can say that they are not available yet.
 
     @register_schedule("mine")
     def mine(pp, chunks, microbatches, *, flavour="plain"):
@@ -38,11 +38,11 @@ PLANNED = ("zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """What a schedule's formulas say, where all stages take equally long and messages no time.
+    """Figures of a schedule by formula, for stages of equal duration and messages without latency.
 
     Attributes:
-        bubble: idle share of the longest rank span; whatever F and B are, but where a schedule splits the backward, at
-            F = I = W.
+        bubble: idle share of the longest rank span; for any F and B, but at F = I = W where a schedule splits the
+            backward.
         peaks: for each rank, the most activations alive, in microbatches of the whole rank; each until its B or W.
     """
 
@@ -52,7 +52,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A schedule's generator and what is known of it; the other functions take the generator's arguments.
+    """A schedule's generator and its formulas, which take the generator's arguments.
 
     `idle` is the idle time of the longest rank span where F = I = W = 1, `peaks` are counted in chunks.
     """
@@ -65,7 +65,7 @@ class _Kind:
     key: str = "schedule.name"
 
     def options(self) -> dict[str, bool]:
-        """Its options, and whether each must be given."""
+        """Its options, and whether each is required."""
         parameters = inspect.signature(self.generate).parameters.values()
         return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -76,7 +76,7 @@ def custom(pp: int, chunks: int, microbatches: int, *, path: str) -> Rows:
 
 
 def _custom_violations(pp: int, chunks: int, microbatches: int, *, path: str) -> list[Violation]:
-    """What is wrong with the file: unreadable, for other sizes, or lists that fail `check`."""
+    """The errors of the file: unreadable, of other sizes, or lists that fail `check`."""
     try:
         _require_usable(Schedule.load(path), (pp, chunks, microbatches))
     except ScheduleError as error:
@@ -107,10 +107,10 @@ _KINDS: dict[str, _Kind] = {
 
 
 def register_schedule(name: str) -> Callable[[Generator], Generator]:
-    """Decorator: make ``schedule.name=<name>`` mean this function; its keyword-only arguments are its options.
+    """Decorator that registers a function as ``schedule.name=<name>``; its keyword-only arguments are its options.
 
     Raises:
-        ScheduleError: when the name is taken by another function.
+        ScheduleError: the name belongs to another function.
     """
 
     def register(generate: Generator) -> Generator:
@@ -128,7 +128,7 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def known_names() -> tuple[str, ...]:
-    """Those, and the names that are not available yet."""
+    """The names that `build_schedule` can build, and those that are planned."""
     return (*_KINDS, *PLANNED)
 
 
@@ -137,7 +137,7 @@ def _find(name: str) -> _Kind | list[Violation]:
     if name in _KINDS:
         return _KINDS[name]
     if "." not in name:
-        rule = "is not available yet" if name in PLANNED else "is no schedule"
+        rule = "is not available yet" if name in PLANNED else "is not a schedule"
         return [Violation("schedule.name", name, rule, schedule_names())]
     try:
         generate = import_path(TARGET, name)
@@ -179,7 +179,7 @@ def _own_violations(
 
 
 def schedule_violations(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> list[Violation]:
-    """What stands against a schedule of these sizes and options (None: not given); reads the file of `custom`."""
+    """The errors of these sizes and options (None: not given); reads the file of `custom`."""
     kind = _find(name)
     if not isinstance(kind, _Kind):
         return kind
@@ -203,10 +203,10 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
     Args:
         name: one of `schedule_names()`, or the dotted path of a function.
         pp, chunks, microbatches: p, v and M, each at least 1.
-        options: what the schedule takes beside them (interleaved: `round`; custom: `path`); None means not given.
+        options: the options of the schedule (interleaved: `round`; custom: `path`); None means not given.
 
     Raises:
-        ScheduleError: for an unknown name, size or option, or actions that fail `check`.
+        ScheduleError: the name, a size or an option is invalid, or the actions fail `check`.
     """
     if found := schedule_violations(name, pp, chunks, microbatches, **options):
         raise ScheduleError("\n".join(map(str, found)))
@@ -219,16 +219,16 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
 
 
 def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> bool:
-    """Whether a legal schedule has W's, gradients of weights apart from those of the inputs."""
+    """Whether a valid schedule has W, the gradients of weights apart from those of the inputs."""
     kind = _kind(name)
-    if kind.proven:  # the second rank is like all later ones, one microbatch like all others
+    if kind.proven:  # all ranks after the first are equal in that, and all microbatches
         pp, microbatches = min(pp, 2), 1
     rows = kind.generate(pp, chunks, microbatches, **_given(options))
     return any(part.op is Op.W for row in rows for action in row for part in action.parts or (action,))
 
 
 def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> ClosedForm | None:
-    """What the formulas of a schedule say, without building it; None where it has none."""
+    """The figures of a schedule by its formulas, without building it; None where it has none."""
     if found := schedule_violations(name, pp, chunks, microbatches, **options):
         raise ScheduleError("\n".join(map(str, found)))
     kind = _kind(name)
@@ -254,7 +254,7 @@ def _require_executed(schedule: Schedule) -> None:
         for step, action in enumerate(row):
             if action.op not in EXECUTED:
                 legal = ", ".join(op for op in Op if op in EXECUTED)
-                raise error(schedule, f"{action} is none of what the runtime executes: {legal}", rank, step)
+                raise error(schedule, f"{action} is not an action that the runtime executes; use {legal}", rank, step)
 
 
 def _require_sizes(schedule: Schedule, sizes: tuple[int, int, int]) -> None:

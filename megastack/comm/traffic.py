@@ -1,6 +1,6 @@
-"""The ledger: how many operations a rank started on each axis, and how many bytes they move.
+"""Communication counters: how many operations a rank started on each axis, and how many bytes they move.
 
-It counts logical operations, whatever the backend really sends. ``payload_bytes`` is the size of the tensor that the
+Logical operations are counted, whatever the backend really sends. ``payload_bytes`` is the size of the tensor that the
 operation is about: the whole tensor of an all-reduce, the gathered side of an all-gather or a reduce-scatter, the
 message of a send. ``wire_bytes`` is the ring-nominal number of bytes that this rank sends for it:
 
@@ -19,14 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-
-from megastack.comm.flight_recorder import FlightRecorder
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Totals of some operations: how often, over how large tensors, and bytes sent by this rank."""
+    """Totals over some operations: the number of calls, the bytes of their tensors, and the bytes this rank sends."""
 
     calls: int = 0
     payload_bytes: int = 0
@@ -42,25 +39,19 @@ class Traffic:
 
 def wire_bytes(op: str, size: int, payload_bytes: int) -> int:
     """Ring-nominal bytes that one rank of ``size`` sends for ``op`` (see the table of this module)."""
-    share = Fraction(size - 1, size)
     if op == "all_reduce":
-        return int(2 * share * payload_bytes)
+        return 2 * (size - 1) * payload_bytes // size
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
-        return int(share * payload_bytes)
+        return (size - 1) * payload_bytes // size
     if op in ("send", "broadcast"):
         return payload_bytes
     raise AssertionError(f"no wire cost for {op}")
 
 
 class Ledger:
-    """Operations of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation.
-
-    Attributes:
-        trail: the last operations themselves, for reports about a failure; never reset.
-    """
+    """Counters of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation."""
 
     def __init__(self) -> None:
-        self.flight_recorder = FlightRecorder()
         self._totals: dict[tuple[str, str], Traffic] = {}
 
     def record(self, axis: str, op: str, size: int, payload_bytes: int) -> None:
@@ -82,5 +73,5 @@ class Ledger:
         return dict(self._totals)
 
     def reset(self) -> None:
-        """Forget everything counted so far."""
+        """Set all counters to zero."""
         self._totals.clear()

@@ -1,8 +1,8 @@
-"""The ledger: ring-nominal bytes by axis and operation."""
+"""Communication counters: ring-nominal bytes by axis and operation."""
 
 import pytest
 
-from megastack.comm.ledger import Ledger, Traffic, wire_bytes
+from megastack.comm.traffic import Ledger, Traffic, wire_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Freed memory stays with a rank that computes on the host."""
+"""The device of a rank: how it is chosen, and that freed host memory is kept."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import resource
 import pytest
 import torch
 
-from megastack.launch.memory import keep_freed_memory
+from megastack.errors import MeshError
+from megastack.mesh import device as device_module
+from megastack.mesh.device import keep_freed_memory, pick_device
 from megastack.testing.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 BLOCKS, ELEMENTS = 20, 2**20
 
 
@@ -37,7 +39,19 @@ def _before_and_after() -> tuple[int, int]:
     return usual, _faults_of_a_microbatch()
 
 
+@glibc
 def test_a_microbatch_takes_no_new_pages_after_the_first() -> None:
     pages = BLOCKS * ELEMENTS * 4 // resource.getpagesize()
     ((usual, kept),) = run_ranks(lambda: _before_and_after(), 1)
     assert kept < 0.02 * pages < 0.5 * pages < usual
+
+
+def test_a_forked_process_that_cannot_use_its_gpu_never_takes_the_cpu_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In such a process the CUDA runtime reports no GPU."""
+    monkeypatch.setattr(device_module, "is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("auto", "cuda"):
+        with pytest.raises(MeshError, match=f"^device={name}: this process was forked from one that had called the"):
+            pick_device(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")

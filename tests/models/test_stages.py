@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.errors import ConfigError
-from megastack.pipeline.split import split_layers
+from megastack.models.stages import split_layers
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(80, 32), (40, 24), (80, 16), (48, 12), (5, 4), (1, 1)])
