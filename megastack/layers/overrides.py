@@ -110,18 +110,18 @@ def _own_obstacle(module: nn.Module, *, declared: bool) -> str | None:
         return None
     if has_forward_hooks(module):
         return "has forward hooks"
-    place, says = _declaration(module)
-    if says is False:
-        return "says uses_cache = False"
+    place, declares = _declaration(module)
+    if declares is False:
+        return "sets uses_cache = False"
     if _is_torchs(module):
         own = not declared or "forward" in vars(module) or not is_called_plainly(module)
-        return "is a module of torch in a layer that does not say uses_cache = True" if own else None
-    if says is None and not is_called_plainly(module):
-        return "is called in a way of its own"
+        return "is a torch module in a layer that does not set uses_cache = True" if own else None
+    if declares is None and not is_called_plainly(module):
+        return "overrides torch's __call__"
     for method in filter(partial(hasattr, module), METHODS):
-        covered = says is True and place <= _defined_at(module, method)
+        covered = declares is True and place <= _defined_at(module, method)
         if not covered and not method_is_built_in(module, method):
-            return f"has a `{method}` of its own and does not say uses_cache = True"
+            return f"overrides `{method}` and does not set uses_cache = True"
     return None
 
 

@@ -47,7 +47,7 @@ def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Cal
         except MegastackError:
             raise
         except ValueError as error:
-            raise ConfigError(f"{key}._target_={_name(target)}: refuses its arguments: {error}") from error
+            raise ConfigError(f"{key}._target_={_name(target)}: rejects its arguments: {error}") from error
         except (Exception, SystemExit) as error:
             raise LayerError(
                 f"{key}._target_={_name(target)}: cannot be built, {type(error).__name__}: {error} "
@@ -76,7 +76,7 @@ def _accepted(key: str, target: Callable[..., Any], extras: Mapping[str, tuple[A
     for name, (value, neutral) in extras.items():
         if name not in taken and name not in ADVISORY and value != neutral:
             raise ConfigError(
-                f"model.{name}={value}: {key}._target_={_name(target)} does not take it; "
+                f"model.{name}={value}: {key}._target_={_name(target)} does not accept it; "
                 f"use {neutral}, or add `{name}` or `**kwargs` to its arguments"
             )
     return taken

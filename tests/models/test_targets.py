@@ -78,7 +78,7 @@ def test_keys_beside_the_target_are_passed_on_and_the_rest_comes_from_the_parent
 
 def test_an_option_that_a_layer_does_not_take_is_refused_and_not_dropped():
     for option, value in (("qkv_bias", True), ("attention_dropout", 0.1)):
-        with pytest.raises(ConfigError, match=rf"model.{option}={value}: .*PlainAttention does not take it"):
+        with pytest.raises(ConfigError, match=rf"model.{option}={value}: .*PlainAttention does not accept it"):
             build(tiny(LLAMA | {"attention": own("PlainAttention"), option: value}), Mesh.single())
     build(tiny(QWEN | {"attention": own("PlainAttention"), "qkv_bias": False}), Mesh.single())
 
@@ -95,7 +95,7 @@ def test_an_option_that_a_layer_does_not_take_is_refused_and_not_dropped():
         (own("NOT_CALLABLE"), "no class or function NOT_CALLABLE"),
         (own("WideMLP", depth=3), r"cannot be called.*unexpected keyword argument 'depth'"),
         ({"_target_": "builtins.dict"}, "cannot be called"),
-        (own("picky"), "refuses its arguments: width=0"),
+        (own("picky"), "rejects its arguments: width=0"),
         (own("broken"), r"cannot be built, RuntimeError: no such weather \(test_targets.py, line \d+\)"),
         (own("leaving"), r"cannot be built, SystemExit: 3 "),
         (own("NOT_CALLABLE"), "no class or function NOT_CALLABLE; use (?!NOT_CALLABLE)"),

@@ -14,10 +14,13 @@ from megastack.plan.layout import Layout
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["precision=bf16"], "bf16 compute, fp32 masters, fp32 reduction"),
-        (["precision=bf16", "precision.reduce=bf16"], "bf16 compute, fp32 masters, bf16 reduction"),
-        (["precision=fp16"], "fp16 compute, fp32 masters, fp32 reduction, dynamic loss scale"),
-        (["precision=fp16", "precision.loss_scale=64"], "fp16 compute, fp32 masters, fp32 reduction, loss scale 64"),
+        (["precision=bf16"], "bf16 compute, fp32 main parameters, fp32 reduction"),
+        (["precision=bf16", "precision.reduce=bf16"], "bf16 compute, fp32 main parameters, bf16 reduction"),
+        (["precision=fp16"], "fp16 compute, fp32 main parameters, fp32 reduction, dynamic loss scale"),
+        (
+            ["precision=fp16", "precision.loss_scale=64"],
+            "fp16 compute, fp32 main parameters, fp32 reduction, loss scale 64",
+        ),
         (["precision=fp32"], "fp32 compute, fp32 reduction"),
         (["precision=fp64"], "fp64 compute, fp64 reduction"),
     ],
@@ -59,7 +62,7 @@ def test_stages_of_the_data_are_lines_of_their_own_and_the_longest_decides_about
         ["experiment=parity", "run.steps=9", "batch.global_size=8", "batch.sequence_length=32", f"{stages}"]
     )
     assert short(config).splitlines()[3:6] == [
-        "stages    steps 1–2: builtin; sequences of 32 tokens, 256 a step",
+        "phases    steps 1–2: builtin; sequences of 32 tokens, 256 a step",
         "          steps 3–5: builtin; sequences of 64 tokens, 512 a step",
         "          steps 6–9: bin a 100.0%; sequences of 64 tokens, 512 a step",
     ]
