@@ -132,12 +132,6 @@ def _bytes_of(config: TrainConfig, name: str, count: int) -> tuple[int, int, int
     return count * compute, count * gradient, count * (moments * wide + main)
 
 
-def matmul_parameters(config: TrainConfig) -> int:
-    """Weights that enter a matrix product with every token: all projections and the head, tied or not, unpadded."""
-    spec = decoder_spec(config)
-    return spec.layers * spec.block.matmul_parameters + spec.head.matmul_parameters
-
-
 def flops_per_token(config: TrainConfig, *, causal: bool = True) -> int:
     """Model FLOPs of a training step (forward and backward) per token, with the attention convention above."""
     spec, sequence = decoder_spec(config), config.batch.sequence_length

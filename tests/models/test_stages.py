@@ -43,6 +43,6 @@ def test_no_other_split_has_a_cheaper_heaviest_stage(stages: int, more: int, fir
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(3, 4), (0, 1), (4, 0)])
-def test_fewer_blocks_than_stages_are_refused(layers: int, stages: int) -> None:
+def test_fewer_blocks_than_stages_are_rejected(layers: int, stages: int) -> None:
     with pytest.raises(ConfigError, match=f"model.layers={layers}: .*{stages} stages"):
         split_layers(layers, stages, first_cost=0.0, last_cost=0.0)

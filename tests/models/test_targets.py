@@ -1,4 +1,4 @@
-"""Layers named by ``_target_``: what they are called with, and what is refused."""
+"""Layers named by ``_target_``: their arguments, and what is rejected."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_keys_beside_the_target_are_passed_on_and_the_rest_comes_from_the_parent
     decoder({}, microbatch())
 
 
-def test_an_option_that_a_layer_does_not_take_is_refused_and_not_dropped():
+def test_an_option_that_a_layer_does_not_accept_is_rejected_and_not_dropped():
     for option, value in (("qkv_bias", True), ("attention_dropout", 0.1)):
         with pytest.raises(ConfigError, match=rf"model.{option}={value}: .*PlainAttention does not accept it"):
             build(tiny(LLAMA | {"attention": own("PlainAttention"), option: value}), Mesh.single())
@@ -103,7 +103,7 @@ def test_an_option_that_a_layer_does_not_take_is_refused_and_not_dropped():
     ],
     ids=str,
 )
-def test_a_target_that_cannot_be_used_is_refused_with_its_key(spec, says):
+def test_a_target_that_cannot_be_used_is_rejected_with_its_key(spec, says):
     with pytest.raises(ConfigError, match=f"(?s)model.mlp.*{says}"):
         build(tiny(LLAMA | {"mlp": spec}), Mesh.single())
 
