@@ -33,8 +33,8 @@ from megastack.errors import ConfigError, ErrorLine, MegastackError, Violation
 from megastack.gradients.parameter_groups import check_patterns
 from megastack.mesh.mesh import Mesh
 from megastack.models.decoder import Decoder
+from megastack.models.factories import import_target
 from megastack.models.recompute import recompute_blocks_
-from megastack.models.targets import import_target
 from megastack.placement.module import buffer_placements_of, check_buffers, placements_of
 
 T = TypeVar("T")

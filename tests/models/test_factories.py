@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from megastack.models.factories import import_target, layer_factory
 from torch import nn
 
 from megastack.errors import ConfigError
 from megastack.layers.attention import ParallelAttention
 from megastack.layers.mlp import ParallelMLP
 from megastack.mesh.mesh import Mesh
-from megastack.models.targets import import_target, layer_factory
 from tests.models.model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
 
 
@@ -96,7 +96,7 @@ def test_an_option_that_a_layer_does_not_accept_is_rejected_and_not_dropped():
         (own("WideMLP", depth=3), r"cannot be called.*unexpected keyword argument 'depth'"),
         ({"_target_": "builtins.dict"}, "cannot be called"),
         (own("picky"), "rejects its arguments: width=0"),
-        (own("broken"), r"cannot be built, RuntimeError: no such weather \(test_targets.py, line \d+\)"),
+        (own("broken"), r"cannot be built, RuntimeError: no such weather \(test_factories.py, line \d+\)"),
         (own("leaving"), r"cannot be built, SystemExit: 3 "),
         (own("NOT_CALLABLE"), "no class or function NOT_CALLABLE; use (?!NOT_CALLABLE)"),
         (own("not_a_module"), "made a str; use a torch module"),
