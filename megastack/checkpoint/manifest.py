@@ -27,7 +27,7 @@ from megastack.checkpoint.trainer import check_trainer
 from megastack.errors import CheckpointError, counted
 from megastack.placement.boxes import Box
 from megastack.records import (
-    MOST,
+    MAX_INTEGER,
     RecordError,
     integer,
     integers,
@@ -257,7 +257,7 @@ def _tensor_errors(files: Mapping[str, FileRecord], tensors: Mapping[str, Tensor
     for name, tensor in tensors.items():
         if tensor.dtype not in ITEM_SIZES:
             yield f"{shown(name)}: dtype {shown(tensor.dtype)} is not known"
-        elif len(tensor.shape) > _MOST_DIMS or _allocated(tensor) > MOST:
+        elif len(tensor.shape) > _MOST_DIMS or _allocated(tensor) > MAX_INTEGER:
             yield f"{shown(name)}: shape {shown(list(tensor.shape))} is too large"
         elif error := cover_error(tensor.shape, [record.box for record in tensor.boxes]):
             yield f"{name}: {error}"

@@ -1,10 +1,10 @@
-"""Values that break a rule about the grid of ranks and what is cut over it: ``config.layout_rules``."""
+"""Values that violate a rule of ``config.layout_rules``."""
 
 from __future__ import annotations
 
-from tests.config.config_cases import Broken
+from tests.config.config_cases import InvalidCase
 
-LAYOUTS: list[Broken] = [
+LAYOUTS: list[InvalidCase] = [
     # the grid
     ({"parallel.dp": 4}, 8, "parallel.dp=4: pp·dp·cp·tp = 4 must be the world of 8 ranks; use 8"),
     (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from megastack.config.choices import DataSource
 from megastack.config.schema import BlendSource, DataPhaseOptions
-from tests.config.config_cases import BIN_37, LEARNED, Broken
+from tests.config.config_cases import BIN_37, LEARNED, InvalidCase
 
-PHASES: list[Broken] = [
+PHASES: list[InvalidCase] = [
     (
         {
             "data.phases": [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megastack.config.choices import Period
 from megastack.config.schema import BlendSource, OptimGroupOptions
-from tests.config.config_cases import LEARNED, LLAMA3, Broken
+from tests.config.config_cases import LEARNED, LLAMA3, InvalidCase
 
 FINITE = "must be a finite number or null"
 
-VALUES: list[Broken] = [
+VALUES: list[InvalidCase] = [
     # ranges
     ({"parallel.tp": 0}, None, "parallel.tp=0: must be at least 1 and at most 1048576; use 1 or more"),
     ({"parallel.pp": -1}, None, "parallel.pp=-1: must be at least 1 and at most 10000; use 1 or more"),
@@ -209,8 +209,8 @@ VALUES: list[Broken] = [
             "schedule.name": "zb_h1",
         },
         None,
-        "schedule.name=zb_h1: parallel.zero.stage=2 reduces gradients after I and would miss the weight gradients of W; use 1f1b or "
-        "parallel.zero.stage=1",
+        "schedule.name=zb_h1: parallel.zero.stage=2 reduces gradients after I and misses the weight gradients of W; "
+        "use 1f1b or parallel.zero.stage=1",
     ),
     (
         {"parallel.zero.stage": 2, "run.sample_prompt": "Once"},

@@ -1,4 +1,4 @@
-"""The largest legal data-parallel degree for the ranks that there are, by the rules that judge every configuration."""
+"""The largest valid data-parallel degree for a number of ranks, by the same rules as every configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megastack.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def base() -> TrainConfig:
-    """A legal elastic configuration of a global batch of 24."""
+    """A valid elastic configuration with a global batch of 24."""
     elastic = ("launch.elastic=true", "resume=auto", "run.dir=here", "batch.global_size=24", "batch.micro_size=1")
     return compose(["experiment=parity", "model.layers=8", "model.heads=8", "model.kv_groups=8", *elastic])
 
@@ -29,7 +29,7 @@ CASES: list[tuple[dict[str, Any], int, int]] = [
     ({}, 5, 4),
     ({}, 23, 12),
     ({}, 100, 24),
-    ({"parallel.dp": 8}, 100, 8),  # the configured degree is the most
+    ({"parallel.dp": 8}, 100, 8),  # the configured degree is the upper limit
     ({"parallel.dp": 8}, 7, 6),
     ({"parallel.dp": 5}, 100, 4),
     ({"batch.micro_size": 2}, 8, 6),
@@ -51,7 +51,7 @@ CASES: list[tuple[dict[str, Any], int, int]] = [
 
 
 @pytest.mark.parametrize(("values", "ranks", "dp"), CASES)
-def test_the_largest_legal_degree_is_taken(base: TrainConfig, values: dict[str, Any], ranks: int, dp: int) -> None:
+def test_the_largest_valid_degree_is_used(base: TrainConfig, values: dict[str, Any], ranks: int, dp: int) -> None:
     fitted = fit_data_parallel(replace_values(base, values), ranks)
     assert fitted.parallel.dp == dp
     assert replace_values(fitted, {"parallel.dp": None}) == replace_values(base, values | {"parallel.dp": None})
@@ -64,16 +64,16 @@ def test_the_largest_legal_degree_is_taken(base: TrainConfig, values: dict[str, 
     micro=st.sampled_from([1, 2, 3]),
     shard=st.none() | st.integers(1, 4),
 )
-def test_no_larger_degree_would_be_legal(
+def test_no_larger_degree_is_valid(
     base: TrainConfig, ranks: int, most: int | None, tp: int, micro: int, shard: int | None
 ) -> None:
     zero = {"parallel.zero.stage": 0 if shard is None else 1, "parallel.zero.shard_size": shard}
     config = replace_values(base, {"parallel.dp": most, "parallel.tp": tp, "batch.micro_size": micro} | zero)
 
-    def legal(dp: int) -> bool:
+    def valid(dp: int) -> bool:
         return not violations(replace_values(config, {"parallel.dp": dp}), dp * tp)
 
-    fitting = [dp for dp in range(1, ranks // tp + 1) if dp <= (most or ranks) and legal(dp)]
+    fitting = [dp for dp in range(1, ranks // tp + 1) if dp <= (most or ranks) and valid(dp)]
     if fitting:
         assert fit_data_parallel(config, ranks).parallel.dp == fitting[-1]
     else:
@@ -81,30 +81,30 @@ def test_no_larger_degree_would_be_legal(
             fit_data_parallel(config, ranks)
 
 
-def refusal(config: TrainConfig, ranks: int) -> str:
+def error_of(config: TrainConfig, ranks: int) -> str:
     with pytest.raises(ConfigError) as caught:
         fit_data_parallel(config, ranks)
     return str(caught.value)
 
 
-def test_too_few_ranks_are_refused_with_the_numbers(base: TrainConfig) -> None:
+def test_too_few_ranks_are_an_error_with_the_numbers(base: TrainConfig) -> None:
     config = replace_values(base, {"parallel.tp": 4, "parallel.pp": 2})
-    assert refusal(config, 7) == (
+    assert error_of(config, 7) == (
         "launch.elastic=true: the 7 ranks of this start cannot hold pp·cp·tp = 8; use 8 ranks or more or other degrees"
     )
 
 
-def test_what_stands_against_every_degree_is_said_once(base: TrainConfig) -> None:
+def test_violations_of_every_degree_are_reported_once(base: TrainConfig) -> None:
     config = replace_values(base, {"lr.warmup_steps": 10**6})
-    [line] = refusal(config, 4).splitlines()
+    [line] = error_of(config, 4).splitlines()
     assert line.startswith("lr.warmup_steps=1000000: must not be longer than run.steps")
-    [line] = refusal(replace_values(base, {"parallel.tp": 0}), 4).splitlines()
+    [line] = error_of(replace_values(base, {"parallel.tp": 0}), 4).splitlines()
     assert line.startswith("parallel.tp=0: must be at least 1")
 
 
-def test_where_no_degree_is_legal_the_reasons_of_some_are_told(base: TrainConfig) -> None:
+def test_without_a_valid_degree_the_error_lists_some_reasons(base: TrainConfig) -> None:
     config = replace_values(base, {"parallel.zero.stage": 1, "parallel.zero.shard_size": 4})
-    [line] = refusal(config, 3).splitlines()
+    [line] = error_of(config, 3).splitlines()
     assert line.startswith(
         "launch.elastic=true: no dp from 1 to 3 is legal on 3 ranks (dp=3: parallel.zero.shard_size=4"
     )
@@ -127,11 +127,9 @@ def test_where_no_degree_is_legal_the_reasons_of_some_are_told(base: TrainConfig
         ),
     ],
 )
-def test_an_elastic_job_knows_its_folder_and_not_its_machines(
-    base: TrainConfig, values: dict[str, Any], line: str
-) -> None:
+def test_an_elastic_job_requires_a_folder_and_one_node(base: TrainConfig, values: dict[str, Any], line: str) -> None:
     assert [str(found) for found in violations(replace_values(base, values), 2)] == [line]
 
 
-def test_weights_to_start_from_go_with_a_folder_to_continue_in(base: TrainConfig) -> None:
+def test_load_weights_is_valid_with_resume_auto(base: TrainConfig) -> None:
     assert not violations(replace_values(base, {"checkpoint.load_weights": "there"}))

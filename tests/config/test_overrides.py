@@ -1,4 +1,4 @@
-"""Overrides sorted into groups, keys and faults; sweeps into jobs."""
+"""Overrides are sorted into groups, keys and errors; sweeps are expanded to jobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megastack.config.overrides import read_overrides, sweep_jobs
 from megastack.errors import ConfigError
 
 
-def test_keys_are_set_whether_or_not_a_file_names_them() -> None:
+def test_keys_can_be_set_even_if_no_file_sets_them() -> None:
     given = [
         "parallel.tp=2",
         "+parallel.pp=2",
@@ -58,7 +58,7 @@ def test_keys_are_set_whether_or_not_a_file_names_them() -> None:
         ("optim.betas.0=0.8", "optim.betas.0=0.8: no such key"),
     ],
 )
-def test_an_override_that_is_refused(override: str, line: str) -> None:
+def test_an_invalid_override(override: str, line: str) -> None:
     with session() as hydra:
         result = read_overrides(["seed=1", override], hydra)
     assert result.valid == ["++seed=1"]
@@ -66,7 +66,7 @@ def test_an_override_that_is_refused(override: str, line: str) -> None:
     assert str(error).startswith(line)
 
 
-def test_a_sweep_is_the_product_as_written() -> None:
+def test_a_sweep_is_a_product_in_order() -> None:
     jobs = sweep_jobs(["model=llama_tiny", "parallel.tp=1,2", "parallel.pp=1,2"])
     assert jobs == [
         ["model=llama_tiny", "parallel.tp=1", "parallel.pp=1"],
@@ -76,7 +76,7 @@ def test_a_sweep_is_the_product_as_written() -> None:
     ]
 
 
-def test_repeated_values_of_a_sweep_are_jobs_of_their_own() -> None:
+def test_repeated_values_of_a_sweep_are_separate_jobs() -> None:
     assert sweep_jobs(["parallel.tp=1,3,1"]) == [["parallel.tp=1"], ["parallel.tp=3"], ["parallel.tp=1"]]
 
 
@@ -143,12 +143,12 @@ def test_a_shuffle_has_all_values() -> None:
         ("seed=1,", "seed=1,: cannot be read as a sweep; use "),
     ],
 )
-def test_a_sweep_that_is_no_list_of_values_is_refused(override: str, line: str) -> None:
+def test_a_sweep_without_a_list_of_values_is_an_error(override: str, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         sweep_jobs(["parallel.tp=1,2", override])
     assert str(caught.value).startswith(line)
 
 
-def test_a_product_of_too_many_jobs_is_refused_before_any_is_made() -> None:
+def test_too_many_jobs_are_an_error() -> None:
     with pytest.raises(ConfigError, match="-m: the product has 100,000,000 jobs; use at most 10,000"):
         sweep_jobs(["seed=range(10000)", "run.steps=range(10000)"])

@@ -1,4 +1,4 @@
-"""What somebody meant by a key that does not exist."""
+"""Suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ from megastack.config.suggestions import OTHER_SYSTEMS, known_keys, suggest
         ("data_stages", "data.phases"),
     ],
 )
-def test_what_was_meant(written: str, meant: str) -> None:
+def test_the_suggested_key(written: str, meant: str) -> None:
     assert suggest(written) == meant
 
 
 @pytest.mark.parametrize("written", ["foo", "xyzzy.plugh", ""])
-def test_no_guess_where_nothing_is_near(written: str) -> None:
+def test_no_suggestion_without_a_similar_key(written: str) -> None:
     assert suggest(written) is None
 
 
-def test_choices_can_be_narrowed() -> None:
+def test_suggestions_from_given_keys() -> None:
     assert suggest("groups[0].lr_scal", ("groups[0].pattern", "groups[0].lr_scale")) == "groups[0].lr_scale"
 
 
-def test_other_systems_names_lead_to_keys_that_exist() -> None:
+def test_names_of_other_systems_map_to_existing_keys() -> None:
     assert {name: key for name, key in OTHER_SYSTEMS.items() if key not in known_keys()} == {}
 
 
-def test_no_key_of_ours_is_taken_for_another_systems() -> None:
+def test_no_key_is_also_a_name_of_another_system() -> None:
     ours = {key.split(".")[-1]: key for key in known_keys()}
     assert {name: key for name, key in OTHER_SYSTEMS.items() if name in ours and ours[name] != key} == {}

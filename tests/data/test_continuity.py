@@ -18,7 +18,7 @@ Stages = list[tuple[int, str, int]]
 FIRST = (0, "early", 16)
 LONGER = (2, "early", 24)
 OTHER = (4, "late", 24)
-NOT_THOSE = r"data\.stages\[1\]: not the samples of the checkpoint's run; use the same files"
+NOT_THOSE = r"data\.phases\[1\]: not the samples of the checkpoint's run; use the same files"
 
 
 def record(folder: Path, stages: Stages, step: int = 0) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def record(folder: Path, stages: Stages, step: int = 0) -> dict[str, Any]:
         ([FIRST, LONGER, OTHER], 2, [FIRST, (3, "early", 12)], None),
         ([FIRST, LONGER], 3, [FIRST, LONGER, OTHER], None),
         ([FIRST], 3, [FIRST, LONGER], r"stages\[0\]\.from_step=2: .* to step 3 without this stage; use 3 or more"),
-        ([FIRST, LONGER], 3, [FIRST], r"data\.stages: .* has one from step 2 on; use the same up to step 3"),
-        ([FIRST, LONGER], 3, [FIRST, (1, "early", 24)], r"data\.stages\[0\]\.from_step=1: .* has 2; use 2"),
+        ([FIRST, LONGER], 3, [FIRST], r"data\.phases: .* has one from step 2 on; use the same up to step 3"),
+        ([FIRST, LONGER], 3, [FIRST, (1, "early", 24)], r"data\.phases\[0\]\.from_step=1: .* has 2; use 2"),
         ([FIRST, LONGER], 3, [FIRST, (2, "early", 12)], r"stages\[0\]\.sequence_length=12: .* has 24; use 24"),
         ([FIRST, LONGER, OTHER], 5, [FIRST, LONGER, (4, "early", 24)], NOT_THOSE),
         ([FIRST, LONGER], 3, [(0, "late", 16), LONGER], r"data: not the samples of the checkpoint's run"),

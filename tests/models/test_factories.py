@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from megastack.models.factories import import_target, layer_factory
 from torch import nn
 
 from megastack.errors import ConfigError
 from megastack.layers.attention import ParallelAttention
 from megastack.layers.mlp import ParallelMLP
 from megastack.mesh.mesh import Mesh
+from megastack.models.factories import import_target, layer_factory
 from tests.models.model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
 
 

@@ -1,4 +1,4 @@
-"""Texts that name something: empty ones, and those that no file system takes, are refused by key."""
+"""Paths and names that are empty or that no file system accepts are errors under their key."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ BASE = [
 ]
 EMPTY = "must not be empty; use the path of a file"
 OTHERS = {"run.sample_prompt", "schedule.name", "schedule._target_", "recompute.pattern"}
-"""Texts that are no names of files: a prompt, an entry of a registry, a pattern."""
+"""Text keys that are neither paths nor names of files: a prompt, a registered name, a pattern."""
 
 
 def found(override: str) -> list[str]:
-    """The violations of a configuration with this override, and with what the rule is not about out of the way."""
+    """The violations of a small configuration with this override."""
     return [str(each) for each in violations(composed(BASE, override))]
 
 
-def test_every_text_of_the_schema_is_decided_about() -> None:
+def test_every_text_key_is_a_path_or_a_name_or_listed() -> None:
     texts = {key.name for key in keys(TrainConfig) if without_null(key.type)[0] is str}
     assert texts == {*PATHS, *NAMES, *OTHERS}
     lists = {key.name for key in keys(TrainConfig) if typing.get_args(without_null(key.type)[0]) == (str,)}
@@ -36,7 +36,7 @@ def test_every_text_of_the_schema_is_decided_about() -> None:
 
 @pytest.mark.parametrize("text", ["", "''", "'   '"])
 @pytest.mark.parametrize("key", [*PATHS, *NAMES])
-def test_an_empty_text_is_refused_with_what_to_use(key: str, text: str) -> None:
+def test_an_empty_text_is_an_error_with_advice(key: str, text: str) -> None:
     [line] = [line for line in found(f"{key}={text}") if line.startswith(f"{key}=")][:1]
     assert line.startswith(f"{key}='") and "': must not be empty; use " in line
     nullable = without_null(next(each.type for each in keys(TrainConfig) if each.name == key))[1]
@@ -67,18 +67,18 @@ def test_an_empty_text_is_refused_with_what_to_use(key: str, text: str) -> None:
         ),
     ],
 )
-def test_what_no_file_system_takes_is_refused(override: str, line: str) -> None:
+def test_texts_that_no_file_system_accepts_are_errors(override: str, line: str) -> None:
     override = override.replace("\\n", "\n")
     assert line in found(override)
 
 
-def test_a_null_byte_is_refused_before_anything_looks_at_the_path() -> None:
+def test_a_null_byte_in_a_path_is_an_error() -> None:
     config = composed(BASE)
     for key in PATHS:
         lines = [str(each) for each in violations(replace_values(config, {key: "a\0b"}))]
         assert any(line.startswith(f"{key}='a\\x00b': must not contain control characters") for line in lines), key
 
 
-def test_names_of_other_languages_and_spaces_within_are_fine() -> None:
+def test_names_may_contain_non_ascii_letters_and_spaces() -> None:
     for name in ("Versuch 1", "実験\u30001", "été\u00a02"):
         assert found(f"run.name='{name}'") == [] == found(f"run.dir='outputs/{name}'")
