@@ -1,4 +1,4 @@
-"""Counter-based numbers: known answers, independence of how the work is cut, and the statistics of what comes out."""
+"""Counter-based numbers: known answers, independence of the layout, and statistics."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def chi_square_excess(counts: torch.Tensor) -> float:
-    """How many standard deviations the chi-square statistic of equally likely cells lies above its mean."""
+    """The standard deviations by which the chi-square statistic of equally likely cells exceeds its mean."""
     expected = counts.sum().item() / counts.numel()
     freedom = counts.numel() - 1
     return (((counts - expected) ** 2 / expected).sum().item() - freedom) / math.sqrt(2 * freedom)
 
 
 class TestKeysAndBits:
-    def test_bits_are_those_of_splitmix64(self) -> None:
+    def test_bits_equal_splitmix64(self) -> None:
         outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
         bits = counter_bits(0, torch.tensor([1, 2, 3]))
         assert [value % 2**64 for value in bits.tolist()] == outputs
@@ -42,12 +42,12 @@ class TestKeysAndBits:
         table = counter_bits(torch.tensor([3, -7])[:, None], index)
         assert torch.equal(table, torch.stack([counter_bits(3, index), counter_bits(-7, index)]))
 
-    def test_bits_leave_their_inputs_alone(self) -> None:
+    def test_inputs_are_not_modified(self) -> None:
         key, index = torch.tensor([5]), torch.arange(3)
         counter_bits(key, index)
         assert key.tolist() == [5] and index.tolist() == [0, 1, 2]
 
-    def test_keys_differ_by_value_kind_order_and_cut_of_their_parts(self) -> None:
+    def test_keys_depend_on_value_type_order_and_division_of_their_parts(self) -> None:
         parts = [("a", "b"), ("b", "a"), ("ab",), ("a", "b", ""), (1, 2), ("1", 2), (12,), (-1,), ("a, 'b",)]
         keys = {stream_key(*part) for part in parts}
         assert len(keys) == len(parts)
@@ -108,7 +108,7 @@ class TestNormal:
         assert all(values.dtype == dtype for dtype, values in made.items())
         assert all(torch.equal(values, made[torch.float32].to(dtype)) for dtype, values in made.items())
 
-    def test_seeds_and_names_give_other_numbers(self) -> None:
+    def test_numbers_depend_on_seed_and_name(self) -> None:
         streams = [(0, "a"), (1, "a"), (0, "b")]
         made = [counter_normal(*s, (64, 64), whole((64, 64)), std=1.0, dtype=torch.float32) for s in streams]
         for one, other in itertools.combinations(made, 2):
@@ -133,7 +133,7 @@ class TestNormal:
         one, two = (counter_normal(0, "w", (99,), whole((99,)), std=std, dtype=torch.float32) for std in (1.0, 2.0))
         assert torch.equal(two, one * 2)
 
-    def test_meta_and_fake_tensors_get_a_shape_and_no_work(self) -> None:
+    def test_meta_and_fake_tensors_get_only_a_shape(self) -> None:
         shape = (1 << 20, 1 << 20)
         meta = counter_normal(0, "w", shape, whole(shape), std=1.0, dtype=torch.bfloat16, device="meta")
         with FakeTensorMode():
@@ -200,11 +200,11 @@ class TestDropoutMask:
         assert abs(same.mean().item() - 0.5) < 5 * 0.5 / math.sqrt(same.numel())
 
     @pytest.mark.parametrize("p", [1.0, -0.1, 2.0])
-    def test_what_is_no_probability_below_one_is_refused(self, p: float) -> None:
+    def test_an_invalid_probability_is_an_error(self, p: float) -> None:
         with pytest.raises(ConfigError, match=rf"dropout={p}: must be at least 0 and below 1"):
             mask([0], 0, 2, 0, 2, p=p)
 
-    def test_fake_tensors_get_a_shape_and_no_work(self) -> None:
+    def test_fake_tensors_get_only_a_shape(self) -> None:
         with FakeTensorMode():
             keep = mask([0, 1], 0, 1 << 20, 0, 1 << 20)
         assert keep.shape == (2, 1 << 20, 1 << 20) and keep.dtype == torch.bool
@@ -227,7 +227,7 @@ class TestPermutation:
 
     @settings(max_examples=30)
     @given(st.sampled_from([1, 1000, 65_536, 65_537, 10**12]), st.data())
-    def test_access_at_any_place_gives_the_same_entry(self, n: int, data: st.DataObject) -> None:
+    def test_random_access_gives_the_same_entry(self, n: int, data: st.DataObject) -> None:
         places = data.draw(st.lists(st.integers(0, n - 1), max_size=5))
         order = Permutation(n, 11)
         many = order.many(torch.tensor(places, dtype=torch.int64))
@@ -236,13 +236,13 @@ class TestPermutation:
         array = order.many(np.array(places, dtype=np.int64))
         assert isinstance(array, np.ndarray) and array.tolist() == many.tolist()
 
-    def test_a_large_order_stores_nothing(self) -> None:
+    def test_a_large_permutation_has_no_table(self) -> None:
         order = Permutation(10**15, 3)
         assert len(pickle.dumps(order)) < 2000
         assert order.many(torch.arange(10_000)).unique().numel() == 10_000
         assert len(order) == 10**15
 
-    def test_the_key_alone_decides(self) -> None:
+    def test_the_order_depends_on_the_key_alone(self) -> None:
         for n in (500, 70_000):
             places = torch.arange(500)
             orders = [Permutation(n, key).many(places) for key in (1, 1, 2)]
@@ -250,14 +250,14 @@ class TestPermutation:
             assert (orders[0] == orders[2]).sum() < 10
 
     @pytest.mark.parametrize("n", [3, 70_000])
-    def test_a_place_outside_is_refused(self, n: int) -> None:
+    def test_an_index_out_of_range_is_an_error(self, n: int) -> None:
         order = Permutation(n, 0)
         for place in (-1, n):
             with pytest.raises(IndexError, match=rf"index {place}: must lie in 0 … {n - 1}"):
                 order[place]
         assert list(Permutation(3, 0)) == Permutation(3, 0).many(torch.arange(3)).tolist()
 
-    def test_an_empty_order_is_refused(self) -> None:
+    def test_an_empty_permutation_is_an_error(self) -> None:
         with pytest.raises(ConfigError, match="n=0"):
             Permutation(0, 0)
 
@@ -270,7 +270,7 @@ class TestPermutation:
         assert chi_square_excess(ranks) < 5
 
     @pytest.mark.parametrize("n", [65_537, 1_000_003])
-    def test_a_large_order_keeps_no_trace_of_the_places(self, n: int) -> None:
+    def test_a_large_permutation_does_not_correlate_with_the_index(self, n: int) -> None:
         cells = 40
         for key in range(4):
             places = torch.arange(n if n < 100_000 else 200_000)
@@ -281,7 +281,7 @@ class TestPermutation:
             for cell in (of_place * cells + of_entry, pairs, gap):
                 assert chi_square_excess(cell.bincount(minlength=cells if cell is gap else cells**2)) < 6
 
-    def test_over_many_keys_an_entry_lands_anywhere(self) -> None:
+    def test_over_many_keys_an_entry_is_uniformly_distributed(self) -> None:
         n, places = 65_537, torch.tensor([0, 1, 255, 256, 65_536])
         entries = torch.stack([Permutation(n, stream_key("key", key)).many(places) for key in range(1000)])
         for column in entries.T:

@@ -1,9 +1,10 @@
-"""Weight gradients that are added in place or put off: what plain autograd gives, when, and without what."""
+"""Weight gradients accumulated in place or deferred: equal to plain autograd's, without extra tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,14 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.models.recompute import recompute
 from megastack.testing.ranks import run_ranks
-from megastack.weight_gradients import AccumulationHook, deferring, weight_gradient_scope
+from megastack.weight_gradients import (
+    AccumulationHook,
+    current_scope,
+    deferring,
+    entered,
+    target_of,
+    weight_gradient_scope,
+)
 from tests.layers.layer_parity import randn, randomised, split_like
 
 B, S, D, F = 2, 4, 6, 8
@@ -29,7 +37,7 @@ Function = Callable[[Tensor], Tensor]
 def gradients(
     mesh: Mesh, function: Function, x: Tensor, tensors: list[Tensor], *, split: bool, held: bool
 ) -> list[Tensor | None]:
-    """Of the input and of other leaves, from one backward or from its two parts, behind what ``.grad`` held."""
+    """Gradients of the input and of other leaves, from a whole or a split backward, on top of what ``.grad`` held."""
     leaf = x.clone().requires_grad_()
     for tensor in tensors:
         tensor.grad = torch.full_like(tensor, 0.5) if held and tensor.requires_grad else None
@@ -55,7 +63,7 @@ def gradients(
 
 
 def assert_equal_every_way(mesh: Mesh, function: Function, tensors: list[Tensor], x: Tensor) -> None:
-    """Added in place or by autograd, at once or later: what plain autograd gives."""
+    """Accumulated in place or by autograd, at once or deferred: equal to plain autograd."""
     leaf = x.clone().requires_grad_()
     sources = [leaf, *tensors]
     asked = [tensor for tensor in sources if tensor.requires_grad]
@@ -93,7 +101,7 @@ def test_parameters_views_casts_and_shared_weights() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Notes the shapes of the tensors that operations make."""
+    """Records the shapes of the tensors that operations create."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +116,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_what_is_added_in_place_has_no_tensor_of_its_own(split: bool) -> None:
+def test_accumulation_in_place_creates_no_gradient_tensor(split: bool) -> None:
     mesh = Mesh.single()
     weight, table = parameter(5, D), parameter(9, D)
     ids_BS = torch.tensor([[1, 3, 3, 8], [0, 1, 1, 1]])
@@ -160,7 +168,7 @@ def test_a_hook_on_a_gradient_sees_it_once_and_changes_it(on_a_view: bool) -> No
     torch.testing.assert_close(parameter_.grad, 4 * x.sum((0, 1)).expand(D, D))
 
 
-def test_a_hook_behind_the_accumulation_runs_once_a_backward() -> None:
+def test_an_accumulation_hook_runs_once_per_backward() -> None:
     mesh = Mesh.single()
     weight, calls = parameter(D, D), []
     weight.grad = torch.zeros_like(weight)
@@ -174,8 +182,8 @@ def test_a_hook_behind_the_accumulation_runs_once_a_backward() -> None:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_gradients_that_a_layer_takes_for_itself_are_stored_nowhere(split: bool) -> None:
-    """Of its input, or of its weight, within its forward."""
+def test_gradients_taken_inside_a_layer_are_not_accumulated(split: bool) -> None:
+    """With respect to its input or its weight, in its forward."""
     mesh = Mesh.single()
     weight, table, x = parameter(D, D), parameter(D, D), randn(B, S, D)
     ids_BS = torch.tensor([[1, 3, 3, 5], [0, 1, 1, 1]])
@@ -233,22 +241,22 @@ def test_an_input_without_gradient() -> None:
 
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("split", [False, True])
-def test_each_parameter_is_stored_once(split: bool, held: bool) -> None:
-    """Hooks that count stored gradients must not see a weight that is used twice half done."""
+def test_each_parameter_is_accumulated_once(split: bool, held: bool) -> None:
+    """Hooks that count gradients must not see an incomplete one of a weight that is used twice."""
     mesh = Mesh.single()
     weight, stored = parameter(D, D), []
     group = mesh[Axis.TP]
     weight.grad = torch.zeros_like(weight) if held else None
 
-    def note(tensor: Tensor) -> None:
+    def record(tensor: Tensor) -> None:
         if tensor.grad is not None and tensor.grad.any():
             stored.append(tensor.grad.clone())
 
-    class Note(AccumulationHook):
+    class Recorded(AccumulationHook):
         def __call__(self, tensor: Tensor) -> None:
-            note(tensor)
+            record(tensor)
 
-    weight.register_post_accumulate_grad_hook(Note())
+    weight.register_post_accumulate_grad_hook(Recorded())
     with weight_gradient_scope():
         out = row_product(row_product(randn(B, S, D), weight, None, group), weight, None, group).sum()
         if split:
@@ -262,7 +270,7 @@ def test_each_parameter_is_stored_once(split: bool, held: bool) -> None:
     torch.testing.assert_close(stored[0], weight.grad)
 
 
-def test_a_backward_that_does_not_collect_is_whole() -> None:
+def test_a_backward_that_does_not_defer_is_whole() -> None:
     """A schedule may split some backwards and not others."""
     mesh = Mesh.single()
     weight = parameter(D, D)
@@ -274,7 +282,7 @@ def test_a_backward_that_does_not_collect_is_whole() -> None:
     torch.testing.assert_close(whole, weight.grad)
 
 
-def test_nothing_is_deferred_unless_it_is_asked_for() -> None:
+def test_nothing_is_deferred_outside_of_a_scope() -> None:
     mesh = Mesh.single()
     out = row_product(randn(B, S, D), parameter(D, D), None, mesh[Axis.TP])
     with deferring() as deferred:
@@ -282,7 +290,7 @@ def test_nothing_is_deferred_unless_it_is_asked_for() -> None:
     assert not deferred.parameters
 
 
-def test_with_recompute_what_is_computed_again_is_deferred() -> None:
+def test_gradients_of_recomputed_layers_are_deferred() -> None:
     mesh = Mesh.single()
     mlp = randomised(ParallelMLP(D, F, mesh, activation="gelu", bias=True))
     again: Function = lambda x: recompute(mlp.forward, x, None)  # noqa: E731
@@ -335,3 +343,37 @@ def test_tensor_parallel_layers_gather_their_input_with_the_weights(sequence_par
     for counts in run_ranks(split_backward, 2, 2, sequence_parallel):
         assert counts["W"] == later, "the second gather of the input goes with W"
         assert counts["I"] + counts["W"] == counts["whole"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_backward_on_another_thread_defers(again: bool) -> None:
+    """As autograd's on a GPU: the thread is outside of the scope, and may run recomputed forwards."""
+    mesh = Mesh.single()
+    mlp = randomised(ParallelMLP(D, F, mesh, activation="gelu"))
+    weights, x = list(mlp.parameters()), randn(B, S, D)
+    expected = torch.autograd.grad(mlp(x).square().sum(), weights)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    with weight_gradient_scope():
+        out = (recompute(mlp.forward, x, None) if again else mlp(x)).square().sum()
+        with deferring() as deferred:
+            thread = threading.Thread(target=out.backward)
+            thread.start()
+            thread.join()
+    assert deferred.parameters == set(weights) and not any(weight.grad.any() for weight in weights)
+    deferred.accumulate()
+    for weight, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient)
+
+
+def test_scopes_nest_and_end() -> None:
+    weight = parameter(D, D)
+    assert current_scope() is None and target_of(weight) is None
+    with weight_gradient_scope(min_elements=D * D + 1) as outer:
+        assert target_of(weight) is None, "a small weight"
+        with weight_gradient_scope() as inner, entered(outer):
+            assert current_scope() is outer
+        assert current_scope() is outer is not inner
+    with pytest.raises(ValueError, match="a step that fails"), weight_gradient_scope():
+        raise ValueError("a step that fails")
+    assert current_scope() is None

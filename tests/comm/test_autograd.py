@@ -1,4 +1,4 @@
-"""The conjugate pairs: what each gives forward and backward, what it sends, and that second derivatives work."""
+"""The conjugate pairs: forward, backward, traffic and second derivatives."""
 
 from collections.abc import Callable
 
@@ -70,7 +70,7 @@ PAIRS = {
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_each_moves_values_forward_and_gradients_by_its_conjugate(name: str, dim: int, tp: int) -> None:
+def test_the_backward_of_each_is_its_conjugate(name: str, dim: int, tp: int) -> None:
     results = run_ranks(both_ways, tp, name, tp, dim)
     forward, backward = PAIRS[name]
     expected = forward([values(rank, 0) for rank in range(tp)], dim)
@@ -81,7 +81,7 @@ def test_each_moves_values_forward_and_gradients_by_its_conjugate(name: str, dim
         torch.testing.assert_close(gradient, gradients[rank], rtol=0, atol=1e-12)
 
 
-def test_bytes_are_those_of_the_table() -> None:
+def test_traffic_equals_the_table() -> None:
     tp, small, large = 2, 36 * 8, 2 * 36 * 8  # bytes of the local tensor, and of the gathered one
     expected = {
         "copy_to": {("tp", "all_reduce"): small},

@@ -1,4 +1,4 @@
-"""Backends: which one a device gets, and that gloo's collectives give what torch's own do."""
+"""Backends: the choice by device, and that gloo's collectives equal torch's."""
 
 from __future__ import annotations
 

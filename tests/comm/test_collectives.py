@@ -1,4 +1,4 @@
-"""Collectives: right values for every dim, dtype and memory layout; inputs untouched; what the ledger counts."""
+"""Collectives: values for every dim, dtype and memory layout; inputs are not modified; what is counted."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def several_under_way() -> tuple[list[float], bool]:
     return torch.cat(results[:3]).tolist(), results[3] is buffer and torch.equal(buffer, results[0])
 
 
-def test_operations_run_side_by_side_and_may_be_waited_for_again() -> None:
+def test_operations_overlap_and_can_be_waited_for_again() -> None:
     for rank, (values, in_place) in enumerate(run_ranks(several_under_way, 2)):
         assert values == [3, 5, 1, 2, 2, 3, 3 + 2 * rank]
         assert in_place
@@ -116,7 +116,7 @@ def left_behind() -> bool:
     return True
 
 
-def test_a_rank_may_leave_a_gather_behind_that_others_have_not_begun() -> None:
+def test_a_rank_may_finish_a_gather_before_others_start_it() -> None:
     assert run_ranks(left_behind, 2) == [True, True]
 
 
@@ -133,7 +133,7 @@ def test_a_rank_may_leave_a_gather_behind_that_others_have_not_begun() -> None:
         lambda x, group: start_all_reduce_(x, group).wait(),
     ],
 )
-def test_one_rank_gets_its_input_back_and_counts_nothing(operation: Callable[[Tensor, AxisGroup], Tensor]) -> None:
+def test_a_group_of_one_returns_its_input_and_reports_nothing(operation: Callable[[Tensor, AxisGroup], Tensor]) -> None:
     observer = RankObserver()
     x = torch.ones(3).expand(2, 3)
     assert operation(x, AxisGroup.single("tp", observer)) is x
@@ -153,7 +153,7 @@ def counted(size: int) -> dict[str, Traffic]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_ledger_counts_the_whole_tensor_and_the_ring(size: int) -> None:
+def test_the_whole_tensor_and_ring_nominal_bytes_are_counted(size: int) -> None:
     whole = size * 6 * 8
     for rank, found in enumerate(run_ranks(counted, size, size)):
         assert found["all_reduce"] == Traffic(2, 2 * whole, 2 * 2 * (size - 1) * whole // size)
@@ -178,7 +178,7 @@ def objects() -> tuple[list[dict[str, int]], list[dict[str, int]]]:
     return all_gather_objects(value, mesh[Axis.DP]), gather_objects(value, mesh[Axis.DP])
 
 
-def test_objects_of_all_ranks_come_in_group_order() -> None:
+def test_objects_of_all_ranks_are_in_group_order() -> None:
     everyone = [{"rank": rank} for rank in range(3)]
     assert run_ranks(objects, 3) == [(everyone, everyone), (everyone, []), (everyone, [])]
     assert all_gather_objects(1, AxisGroup.single("dp")) == gather_objects(1, Mesh.single().world) == [1]

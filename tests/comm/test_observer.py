@@ -20,7 +20,7 @@ from megastack.testing.ranks import run_ranks
 
 
 class Calls(RankObserver):
-    """Keeps its calls."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_a_bare_group_communicates_without_an_observer() -> None:
     assert run_ranks(unobserved, 2) == [4.0, 4.0]
 
 
-def test_a_work_that_fails_stays_waited_for() -> None:
+def test_a_wait_that_fails_is_not_ended() -> None:
     def fail(self: object) -> None:
         raise RuntimeError
 

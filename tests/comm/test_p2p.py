@@ -20,7 +20,7 @@ def channels_of(mesh: Mesh) -> P2PChannels:
 
 
 def in_order() -> list[list[float]]:
-    """The first rank sends five tensors of growing size; the second posts all receives before it looks at any."""
+    """The first rank sends five tensors of growing size; the second posts all receives before it waits for any."""
     mesh = Mesh.from_environment(MeshShape(pp=2))
     channels = channels_of(mesh)
     if mesh.rank == 0:
@@ -32,12 +32,12 @@ def in_order() -> list[list[float]]:
     return [operation.wait().tolist() for operation in reversed(pending)][::-1]
 
 
-def test_a_line_is_first_in_first_out() -> None:
+def test_a_channel_is_first_in_first_out() -> None:
     assert run_ranks(in_order, 2)[1] == [[float(size)] * size for size in range(1, 6)]
 
 
 def exchange_all() -> list[list[int]]:
-    """Every rank posts its sends to all others before any receive: nothing blocks, whatever the order of the peers."""
+    """Every rank posts its sends to all others before any receive: nothing blocks, for any order of the peers."""
     mesh = Mesh.from_environment(MeshShape(pp=4))
     channels = channels_of(mesh)
     others = [rank for rank in range(4) if rank != mesh.rank]
@@ -50,7 +50,7 @@ def exchange_all() -> list[list[int]]:
     return received
 
 
-def test_lines_cross_without_blocking_and_do_not_mix() -> None:
+def test_channels_cross_without_blocking_and_do_not_mix() -> None:
     for rank, received in enumerate(run_ranks(exchange_all, 4)):
         assert received == [[peer, rank, count] for count in range(3) for peer in range(4) if peer != rank]
 
@@ -93,7 +93,7 @@ def mixed() -> tuple[Any, list[Any]]:
     return mesh.ledger.records(), [second.shape, second.dtype, third.tolist(), channels.receive_header(1)]
 
 
-def test_headers_and_tensors_share_a_line_and_only_tensors_are_counted() -> None:
+def test_headers_and_tensors_share_a_channel_and_only_tensors_are_counted() -> None:
     (received, seen), (sent, _) = run_ranks(mixed, 2)
     assert seen == [(3, 2), torch.bfloat16, [True, False], []]
     assert received == {}, "a receive counts nothing"
@@ -107,12 +107,12 @@ def kept_until_matched() -> tuple[int, int]:
         total = sum(int(channels.receive((1,), torch.int64, 0).wait()) for _ in range(50))
         return total, 0
     for number in range(50):
-        channels.send(torch.tensor([number]), 1)  # nobody else holds the tensor
+        channels.send(torch.tensor([number]), 1)  # the only reference to the tensor
     channels.finish()
     return 0, len(channels._posted)
 
 
-def test_a_message_is_kept_until_it_was_matched_and_no_longer() -> None:
+def test_a_tensor_is_kept_until_its_message_is_matched() -> None:
     assert run_ranks(kept_until_matched, 2) == [(0, 0), (sum(range(50)), 0)]
 
 
@@ -126,8 +126,8 @@ def groups_of_channels() -> tuple[bool, bool]:
     ) is mesh.backward_channels is not group, same_ranks
 
 
-def test_the_two_directions_of_a_pair_have_a_group_each() -> None:
-    """gloo would not mind sharing one, NCCL would hang where messages cross."""
+def test_the_two_directions_of_a_pair_use_two_process_groups() -> None:
+    """One group would do for gloo; NCCL would deadlock where messages cross."""
     assert run_ranks(groups_of_channels, 4) == [(True, True)] * 4
 
 

@@ -1,4 +1,4 @@
-"""Which errors count as secondary failures: it depends on where they were raised, not on their text."""
+"""Which errors are secondary failures depends on where they were raised, not on their text."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def observed(wait: Callable[[], Any]) -> ObservedWork:
     return ObservedWork(work, observer, observer.on_operation("dp", "all_reduce", (0, 1), (1,), None))
 
 
-def test_what_a_collective_or_a_wait_raises_is_a_peer_failure_whatever_it_says() -> None:
+def test_any_error_of_a_collective_or_a_wait_is_a_peer_failure() -> None:
     assert is_peer_failure(raised_in(C10D, "all_reduce", RuntimeError(TEXT)))
     assert is_peer_failure(raised(observed(c_error).wait))
     assert is_peer_failure(raised(Pending(observed(c_error), lambda: torch.empty(0)).wait))
 
 
-def test_the_same_error_from_a_layer_or_from_a_rank_s_own_work_is_not() -> None:
+def test_the_same_error_from_a_layer_or_from_local_work_is_not() -> None:
     assert not is_peer_failure(raised(c_error))
     assert not is_peer_failure(raised_in(tiny_runs.__file__, "wait", RuntimeError(TEXT)))
     assert not is_peer_failure(raised_in(torch.nn.functional.__file__, "linear", RuntimeError(TEXT)))
 
 
-def test_what_follows_a_wait_is_own_work() -> None:
+def test_computation_after_a_wait_is_local_work() -> None:
     """The result of an operation is computed after its wait, within the same call."""
 
     def finish() -> torch.Tensor:
@@ -63,13 +63,13 @@ def test_what_follows_a_wait_is_own_work() -> None:
 @pytest.mark.parametrize(
     "error", [ValueError, TypeError, torch.OutOfMemoryError, NotImplementedError, KeyboardInterrupt]
 )
-def test_other_classes_are_own_failures_even_inside_a_collective(error: type[BaseException]) -> None:
+def test_other_classes_are_primary_failures_even_inside_a_collective(error: type[BaseException]) -> None:
     assert not is_peer_failure(raised_in(C10D, "all_reduce", error(TEXT)))
 
 
 @pytest.mark.parametrize("error", [dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError, dist.DistError])
 def test_torch_s_own_classes_are_peer_failures_anywhere(error: type[BaseException]) -> None:
-    """NCCL raises DistBackendError where the host happens to be."""
+    """NCCL raises DistBackendError at an arbitrary point of the host's execution."""
     assert is_peer_failure(error(TEXT))
 
 
@@ -81,7 +81,7 @@ def test_torch_s_own_classes_are_peer_failures_anywhere(error: type[BaseExceptio
         "NCCL communicator was aborted on rank 0.",
     ],
 )
-def test_known_texts_count_where_a_user_s_code_waits(text: str) -> None:
+def test_known_texts_decide_where_user_code_waits(text: str) -> None:
     assert is_peer_failure(RuntimeError(text))
 
 

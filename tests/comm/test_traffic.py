@@ -25,7 +25,7 @@ def test_large_payloads_are_exact() -> None:
     assert wire_bytes("all_reduce", 3, 3 * 2**60) == 4 * 2**60
 
 
-def test_an_operation_without_a_cost_is_a_mistake() -> None:
+def test_an_operation_without_a_cost_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="no wire cost for gossip"):
         Ledger().record("tp", "gossip", 2, 8)
 
@@ -44,7 +44,7 @@ def test_totals_are_by_axis_by_operation_and_over_all() -> None:
     assert set(ledger.records()) == {("tp", "all_reduce"), ("tp", "all_gather"), ("dp", "all_reduce")}
 
 
-def test_reset_forgets_and_records_are_a_copy() -> None:
+def test_reset_clears_and_records_are_a_copy() -> None:
     ledger = Ledger()
     ledger.record("tp", "send", 2, 10)
     before = ledger.records()

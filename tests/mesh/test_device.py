@@ -19,7 +19,7 @@ BLOCKS, ELEMENTS = 20, 2**20
 
 
 def _faults_of_a_microbatch() -> int:
-    """Page faults while as many blocks of 4 MiB are filled and freed as a microbatch would, once the heap has grown."""
+    """Page faults while blocks of 4 MiB are filled and freed as in a microbatch, once the heap has grown."""
     found = []
     for _ in range(6):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -30,7 +30,7 @@ def _faults_of_a_microbatch() -> int:
 
 
 def _before_and_after() -> tuple[int, int]:
-    """With all that is freed given back at once, and with it kept."""
+    """With freed memory returned at once, and with freed memory kept."""
     library = ctypes.CDLL(None)
     library.mallopt(-1, 2**17)  # from here on the end of the heap is given back
     library.mallopt(-3, 2**17)  # and larger blocks are mapped one by one
@@ -40,7 +40,7 @@ def _before_and_after() -> tuple[int, int]:
 
 
 @glibc
-def test_a_microbatch_takes_no_new_pages_after_the_first() -> None:
+def test_microbatches_after_the_first_need_no_new_pages() -> None:
     pages = BLOCKS * ELEMENTS * 4 // resource.getpagesize()
     ((usual, kept),) = run_ranks(lambda: _before_and_after(), 1)
     assert kept < 0.02 * pages < 0.5 * pages < usual

@@ -1,4 +1,4 @@
-"""Rank variables become one value, or one error with every variable that cannot be used."""
+"""Rank variables become one value, or one error that lists every invalid variable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_variables_of_both_launchers() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "abc", "0", "70000", "-1", "1.5", "٣", "9" * 5000, "0x10"])
-def test_a_port_that_is_not_one(value: str) -> None:
+def test_an_invalid_port(value: str) -> None:
     for environment in (WORKER, STEP):
         with pytest.raises(RankEnvironmentError) as caught:
             read_environment(changed(environment, {"MASTER_PORT": value}))
@@ -72,7 +72,7 @@ def test_a_port_that_is_not_one(value: str) -> None:
         ),
     ],
 )
-def test_torchs_variables_that_cannot_be_used(change: dict[str, str | None], starts: list[str]) -> None:
+def test_invalid_variables_of_torch(change: dict[str, str | None], starts: list[str]) -> None:
     with pytest.raises(RankEnvironmentError) as caught:
         read_environment(changed(WORKER, change))
     lines = str(caught.value).splitlines()
@@ -93,7 +93,7 @@ def test_torchs_variables_that_cannot_be_used(change: dict[str, str | None], sta
         ({"SLURM_STEP_NODELIST": "n[1"}, "SLURM_STEP_NODELIST=n[1: 'n[1' is not a Slurm host list"),
     ],
 )
-def test_slurms_variables_that_cannot_be_used(change: dict[str, str | None], start: str) -> None:
+def test_invalid_variables_of_slurm(change: dict[str, str | None], start: str) -> None:
     with pytest.raises(RankEnvironmentError) as caught:
         read_environment(changed(STEP, change))
     assert str(caught.value).startswith(start) and "\n" not in str(caught.value)
@@ -130,14 +130,14 @@ def test_the_port_does_not_depend_on_the_task() -> None:
 
 
 @pytest.mark.parametrize("missing", [("MASTER_ADDR",), ("MASTER_PORT",), ("MASTER_ADDR", "MASTER_PORT")])
-def test_left_over_variables_of_a_launcher_are_named(missing: tuple[str, ...]) -> None:
+def test_remaining_variables_of_a_launcher_are_named(missing: tuple[str, ...]) -> None:
     found = read_environment(changed(WORKER, dict.fromkeys(missing)))
     assert found is not None and found.missing == missing
     with pytest.raises(RankEnvironmentError, match=rf"^RANK=3, WORLD_SIZE=8: {' and '.join(missing)} (is|are) not set"):
         found.require_endpoint()
 
 
-def test_places_on_a_machine_without_a_launcher() -> None:
+def test_local_ranks_without_a_launcher() -> None:
     assert local_rank({}) is None and local_world_size({}) is None
     assert local_rank({"LOCAL_RANK": "2"}) == 2 and local_world_size({"LOCAL_WORLD_SIZE": "2"}) == 2
     with pytest.raises(RankEnvironmentError, match=r"^LOCAL_RANK=x: must be a whole number"):

@@ -1,4 +1,4 @@
-"""A live mesh: groups along axes, fused and cut ones, several meshes in one process, and what it refuses."""
+"""A live mesh: groups along axes, fused groups and subgroups, several meshes in one process, and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AXES = (Axis.PP, Axis.DP, Axis.CP, Axis.TP)
 
 
 def members(shape: MeshShape) -> dict[str, tuple[int, tuple[int, ...], int]]:
-    """Of each group of this rank: its place in it, the ranks, and the sum of their numbers as the group makes it."""
+    """For each group of this rank: its rank in it, the global ranks, and their sum reduced over the group."""
     mesh = Mesh.from_environment(shape)
     wanted: dict[str, Any] = {axis.value: axis for axis in AXES}
     wanted |= {"dp+cp": (Axis.DP, Axis.CP), "pp+tp": (Axis.PP, Axis.TP), "pp+dp+cp": (Axis.CP, Axis.PP, Axis.DP)}
@@ -45,7 +45,7 @@ def members(shape: MeshShape) -> dict[str, tuple[int, tuple[int, ...], int]]:
 
 
 @pytest.mark.parametrize("shape", [MeshShape(pp=2, dp=2, tp=2), MeshShape(dp=2, cp=2), MeshShape(tp=3)], ids=str)
-def test_groups_are_those_of_the_shape_and_add_over_their_ranks(shape: MeshShape) -> None:
+def test_groups_equal_those_of_the_shape_and_reduce_over_their_ranks(shape: MeshShape) -> None:
     for rank, found in enumerate(run_ranks(members, shape.world_size, shape)):
         for name, (place, ranks, total) in found.items():
             axes = AXES if name == "world" else [Axis(axis) for axis in name.split("+")]
@@ -67,7 +67,7 @@ def labels() -> dict[str, str]:
     return {name: group.axis for name, group in groups.items()}
 
 
-def test_the_ledger_names_groups_by_the_axes_that_are_there() -> None:
+def test_groups_are_counted_under_their_axes_larger_than_one() -> None:
     expected = {"dp": "dp", "cp": "cp", "dp+cp": "dp", "pp+tp": "pp", "pp+dp+cp": "pp_dp", "tp": "tp"}
     assert run_ranks(labels, 4) == [expected] * 4
 
@@ -81,7 +81,7 @@ def two_meshes() -> tuple[float, float, Traffic, Traffic]:
     return *sums, one.ledger.total(), other.ledger.total()
 
 
-def test_several_meshes_live_in_one_process_with_a_ledger_each() -> None:
+def test_several_meshes_in_one_process_have_their_own_counters() -> None:
     for rank, (whole, pair, first, second) in enumerate(run_ranks(two_meshes, 4)):
         assert (whole, pair) == (6, 1 if rank < 2 else 5)
         assert (first, second) == (Traffic(1, 4, 6), Traffic(1, 4, 4))
@@ -103,12 +103,12 @@ def subgroups() -> tuple[int, int, int]:
     return int(all_reduce(torch.tensor(mesh.rank), pair)), pair.size, pair.rank
 
 
-def test_subgroups_are_made_by_their_members() -> None:
+def test_subgroups_are_created_by_their_members() -> None:
     assert run_ranks(subgroups, 4) == [(1, 2, 0), (1, 2, 1), (5, 2, 0), (5, 2, 1)]
 
 
 def mesh_after_lonely_subgroup() -> int:
-    """Two of four ranks make a group that the others know nothing of; then all of them make another mesh."""
+    """Two of four ranks create a group without the others; then all of them create another mesh."""
     first = Mesh.from_environment(MeshShape(pp=4))
     if first.rank in (0, 3):
         first.subgroup(Axis.PP, [0, 3])

@@ -1,4 +1,4 @@
-"""How many blocks each stage gets."""
+"""The number of blocks of each stage."""
 
 from itertools import product
 
@@ -16,7 +16,7 @@ def test_every_layer_is_placed(layers: int, stages: int) -> None:
     assert sum(counts) == layers and len(counts) == stages and min(counts) >= 1
 
 
-def test_alike_stages_get_alike_shares() -> None:
+def test_equal_stages_get_equal_shares() -> None:
     assert split_layers(48, 12, first_cost=0.0, last_cost=0.5) == [4] * 12
     assert split_layers(10, 4, first_cost=0.0, last_cost=0.0) == [2, 2, 3, 3], "early stages keep more activations"
 

@@ -82,7 +82,7 @@ def test_split_backward_frees_in_two_parts() -> None:
     assert check(lists(*lines)).peaks == (2, 1)
 
 
-def test_parts_of_a_unit_count_one_by_one() -> None:
+def test_parts_of_an_action_count_one_by_one() -> None:
     schedule = lists("0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1")
     with pytest.raises(ScheduleError, match="no progress") as caught:
         check(lists("0F0 (0F1;0B1)OVERLAP_F_B 0B0", "1F0 1B0 1F1 1B1"))
@@ -102,7 +102,7 @@ SENT = (
 )
 
 
-def test_lists_that_name_their_messages() -> None:
+def test_lists_with_their_own_messages() -> None:
     assert check(lists(*SENT)).sends == (2, 2)
 
 
@@ -138,8 +138,8 @@ def test_a_send_that_is_posted_too_late() -> None:
         check(lists(*held))
 
 
-def test_neighbouring_messages_as_one_unit() -> None:
-    """A receive behind which the rank's own send has to wait: fine in the background, a hang where units queue."""
+def test_adjacent_messages_as_one_group() -> None:
+    """A receive that the rank's own send has to wait for: fine in the background, a deadlock where groups queue."""
     early = (
         "0F0 0RECV_B0 0SEND_F0 0F1 0SEND_F1 0B0 0RECV_B1 0B1",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
@@ -152,8 +152,8 @@ def test_neighbouring_messages_as_one_unit() -> None:
     assert "RECV_B0" in str(caught.value)
 
 
-def test_receives_right_before_use_would_hang_interleaved_ranks() -> None:
-    """The placement that needs no thought: it hangs where a transport blocks, which is why the pass orders globally."""
+def test_receives_right_before_use_would_deadlock_interleaved_ranks() -> None:
+    """The simplest placement deadlocks where a transport blocks, so the pass orders messages globally."""
     schedule = build_schedule("interleaved", 2, 2, 4)
     check(with_communication(schedule))
     with pytest.raises(ScheduleError, match="no progress"):
@@ -175,6 +175,6 @@ def right_before_use(schedule: Schedule) -> Schedule:
     return Schedule.from_actions(rows)
 
 
-def test_named_messages_time_like_generated_ones() -> None:
+def test_listed_messages_take_the_same_time_as_generated_ones() -> None:
     schedule = build_schedule("interleaved", 3, 2, 5)
     assert simulate(with_communication(schedule)).times == simulate(schedule).times

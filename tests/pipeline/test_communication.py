@@ -24,9 +24,9 @@ def test_1f1b_by_hand() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(sizes, st.sampled_from(["gpipe", "interleaved"]), st.integers(0, 2))
-def test_channels_are_first_in_first_out(size: tuple[int, int, int], name: str, ahead: int) -> None:
+def test_channels_are_first_in_first_out(size: tuple[int, int, int], name: str, lead: int) -> None:
     schedule = build_schedule(name, *size)
-    lists = with_communication(schedule, receive_lead=ahead)
+    lists = with_communication(schedule, receive_lead=lead)
     sent, received = defaultdict(list), defaultdict(list)
     for rank, row in enumerate(lists.ranks):
         seen: set[str] = set()
@@ -49,18 +49,18 @@ def test_channels_are_first_in_first_out(size: tuple[int, int, int], name: str, 
 
 @settings(deadline=None, max_examples=30)
 @given(sizes, st.integers(1, 3))
-def test_receives_ahead_still_make_progress(size: tuple[int, int, int], ahead: int) -> None:
-    lists = with_communication(build_schedule("interleaved", *size), receive_lead=ahead)
+def test_earlier_receives_still_make_progress(size: tuple[int, int, int], lead: int) -> None:
+    lists = with_communication(build_schedule("interleaved", *size), receive_lead=lead)
     check(lists, batched=False)
 
 
 def test_receives_move_up_by_whole_computations() -> None:
     schedule = build_schedule("1f1b", 4, 1, 8)
 
-    def lead(ahead: int) -> int:
+    def lead(lead: int) -> int:
         """Computations between the posting of the receives and their use, over all ranks."""
         total = 0
-        for row in with_communication(schedule, receive_lead=ahead).ranks:
+        for row in with_communication(schedule, receive_lead=lead).ranks:
             posted: dict[str, int] = {}
             done = 0
             for action in row:
@@ -80,7 +80,7 @@ def test_stages_of_one_rank_exchange_nothing() -> None:
     assert [str(a) for a in lists[1]] == ["1RECV_F0", "1F0", "2F0", "2SEND_F0", "2RECV_B0", "2B0", "1B0", "1SEND_B0"]
 
 
-def test_values_of_a_unit_are_sent_behind_the_unit() -> None:
+def test_outputs_of_parts_are_sent_after_the_whole_action() -> None:
     rows = [
         [Action.parse(cell) for cell in line.split()]
         for line in ("0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1 1REDUCE_GRAD")

@@ -1,4 +1,4 @@
-"""The engine that runs lists of steps as far as they go."""
+"""Lists of steps run as far as possible."""
 
 from megastack.pipeline.progress import Step, run
 
@@ -17,7 +17,7 @@ def test_a_cycle_is_named() -> None:
     assert sorted(reached.cycle(rows)) == [0, 1, 2]
 
 
-def test_who_only_waits_for_a_cycle_is_not_of_it() -> None:
+def test_a_list_that_waits_for_a_cycle_is_not_part_of_it() -> None:
     rows = [[Step(("a",))], [Step(), Step(("b",), ("a",))], [Step(), Step(("a",), ("b",))]]
     reached = run(rows)
     assert reached.missing.keys() == {0, 1, 2}

@@ -1,4 +1,4 @@
-"""Drawings: a terminal's text, pictures and traces."""
+"""Drawings: text for a terminal, pictures and traces."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_text_names_chunks_and_fits_a_terminal() -> None:
     assert any("|━" in line for line in lines)
 
 
-def test_text_of_a_long_step_says_that_it_is_cut() -> None:
+def test_text_of_a_long_step_is_marked_as_truncated() -> None:
     lines = render(build_schedule("1f1b", 4, 1, 400)).splitlines()
     assert len(lines) < 50 and lines[-1].startswith("… the first ")
 

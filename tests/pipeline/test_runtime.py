@@ -1,4 +1,4 @@
-"""The runtime against plain autograd: every schedule and size, memory, changing shapes, files of actions, refusals."""
+"""The runtime against plain autograd: every schedule and size, memory, changing shapes, files of actions, errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def links(schedule: Schedule, mesh: Mesh) -> list[Link]:
 
 
 def differs(mesh: Mesh, schedule: Schedule, batches: list[Any], pipeline: Pipeline, stages: list[Link]) -> float:
-    """How far loss and gradients of a step are from plain autograd's; gradients are cleared before."""
+    """The difference of loss and gradients of a step from plain autograd; gradients are cleared before."""
     for stage in stages:
         stage.zero_grad()
     loss, reference = plain(schedule.stages, batches)
@@ -53,7 +53,7 @@ def note_chunk(into: list[int], chunk: int, pending: object) -> None:
 
 
 def every_schedule(pp: int) -> dict[str, tuple[float, float, float]]:
-    """The difference, the peak and the foretold peak, for each kind of schedule and number of microbatches."""
+    """The difference, the peak and the predicted peak, for each schedule and number of microbatches."""
     mesh, found = Mesh.from_environment(MeshShape(pp=pp)), {}
     for name, chunks in KINDS:
         for count in MICROBATCHES:
@@ -73,13 +73,13 @@ def every_schedule(pp: int) -> dict[str, tuple[float, float, float]]:
 def test_loss_gradients_and_peaks_of_every_schedule(pp: int) -> None:
     for rank, found in enumerate(run_ranks(every_schedule, pp, pp)):
         assert len(found) == len(KINDS) * len(MICROBATCHES)
-        for name, (worst, peak, foretold) in found.items():
+        for name, (worst, peak, predicted) in found.items():
             assert worst < 1e-12, f"rank {rank} {name}: {worst}"
-            assert peak == foretold, f"rank {rank} {name}"
+            assert peak == predicted, f"rank {rank} {name}"
 
 
 def last_backwards() -> list[list[str]]:
-    """Actions at which each chunk was said to be at its last backward."""
+    """The actions at which the last backward of each chunk was announced."""
     mesh = Mesh.from_environment(MeshShape(pp=2))
     schedule = build_schedule("interleaved", 2, 2, 3)
     seen: list[str] = []
@@ -100,7 +100,7 @@ def test_the_last_backward_of_a_chunk_is_announced_right_before_it() -> None:
 
 
 class Linear(nn.Module):
-    """One stage whose only parameters are those of a linear layer."""
+    """One stage with the parameters of one linear layer."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -113,18 +113,20 @@ class Linear(nn.Module):
         return squared_error(torch.tanh(self.linear(one_hot)), microbatch)
 
 
-def test_split_backwards_put_weights_off_until_their_turn_and_b_does_not() -> None:
-    """Which gradients change at each action, and what is said to be still to come before the last."""
+def test_split_backwards_defer_weight_gradients_and_b_does_not() -> None:
+    """Which gradients change at each action, and which are announced as pending before the last."""
     mesh, texts = Mesh.single(), ("0F0", "0F1", "0B0", "0I1", "0F2", "0I2", "0W1", "0W2")
     schedule = Schedule.from_actions([[Action.parse(text) for text in texts]])
-    stage, changed, told = Linear(mesh), defaultdict(set), []
+    stage, changed, announced = Linear(mesh), defaultdict(set), []
     weight, bias = stage.linear.weight, stage.linear.bias
-    pipeline = Pipeline([stage], schedule, mesh, on_last_backward=lambda chunk, pending: told.append((now(), pending)))
+    pipeline = Pipeline(
+        [stage], schedule, mesh, on_last_backward=lambda chunk, pending: announced.append((now(), pending))
+    )
 
     def now() -> str:
         return str(pipeline.current)
 
-    class Note(AccumulationHook):
+    class Recorded(AccumulationHook):
         def __init__(self, name: str) -> None:
             self.name, self.before = name, None
 
@@ -133,14 +135,14 @@ def test_split_backwards_put_weights_off_until_their_turn_and_b_does_not() -> No
                 changed[now()].add(self.name)
                 self.before = parameter.grad.clone()
 
-    hooks = [p.register_post_accumulate_grad_hook(Note(name)) for name, p in stage.linear.named_parameters()]
+    hooks = [p.register_post_accumulate_grad_hook(Recorded(name)) for name, p in stage.linear.named_parameters()]
     batches = [batch(2, seed=number) for number in range(3)]
     pipeline.run(batches, rows_of(batches))
     for hook in hooks:
         hook.remove()
     both = {"weight", "bias"}
     assert changed == {"0B0": both, "0I1": {"bias"}, "0I2": {"bias"}, "0W1": {"weight"}, "0W2": {"weight"}}
-    assert told == [("0W2", {weight})]
+    assert announced == [("0W2", {weight})]
     assert pipeline.peak == check(schedule).peaks[0] == 2
     split = [weight.grad.clone(), bias.grad.clone()]
     stage.zero_grad()
@@ -185,7 +187,7 @@ def evaluations() -> tuple[float, float, bool, float]:
     return before, worst, untouched, differs(mesh, schedule, training, pipeline, stages)
 
 
-def test_evaluation_takes_any_number_of_microbatches_and_leaves_training_alone() -> None:
+def test_evaluation_accepts_any_number_of_microbatches_and_does_not_affect_training() -> None:
     for before, worst, untouched, after in run_ranks(evaluations, 2):
         assert max(before, worst, after) < 1e-12
         assert untouched
@@ -220,7 +222,7 @@ def test_lists_of_actions_come_from_a_file_with_or_without_their_messages(tmp_pa
 
 
 def memory() -> list[bool]:
-    """Whether outputs that were sent, and carries whose backward is done, are gone while the step still runs."""
+    """Whether outputs that were sent, and inputs whose backward is done, are freed while the step still runs."""
     mesh = Mesh.from_environment(MeshShape(pp=2))
     schedule = build_schedule("1f1b", 2, 1, 6)
     stages: list[nn.Module] = [Watched(link) for link in links(schedule, mesh)]
@@ -229,7 +231,7 @@ def memory() -> list[bool]:
 
 
 class Watched(nn.Module):
-    """A stage that keeps weak references to what it gave, and looks at its last forward which of them live."""
+    """A stage that keeps weak references to its outputs, and checks in its last forward which of them are alive."""
 
     def __init__(self, link: Link) -> None:
         super().__init__()
@@ -248,7 +250,7 @@ class Watched(nn.Module):
         return not any(self.alive[:3])
 
 
-def test_what_was_sent_or_used_up_is_freed_during_the_step() -> None:
+def test_tensors_that_were_sent_or_used_are_freed_during_the_step() -> None:
     assert run_ranks(memory, 2) == [[True], [True]]
 
 
@@ -262,13 +264,13 @@ def messages() -> list[Traffic]:
     return [pair.ledger.total("pp", "send"), pair.ledger.total("pp", "all_reduce"), alone.ledger.total()]
 
 
-def test_only_what_leaves_a_rank_is_counted() -> None:
+def test_only_messages_between_ranks_are_counted() -> None:
     hidden = 2 * 4 * 3 * 8
     for found in run_ranks(messages, 2):
         assert found == [Traffic(3, 3 * hidden, 3 * hidden), Traffic(1, 8, 8), Traffic()]
 
 
-def test_wrong_sizes_are_refused_with_their_numbers() -> None:
+def test_wrong_sizes_are_errors_with_both_numbers() -> None:
     mesh, schedule = Mesh.single(), build_schedule("1f1b", 1, 1, 2)
     pipeline = Pipeline([Link(0, 1)], schedule, mesh)
     with pytest.raises(ScheduleError, match=r"expected 2 microbatches \(from the schedule\), got 3"):
@@ -279,7 +281,7 @@ def test_wrong_sizes_are_refused_with_their_numbers() -> None:
         Pipeline([Link(0, 2)], build_schedule("gpipe", 1, 2, 2), mesh)
 
 
-def test_actions_that_the_runtime_cannot_do_are_refused_by_name() -> None:
+def test_unsupported_actions_are_named() -> None:
     split = Schedule.from_actions([[Action.parse(text) for text in ("0UNSHARD", "0F0", "0B0", "0RESHARD")]])
     with pytest.raises(ScheduleError, match="does not execute RESHARD, UNSHARD"):
         Pipeline([Link(0, 1)], split, Mesh.single())

@@ -1,4 +1,4 @@
-"""One denominator: the loss is the sum over all tokens over their number, however a batch is cut."""
+"""One denominator: the loss is the sum over all tokens over their number, for any division of a batch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_denominator_may_be_a_tensor_and_no_token_at_all_gives_zero() -> Non
 
 
 def global_batch() -> Microbatch:
-    """Row i has i + 1 labels that count."""
+    """Row i has i + 1 valid labels."""
     draw = torch.Generator().manual_seed(5)
     tokens, labels = torch.randint(0, 7, (2, ROWS, LENGTH), generator=draw)
     labels[torch.arange(LENGTH)[None] > torch.arange(ROWS)[:, None]] = IGNORED_LABEL
@@ -81,7 +81,7 @@ def part(first: int, rows: int) -> Microbatch:
 
 
 def every_cut(shape: MeshShape) -> dict[int, tuple[float, float]]:
-    """By the number of microbatches: the loss, and how far gradients are from those of the whole batch at once."""
+    """By number of microbatches: the loss, and the difference of the gradients from those of the whole batch."""
     mesh, found = Mesh.from_environment(shape), {}
     _, reference = plain(shape.pp, [global_batch()])
     count = ROWS // shape.dp
@@ -98,7 +98,7 @@ def every_cut(shape: MeshShape) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("shape", [MeshShape(pp=pp, dp=dp) for pp in (1, 2) for dp in (1, 2, 4)], ids=str)
-def test_loss_and_gradients_are_the_same_for_every_cut_of_uneven_sequences(shape: MeshShape) -> None:
+def test_loss_and_gradients_are_the_same_for_every_division_of_uneven_sequences(shape: MeshShape) -> None:
     expected = plain(shape.pp, [global_batch()])[0]
     for found in run_ranks(every_cut, shape.world_size, shape):
         assert len(found) == {1: 4, 2: 3, 4: 2}[shape.dp]

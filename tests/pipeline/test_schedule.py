@@ -1,4 +1,4 @@
-"""Schedules as values: where stages live, and files of actions."""
+"""Schedules as values: the ranks of stages, and files of actions."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def rows(*lines: str) -> list[list[Action]]:
     return [[Action.parse(cell) for cell in line.split()] for line in lines]
 
 
-def test_stages_are_read_off_the_lists() -> None:
+def test_stages_are_derived_from_the_lists() -> None:
     schedule = Schedule.from_actions(rows("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"))
     assert (schedule.pp, schedule.chunks, schedule.stages, schedule.microbatches) == (2, 2, 4, 1)
     assert schedule.stage_ranks == (0, 1, 1, 0)
@@ -29,14 +29,14 @@ def test_equal_lists_are_equal_values() -> None:
     assert first.ranks[0] == second.ranks[0], "the lists are copies"
 
 
-def test_a_stage_lives_on_one_rank() -> None:
+def test_a_stage_is_on_one_rank() -> None:
     with pytest.raises(ScheduleError, match="stage 0 is on rank 0") as caught:
         Schedule.from_actions(rows("0F0 0B0", "1F0 0B1 1B0"))
     assert ">0B1<" in str(caught.value) and caught.value.action == Action("B", 0, 1)
 
 
 @pytest.mark.parametrize("lines", [("0F0 0B0", "2F0 2B0"), ("", "")])
-def test_every_stage_lives_somewhere(lines: tuple[str, ...]) -> None:
+def test_every_stage_is_on_a_rank(lines: tuple[str, ...]) -> None:
     with pytest.raises(ScheduleError, match="no rank runs"):
         Schedule.from_actions(rows(*lines))
 
@@ -85,7 +85,7 @@ def test_a_file_dumped_by_torch_loads(tmp_path: Path) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_files_that_are_no_lists_are_refused(tmp_path: Path, content: str | None, words: str) -> None:
+def test_invalid_files_are_errors(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "lists.csv"
     if content is not None:
         path.write_text(content)

@@ -51,7 +51,7 @@ def test_closed_forms_equal_the_simulation(name: str) -> None:
 
 
 def chunk_peaks(name: str, pp: int, chunks: int, microbatches: int) -> list[int]:
-    """The published formulas, written down a second time."""
+    """The published formulas, written independently."""
     if name == "gpipe":
         return [microbatches * chunks] * pp
     if name == "1f1b":
@@ -167,7 +167,7 @@ def test_rounds_are_near_equal_and_larger_first() -> None:
         assert min(rounds(pp, microbatches)) >= min(pp, microbatches)
 
 
-def test_a_round_that_is_asked_for_is_taken_or_refused() -> None:
+def test_a_round_is_used_or_invalid() -> None:
     for pp in (2, 3, 4):
         for microbatches in range(1, 10):
             for size in range(1, microbatches + 1):
@@ -184,7 +184,7 @@ def test_a_round_that_is_asked_for_is_taken_or_refused() -> None:
                 assert simulate(schedule).peaks == formula.peaks
 
 
-def test_a_fixed_round_of_p_would_never_finish() -> None:
+def test_a_fixed_round_of_p_would_deadlock() -> None:
     from megastack.pipeline.schedule import Schedule
     from megastack.pipeline.schedules.interleaved import interleaved
 
@@ -194,7 +194,7 @@ def test_a_fixed_round_of_p_would_never_finish() -> None:
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_planned_schedules_are_known_and_refused(name: str) -> None:
+def test_planned_schedules_are_known_and_rejected(name: str) -> None:
     assert name in known_names() and name not in schedule_names()
     with pytest.raises(
         ScheduleError,
@@ -218,7 +218,7 @@ def test_planned_schedules_are_known_and_refused(name: str) -> None:
         ("custom", (2, 1, 4), {}, "schedule.path=null: .*needs it"),
     ],
 )
-def test_illegal_arguments_are_refused(
+def test_invalid_arguments_are_rejected(
     name: str, arguments: tuple[int, int, int], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ScheduleError, match=words):
@@ -231,7 +231,7 @@ def test_options_that_are_null_are_not_given() -> None:
     assert schedule_violations("interleaved", 2, 2, 4, round=None) == []
 
 
-def test_lists_with_actions_that_the_runtime_cannot_do_are_refused_where_they_stand(tmp_path: Path) -> None:
+def test_unsupported_actions_of_lists_are_located(tmp_path: Path) -> None:
     path = tmp_path / "lists.csv"
     path.write_text("0F0,0UNSHARD,0B0\n1F0,1B0\n")
     with pytest.raises(
@@ -290,7 +290,7 @@ def test_forward_only_runs_each_stage_once_at_every_size() -> None:
             assert set(report.peaks) == {0.0}, "nothing is kept for a backward"
 
 
-def test_forward_only_keeps_the_placement_of_training() -> None:
+def test_forward_only_keeps_the_stage_ranks_of_training() -> None:
     schedule = forward_only(2, 2, 3, stage_ranks=(0, 1, 1, 0))
     assert schedule.stage_ranks == (0, 1, 1, 0)
     assert check(schedule).sends == (3, 3)

@@ -71,7 +71,7 @@ def test_activations_that_wait_for_the_weight_gradient() -> None:
     assert simulate(schedule).peaks == (2.0,)
 
 
-def test_a_unit_hands_out_its_values_at_its_end() -> None:
+def test_parts_provide_their_outputs_at_the_end_of_the_action() -> None:
     timeline = simulate(lists("0F0 0F1 (0B0;0F2)OVERLAP_F_B 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"))
     starts = {str(span.action): span.start for span in timeline.spans}
     assert (starts["0B0"], starts["0F2"]) == (4, 6)
@@ -101,6 +101,6 @@ def test_bubbles_measured_in_the_zero_bubble_paper(
     assert simulate(build_schedule(name, pp, chunks, microbatches), costs).bubble == pytest.approx(published, abs=0.004)
 
 
-def test_nothing_to_wait_for_on_one_rank() -> None:
+def test_one_rank_never_waits() -> None:
     timeline = simulate(build_schedule("1f1b", 1, 1, 5), Costs(F=0.1, I=0.2, W=0.3))
     assert timeline.bubble == timeline.step_bubble == pytest.approx(0.0, abs=1e-12)

@@ -17,7 +17,7 @@ W_IS_THE_SHORTEST = [(1, 1, 1), (3, 3, 1), (3, 2, 2), (2, 3, 2), (4, 5, 3), (100
 
 
 def near(pp: int) -> set[int]:
-    """Numbers of microbatches at which something changes."""
+    """Numbers of microbatches at which the behaviour changes."""
     return {1, 2, 3, pp - 1, pp, pp + 1, 2 * pp - 2, 2 * pp - 1, 2 * pp, 20} - {0}
 
 
@@ -69,8 +69,8 @@ def test_they_pass_the_check(name: str, sizes: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_each_list_is_that_of_1f1b_with_its_weight_gradients_put_off(name: str) -> None:
-    """Forwards and input gradients as if with a longer warm-up; weight gradients in order, as late as was promised."""
+def test_each_list_is_1f1b_with_deferred_weight_gradients(name: str) -> None:
+    """Forwards and input gradients as if with a longer warm-up; weight gradients in order, as late as documented."""
     for pp, microbatches in ALL_SIZES:
         for rank, line in enumerate(lines(name, pp, microbatches)):
             cells = line.split()
@@ -144,7 +144,7 @@ def test_idle_time_where_no_forward_or_input_gradient_is_shorter_than_w(name: st
 
 
 def test_h1_is_never_slower_than_1f1b() -> None:
-    """Whatever F, I, W and messages take, while stages are alike to 30 % either way."""
+    """For any F, I, W and latency, while stages differ by at most 30 % either way."""
     random = Random(3)
     for _ in range(300):
         pp, microbatches = random.randint(1, 6), random.randint(1, 16)
@@ -184,7 +184,7 @@ def test_bubbles_of_the_paper(
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_several_chunks_are_refused(name: str) -> None:
+def test_several_chunks_are_rejected(name: str) -> None:
     with pytest.raises(ScheduleError, match=f"schedule.chunks=2: {name} runs one stage a rank; use 1 or schedule.name"):
         build_schedule(name, 2, 2, 4)
 

@@ -1,4 +1,4 @@
-"""What may cross a boundary between stages: masks without gradients, missing values, values that need gradients."""
+"""Tensors between stages: masks without gradients, missing tensors, tensors that need gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.pipeline.chain import batch, squared_error
 
 
 class MaskingBlock(Block):
-    """Hands on an integer mask, a value that is never there, and a scale that needs a gradient."""
+    """Passes on an integer mask, a value that is always None, and a scale that needs a gradient."""
 
     def boundary(self) -> tuple[str, ...]:
         return ("mask_BS", "nothing", "scale_BS1")
@@ -47,7 +47,7 @@ MASKING = LLAMA | {"layers": 4, "block": {"_target_": f"{__name__}.MaskingBlock"
 def trained(
     mesh: Mesh, slices: list[dict[str, Any]], *, frozen: tuple[str, ...] = ()
 ) -> dict[str, torch.Tensor | None]:
-    """Gradients by global name after a step of three microbatches, cut as ``slices`` say; the loss beside them."""
+    """Gradients by global name, and the loss, after a step of three microbatches on the given slices."""
     config = tiny(MASKING, sequence_parallel=False)
     own = slices[mesh.rank :: mesh.shape.pp]
     stages: list[nn.Module] = [build(config, mesh, **part) for part in own]
@@ -79,7 +79,7 @@ def cut(pp: int, slices: list[dict[str, Any]], frozen: tuple[str, ...]) -> dict[
 
 @pytest.mark.parametrize("slices", [HALVES, INTERLEAVED, HOLLOW], ids=["pp2", "pp2x2", "pp4_two_hollow"])
 @pytest.mark.parametrize("frozen", [(), ("embedding", "blocks.0")], ids=["all", "first_stage_frozen"])
-def test_values_of_blocks_cross_and_their_gradients_come_back(slices: Any, frozen: tuple[str, ...]) -> None:
+def test_values_of_blocks_are_sent_and_their_gradients_returned(slices: Any, frozen: tuple[str, ...]) -> None:
     pp = 4 if slices is HOLLOW else 2
     expected = trained(Mesh.single(), WHOLE, frozen=frozen)
     ranks = run_ranks(cut, pp, pp, slices, frozen)
@@ -94,41 +94,41 @@ def test_values_of_blocks_cross_and_their_gradients_come_back(slices: Any, froze
             torch.testing.assert_close(gradient, reference, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
 
-class Fickle(nn.Module):
-    """Gives a value beside the hidden states for some microbatches only."""
+class Inconsistent(nn.Module):
+    """Returns a value besides the hidden states for some microbatches only."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
-    def forward(self, carry: Mapping[str, Any], given: Microbatch) -> dict[str, Any]:
+    def forward(self, inputs: Mapping[str, Any], given: Microbatch) -> dict[str, Any]:
         hidden = given.tokens_BS.unsqueeze(-1) * self.weight
         return {"hidden": hidden, "extra": hidden if given.samples_B[0] else None}
 
 
 class Last(nn.Module):
-    def forward(self, carry: Mapping[str, Any], given: Microbatch) -> Any:
-        return squared_error(carry["hidden"], given)
+    def forward(self, inputs: Mapping[str, Any], given: Microbatch) -> Any:
+        return squared_error(inputs["hidden"], given)
 
 
-def test_a_boundary_that_depends_on_more_than_the_shape_is_refused() -> None:
-    pipeline = Pipeline([Fickle(), Last()], build_schedule("gpipe", 1, 2, 2), Mesh.single())
+def test_outputs_that_depend_on_more_than_the_shape_are_an_error() -> None:
+    pipeline = Pipeline([Inconsistent(), Last()], build_schedule("gpipe", 1, 2, 2), Mesh.single())
     with pytest.raises(ScheduleError, match=r"stage 0 returned .*extra: None.* and .*extra: float64 \[2, 4, 3\]"):
         pipeline.run([batch(2, first=0), batch(2, first=1)], 1)
 
 
-def test_a_slot_survives_a_journey_as_json() -> None:
+def test_a_tensor_spec_survives_a_round_trip_through_json() -> None:
     x = torch.zeros(2, 0, dtype=torch.bfloat16, requires_grad=True)
-    slot = TensorSpec.of("x", x)
-    assert (slot.shape, slot.torch_dtype, slot.needs_grad) == ((2, 0), torch.bfloat16, True)
+    spec = TensorSpec.of("x", x)
+    assert (spec.shape, spec.torch_dtype, spec.needs_grad) == ((2, 0), torch.bfloat16, True)
     record = {"name": "x", "shape": [2, 0], "dtype": "bfloat16", "needs_grad": True}
-    assert TensorSpec.from_record(record) == slot
+    assert TensorSpec.from_record(record) == spec
     assert TensorSpec.from_record({"name": "y", "shape": None, "dtype": "", "needs_grad": False}) == TensorSpec.of(
         "y", None
     )
 
 
-def test_a_leaf_is_cut_from_the_graph_before_it() -> None:
+def test_a_leaf_is_detached_from_the_graph_before_it() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     cut_off = leaf(x, True)
     assert cut_off is not None and cut_off.is_leaf and cut_off.requires_grad
@@ -137,16 +137,16 @@ def test_a_leaf_is_cut_from_the_graph_before_it() -> None:
 
 
 class Half(nn.Module):
-    """Uses one of the values of its carry."""
+    """Uses one of its inputs."""
 
-    def forward(self, carry: Mapping[str, Any], given: Microbatch) -> dict[str, Any]:
-        return {"hidden": carry["hidden"] * 2}
+    def forward(self, inputs: Mapping[str, Any], given: Microbatch) -> dict[str, Any]:
+        return {"hidden": inputs["hidden"] * 2}
 
 
-def test_a_carry_that_a_stage_does_not_use_has_a_gradient_of_zero() -> None:
+def test_an_input_that_a_stage_does_not_use_has_a_gradient_of_zero() -> None:
     stage = Stage(Half(), 1)
-    carry = {name: torch.ones(2, requires_grad=True) for name in ("hidden", "unused")}
-    stage.forward(carry, batch(1), 0)
+    inputs = {name: torch.ones(2, requires_grad=True) for name in ("hidden", "unused")}
+    stage.forward(inputs, batch(1), 0)
     assert stage.live == 1
     found = stage.backward(0, {"hidden": torch.ones(2)})
     assert {name: x.tolist() for name, x in found.items()} == {"hidden": [2, 2], "unused": [0, 0]}
