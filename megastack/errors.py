@@ -101,8 +101,8 @@ class ConfigError(MegastackError, ValueError):
         errors: the errors as values; by default the message.
 
     Attributes:
-        errors: the errors as values.
-        violations: those that are about one key each.
+        errors: every error of the report.
+        violations: the errors that are about one key each.
     """
 
     def __init__(self, message: str, errors: Sequence[ErrorLine] = ()) -> None:

@@ -62,7 +62,7 @@ class Change:
         return f"{self.key}: {spell(self.old)} -> {spell(self.new)}"
 
 
-def changes(before: Mapping[str, Any], config: TrainConfig) -> list[Change]:
+def changes(before: Mapping[str, object], config: TrainConfig) -> list[Change]:
     """The keys that affect the computed values and differ, in the order of the schema.
 
     Args:
@@ -79,7 +79,7 @@ def _has_effect(name: str) -> bool:
     return name in WITH_EFFECT or not any(name == part or name.startswith(f"{part}.") for part in WITHOUT_EFFECT)
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(values: Mapping[str, object]) -> dict[str, Any]:
     """The value of every key of the schema."""
     found = {key.name: _at(values, key.name, to_plain(key.default)) for key in keys(TrainConfig) if not key.is_section}
     return found | {name: found[other] for name, other in NULL_MEANS.items() if found[name] is None}

@@ -60,7 +60,7 @@ class Conversion:
     errors: list[Violation] = field(default_factory=list)
     strict: bool = False
 
-    def section(self, cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
+    def section(self, cls: type[Section], values: Mapping[str, object], prefix: str = "") -> Section:
         """An object of ``cls``, with :data:`INVALID` for each value that is missing or has the wrong type."""
         known, values = hints(cls), _collect_options(cls, values)
         for name, value in values.items():
@@ -73,13 +73,13 @@ class Conversion:
         }
         return cls(**found)
 
-    def _member(self, member: dataclasses.Field[Any], kind: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    def _member(self, member: dataclasses.Field[Any], kind: Any, values: Mapping[str, object], prefix: str) -> Any:
         key = prefix + member.name
         if member.name in values:
             return self.value(kind, values[member.name], key)
         return self.section(cast(type, kind), {}, key + ".") if dataclasses.is_dataclass(kind) else self._missing(key)
 
-    def value(self, kind: Any, value: Any, key: str) -> Any:
+    def value(self, kind: Any, value: object, key: str) -> Any:
         """``value`` converted to the type ``kind``; :data:`INVALID`, with an error under ``key``, if that fails."""
         bare, nullable = without_null(kind)
         if value is INVALID:
@@ -195,7 +195,7 @@ SCALARS: Mapping[type, tuple[Callable[[object], object], str]] = {
 }
 
 
-def with_current_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
+def with_current_names(values: Mapping[str, object]) -> tuple[dict[str, object], list[Violation]]:
     """Nested plain values with renamed keys under their present names, and an error for each key given under both.
 
     An empty list under the old name does not count as given: recorded configurations contain every default.
@@ -248,7 +248,7 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
-def replace_values(config: Section, values: Mapping[str, Any]) -> Section:
+def replace_values(config: Section, values: Mapping[str, object]) -> Section:
     """A copy of a configuration object with the values at some dotted keys replaced.
 
     Raises:

@@ -129,7 +129,7 @@ class Session:
         raise AssertionError(f"{path} was composed but no source contains it")
 
 
-def _groups_of_hydra(defaults: object) -> Iterator[tuple[str, Any]]:
+def _groups_of_hydra(defaults: object) -> Iterator[tuple[str, object]]:
     """The options of Hydra's own config groups that a defaults list selects."""
     for entry in defaults if isinstance(defaults, list) else ():
         named = entry if isinstance(entry, Mapping) else dict([str(entry).rpartition("/")[::2]])
@@ -147,7 +147,7 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[Any, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Nested mappings as dotted keys, outer ones before inner ones; renamed keys under their present names."""
     for name, value in values.items():
         key = current_name(f"{prefix}.{name}" if prefix else str(name))

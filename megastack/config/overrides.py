@@ -57,12 +57,7 @@ def read_overrides(overrides: Sequence[str], hydra: Session) -> Overrides:
 
 
 def _given_twice(override: Override, renamed: dict[str, Override]) -> Violation | None:
-    """An error if an earlier override set the same key under its other name.
-
-    Args:
-        override: a valid override of a key.
-        renamed: the first override of each renamed key, by present name; updated.
-    """
+    """An error if an earlier override set the same key under its other name; ``renamed`` collects the first ones."""
     key = override.key_or_group
     new = current_name(key)
     if new not in RENAMED.values():

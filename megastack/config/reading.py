@@ -22,14 +22,14 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 def read(values: DictConfig) -> tuple[TrainConfig, list[Violation]]:
     """The configuration with these values over the schema's defaults, and the errors of values that cannot be read."""
-    given, errors = with_current_names(cast(dict[str, Any], OmegaConf.to_container(values, resolve=False)))
+    given, errors = with_current_names(cast(dict[str, object], OmegaConf.to_container(values, resolve=False)))
     conversion = Conversion(errors)
     raw = _overlaid(defaults(), given)
     plain = _resolved(_with_old_names(raw), raw, "", errors)
     return conversion.section(TrainConfig, plain), errors
 
 
-def _with_old_names(raw: Any) -> DictConfig:
+def _with_old_names(raw: dict[str, Any]) -> DictConfig:
     """The values as an OmegaConf node in which interpolations may use the old names of renamed keys."""
     node = OmegaConf.create(raw)
     for old, new in RENAMED.items():
@@ -61,14 +61,14 @@ def from_yaml(text: str) -> TrainConfig:
     return config
 
 
-def _overlaid(base: Any, over: Any) -> Any:
+def _overlaid(base: object, over: object) -> Any:
     """Nested mappings merged, with precedence to the second; unlike OmegaConf's merge, also for ``???`` and misfits."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
     return base | {name: _overlaid(base.get(name), value) for name, value in over.items()}
 
 
-def _resolved(node: Any, raw: Any, key: str, errors: list[Violation]) -> Any:
+def _resolved(node: object, raw: Any, key: str, errors: list[Violation]) -> Any:
     """Plain values with every interpolation resolved; one without a value is an error and :data:`INVALID`.
 
     Args:
@@ -86,7 +86,7 @@ def _resolved(node: Any, raw: Any, key: str, errors: list[Violation]) -> Any:
     return node
 
 
-def _child(node: Any, name: Any, raw: Any, key: str, errors: list[Violation]) -> Any:
+def _child(node: DictConfig | ListConfig, name: Any, raw: Any, key: str, errors: list[Violation]) -> Any:
     if OmegaConf.is_missing(node, name):
         return REQUIRED
     try:
@@ -102,7 +102,7 @@ def _inner(raw: Any, name: Any) -> Any:
     return raw if isinstance(raw, str) else raw[name]
 
 
-def _escaped(value: Any) -> Any:
+def _escaped(value: object) -> Any:
     """Plain values with text escaped, so that OmegaConf does not read it as an interpolation."""
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}

@@ -1,10 +1,14 @@
-"""The two ends of a language model, split over tp along the vocabulary: token embedding and output head.
+"""The two ends of a language model: token embedding, learned positions, and output head.
 
-Both own a weight ``(V, D)``, cut along V. Rows beyond the vocabulary pad it to a multiple of ``vocab_multiple``, which
-does not depend on the layout; padded rows are zero, get no gradient and are in no checkpoint. The two placements are
-alike, so one parameter can serve as both (tied embeddings).
+Embedding and head own a weight ``(V, D)``, split over tp along V. Rows beyond the vocabulary pad it to a multiple of
+``vocab_multiple``, which does not depend on the layout. Padded rows are zero, get no gradient and are in no checkpoint.
+The two placements are equal, so one parameter can serve as both (tied embeddings).
 
-Token ids are checked by the loader and not here: an id that no rank holds would come out as zeros.
+The loader checks token ids; here an id that no rank holds would give zeros.
+
+Learned positions are a table with one row per position, replicated over tp. Under sequence parallelism each rank looks
+up its own slice of the positions, so the gradient is partial over tp. Rotary positions are in
+:mod:`megastack.layers.rope`.
 
 Shapes: B microbatch, S sequence, D hidden, V vocabulary, Vp padded vocabulary, t tensor-parallel degree.
 """
@@ -78,7 +82,7 @@ class _VocabParallel(ParallelModule):
         expected = local_shape(self.placements()["weight"], self.mesh.shape)
         if tuple(weight.shape) != expected:
             raise PlacementError(
-                f"tied weight of shape {tuple(weight.shape)}: its layers must declare alike; use {expected}"
+                f"tied weight of shape {tuple(weight.shape)}: both layers must declare the same shape; use {expected}"
             )
         self.weight = weight
 
@@ -88,7 +92,7 @@ class _VocabParallel(ParallelModule):
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """Rows of the weight by token id; each rank looks up the ids it holds, and the sum over tp has them all.
+    """Rows of the weight by token id; each rank looks up the ids it holds, and the results are summed over tp.
 
     Forward all-reduces the output, or with ``sequence_parallel`` reduce-scatters it along the sequence. Backward sends
     nothing, or with ``sequence_parallel`` all-gathers the output gradient.
@@ -100,7 +104,7 @@ class VocabParallelEmbedding(_VocabParallel):
         vocab_multiple: rows are padded to a multiple of this.
         sequence_parallel: split the output along the sequence over tp.
         init: the weight's initial values.
-        weight: another layer's weight to use instead of an own one.
+        weight: another layer's weight to use instead of a new one.
 
     Raises:
         PlacementError: tp does not divide the padded vocabulary, or (in forward) the sequence.
@@ -110,7 +114,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
     @built_in
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """``(B, S)`` ids to ``(B, S, D)``, or to ``(B, S/t, D)`` with ``sequence_parallel``."""
+        """Maps ``(B, S)`` ids to ``(B, S, D)``, or to ``(B, S/t, D)`` with ``sequence_parallel``."""
         group = self.mesh[Axis.TP]
         check_dims(tokens_BS, "(…, S) ids", least=int(self.sequence_parallel))
         if group.size == 1:
@@ -155,7 +159,7 @@ class _LookUp(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _RowSums:
-    """The gradient of a weight whose rows were looked up: for each row, the sum over the places that hold it."""
+    """The gradient of a weight whose rows were looked up: for each row, the sum over the tokens with its id."""
 
     grad_BSD: Tensor
     ids_BS: Tensor
@@ -176,8 +180,8 @@ class _RowSums:
 class VocabParallelHead(_VocabParallel):
     """Logits of this rank's part of the vocabulary: a column-parallel product with a weight ``(V, D)``.
 
-    Communicates as a column-parallel layer does. The logits are never gathered; the loss is
-    :func:`megastack.layers.loss.vocab_parallel_cross_entropy`. The columns of padded rows are no tokens.
+    Communicates like a column-parallel layer. The logits are never gathered; the loss is
+    :func:`megastack.layers.loss.vocab_parallel_cross_entropy`. The columns of padded rows are not tokens.
 
     Args:
         vocab: V, the number of tokens.
@@ -186,8 +190,8 @@ class VocabParallelHead(_VocabParallel):
         vocab_multiple: rows are padded to a multiple of this.
         sequence_parallel: the input is split along the sequence over tp.
         init: the weight's initial values.
-        weight: another layer's weight to use instead of an own one (tied embeddings): the same parameter,
-            so both layers must declare the same ``vocab``, ``vocab_multiple`` and ``init``.
+        weight: another layer's weight to use instead of a new one (tied embeddings); both layers must have the same
+            ``vocab``, ``vocab_multiple`` and ``init``.
 
     Raises:
         PlacementError: tp does not divide the padded vocabulary, or the tied weight has another shape.
@@ -197,20 +201,20 @@ class VocabParallelHead(_VocabParallel):
 
     @built_in
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """``(B, S, D)``, or ``(B, S/t, D)`` with ``sequence_parallel``, to ``(B, S, Vp/t)``."""
+        """Maps ``(B, S, D)``, or ``(B, S/t, D)`` with ``sequence_parallel``, to ``(B, S, Vp/t)``."""
         return column_product(
             hidden_BSD, [self.weight], [None], self.mesh[Axis.TP], sequence_parallel=self.sequence_parallel
         )[0]
 
 
 class LearnedPositions(ParallelModule):
-    """Rows of a table by position.
+    """Rows of a table by position, to add to the token embedding.
 
     Args:
-        max_positions: rows of the table; the loader keeps positions below it.
+        max_positions: rows of the table; the loader checks positions.
         hidden: D.
         mesh: the ranks that a sequence may be split over.
-        sequence_parallel: give this rank's slice of the sequence only.
+        sequence_parallel: return only this rank's slice of the sequence.
         init: initial values of the table.
     """
 
@@ -241,7 +245,7 @@ class LearnedPositions(ParallelModule):
 
     @built_in
     def forward(self, positions_BS: Tensor) -> Tensor:
-        """``(B, S)`` positions to ``(B, S, D)``, or to this rank's ``(B, S/t, D)`` under sequence parallelism.
+        """Maps ``(B, S)`` positions to ``(B, S, D)``, or to this rank's ``(B, S/t, D)`` under sequence parallelism.
 
         Raises:
             PlacementError: S is not a multiple of t under sequence parallelism.

@@ -1,12 +1,12 @@
 """Linear layers split over the tensor-parallel axis: by output features (column) and by input features (row).
 
-A pair of them, column first, forms attention or an MLP with a single reduction. These modules own parameters and
-declare their placements; the products and what they communicate are in :mod:`megastack.layers.linear_ops`.
+A pair of them, column first, forms attention or an MLP with a single reduction. These modules own parameters; the
+products and their communication are in :mod:`megastack.layers.linear_ops`.
 
-A column-parallel weight may have several output dims, of which one is split, in whole slices: a query weight
-``(H, K, D)`` on H, a gate-and-up weight ``(2, F, D)`` on F. The output has the same dims, so no reshape ever has to
-know the layout. With ``copies`` the split dim is cut into t / copies pieces, each held by ``copies`` adjacent ranks (kv
-groups fewer than t).
+A column-parallel weight may have several output dims, one of which is split: a query weight ``(H, K, D)`` on H, a
+gate-and-up weight ``(2, F, D)`` on F. The output has the same dims, so no reshape depends on the layout. With
+``copies`` the split dim is divided into t / copies parts, each held by ``copies`` adjacent ranks (kv groups fewer than
+t).
 
 Shapes: B microbatch, S sequence, t tensor-parallel degree.
 """
@@ -69,8 +69,8 @@ class ColumnParallelLinear(_ParallelLinear):
     """``x @ weight.T + bias`` with the output features split over tp.
 
     Forward sends nothing, or with ``sequence_parallel`` all-gathers the sequence. Backward all-reduces the input
-    gradient, or with ``sequence_parallel`` reduce-scatters it and gathers the input once more, under its own products.
-    Use :func:`column_parallel` where several layers read one input.
+    gradient, or with ``sequence_parallel`` reduce-scatters it and gathers the input again; both overlap with the matrix
+    products. Use :func:`column_parallel` where several layers share an input.
 
     Args:
         in_features: the last dim of the input.
@@ -118,17 +118,17 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """``(B, S, in)``, or ``(B, S/t, in)`` with ``sequence_parallel``, to ``(B, S, *local out)``."""
+        """Maps ``(B, S, in)``, or ``(B, S/t, in)`` with ``sequence_parallel``, to ``(B, S, *local out)``."""
         return _products(x_BSD, [self])[0]
 
 
 def column_parallel(x_BSD: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """The outputs of several layers that read the same input, with the communication of one.
+    """The outputs of several layers that share an input, with the communication of one.
 
-    Layers that run the built-in ``forward`` of :class:`ColumnParallelLinear` share one product, which uses their
-    parameters, and forward hooks see its results; these layers agree about mesh and ``sequence_parallel``. All others
-    are called one after another: a ``forward`` of a subclass or of the instance, a module of another class, one with
-    backward hooks. Ranks of a tp group must agree on that, so such a method or hook belongs on all of them.
+    Layers that run the built-in ``forward`` of :class:`ColumnParallelLinear` share one product of their parameters, and
+    their forward hooks see its results; they must have the same mesh and ``sequence_parallel``. All others are called
+    one after another: overrides of ``forward``, modules of another class, and modules with backward hooks. All ranks of
+    a tp group must have the same overrides and backward hooks.
     """
     shared = [layer for layer in layers if _can_share(layer)]
     products = iter(_products(x_BSD, shared) if shared else ())
@@ -141,7 +141,7 @@ def _can_share(layer: nn.Module) -> TypeGuard[ColumnParallelLinear]:
 
 
 def _called(layer: nn.Module, x_BSD: Tensor, product: Tensor | None) -> Any:
-    """What a call of the layer gives, whose product may be there already."""
+    """The result of calling the layer, whose product may already be computed."""
     if product is None:
         return layer(x_BSD)
     return through_forward_hooks(layer, x_BSD, product) if has_forward_hooks(layer) else product
@@ -153,7 +153,7 @@ def _products(x_BSD: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Te
     assert all(layer.sequence_parallel == first.sequence_parallel for layer in layers), (
         "layers disagree about the input"
     )
-    weights = [layer.weight for layer in layers]  # once, since a parametrised weight is computed when it is read
+    weights = [layer.weight for layer in layers]  # once: reading a parametrised weight computes it
     biases = [layer.bias for layer in layers]
     outputs = column_product(
         x_BSD,
@@ -169,10 +169,10 @@ def _products(x_BSD: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Te
 
 
 class RowParallelLinear(_ParallelLinear):
-    """``x @ weight.T + bias`` with the input features split over tp, as a column-parallel layer leaves them.
+    """``x @ weight.T + bias`` with the input features split over tp, like the output of a column-parallel layer.
 
     Forward all-reduces the output, or with ``sequence_parallel`` reduce-scatters it along the sequence. Backward sends
-    nothing, or with ``sequence_parallel`` all-gathers the output gradient. The bias is the same on every rank and added
+    nothing, or with ``sequence_parallel`` all-gathers the output gradient. The bias is replicated and added
     after the reduction; with ``sequence_parallel`` each rank sees only its rows, so its gradient is partial over tp.
 
     Args:
@@ -214,6 +214,6 @@ class RowParallelLinear(_ParallelLinear):
 
     @built_in
     def forward(self, x_BSF: Tensor) -> Tensor:
-        """``(B, S, in/t)`` to ``(B, S, out)``, or to ``(B, S/t, out)`` with ``sequence_parallel``."""
+        """Maps ``(B, S, in/t)`` to ``(B, S, out)``, or to ``(B, S/t, out)`` with ``sequence_parallel``."""
         group = self.mesh[Axis.TP]
         return row_product(x_BSF, self.weight, self.bias, group, sequence_parallel=self.sequence_parallel)

@@ -2,10 +2,10 @@
 
 :func:`column_product` splits the output features of its weights over the group, :func:`row_product` the input features
 of its weight, so that one after the other needs a single reduction (Megatron-LM, Shoeybi et al. 2019). Under sequence
-parallelism (Korthikanti et al. 2022) what lies between two such pairs is split along the sequence: a column product
-gathers it and a row product scatters it. Weights are matrices here; shapes, placements and parameters are the business
-of :mod:`megastack.layers.linear`. In a step weight gradients are added in place, or where the
-pipeline splits backwards deferred, and the gather of their input with them (:mod:`megastack.weight_gradients`).
+parallelism (Korthikanti et al. 2022) hidden states between such pairs are split along the sequence: a column product
+gathers them and a row product scatters them. Weights are matrices here; parameters and placements are in
+:mod:`megastack.layers.linear`. In a training step weight gradients are accumulated in place or, where the pipeline
+splits backwards, deferred together with the gather of their input (:mod:`megastack.weight_gradients`).
 
 Shapes: inputs and outputs are ``(…, S, features)``; B microbatch, S sequence, D hidden, t the size of the group.
 """
@@ -45,25 +45,24 @@ def column_product(
     *,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, ...]:
-    """``x @ weight.T + bias`` for several weights that read the same input, each split along its rows over the group.
+    """``x @ weight.T + bias`` for several weights that share an input, each split along its rows over the group.
 
-    Communicates once for all weights together. Forward: nothing, or with ``sequence_parallel`` an all-gather of the
-    input. Backward: an all-reduce of the input gradient, or with ``sequence_parallel`` a reduce-scatter of it and one
-    more all-gather of the input, of which only this rank's piece is kept. The weight gradients are computed meanwhile.
+    Communicates once for all weights. Forward: nothing, or with ``sequence_parallel`` an all-gather of the input.
+    Backward: an all-reduce of the input gradient, or with ``sequence_parallel`` a reduce-scatter of it and a second
+    all-gather of the input, of which only this rank's slice is saved; both overlap with the weight gradients.
 
     Args:
         x: ``(…, S, in)``, replicated over the group, or ``(…, S/t, in)`` with ``sequence_parallel``.
         weights: matrices ``(out/t, in)``; frozen ones cost no product in backward.
-        biases: as many vectors ``(out/t,)`` or ``None``.
+        biases: a vector ``(out/t,)`` or ``None`` for each weight.
 
-    Parameters of another dtype than ``x`` enter the product in its dtype, and all of them in the dtype of
-    ``torch.autocast`` where it is on.
+    Parameters are cast to the dtype of ``x``, or all operands to the dtype of ``torch.autocast`` where it is on.
 
     Returns:
         One ``(…, S, out/t)`` per weight.
 
     Raises:
-        PlacementError: an input without features, or without a sequence under sequence parallelism.
+        PlacementError: the input has no feature dim, or no sequence dim under sequence parallelism.
     """
     _check_features(x, sequence_parallel)
     x, weights, biases = _operands(x, weights, biases)
@@ -85,13 +84,14 @@ def row_product(
     Args:
         x: ``(…, S, in/t)``.
         weight: ``(out, in/t)``.
-        bias: ``(out,)``, the same on every rank, or ``None``.
+        bias: ``(out,)``, replicated, or ``None``.
 
     Returns:
         ``(…, S, out)``, replicated over the group, or ``(…, S/t, out)`` with ``sequence_parallel``.
 
     Raises:
-        PlacementError: S is not a multiple of t under sequence parallelism, or an input without features or sequence.
+        PlacementError: S is not a multiple of t under sequence parallelism, or the input lacks a feature or sequence
+        dim.
     """
     _check_features(x, sequence_parallel)
     x, (weight,), (bias,) = _operands(x, [weight], [bias])
@@ -109,7 +109,7 @@ def row_product(
 def _operands(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """Input and parameters in the dtype in which they are multiplied."""
+    """Input and parameters in the dtype of the product."""
     dtype = product_dtype(x)
     return x.to(dtype), [w.to(dtype) for w in weights], [None if b is None else b.to(dtype) for b in biases]
 
@@ -120,7 +120,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def check_dims(x: Tensor, expected: str, *, least: int) -> None:
-    """Refuse an input with fewer dims than a layer needs, ``expected`` in words."""
+    """Raise PlacementError for an input with fewer dims than a layer needs; ``expected`` is its shape in words."""
     if x.dim() < least:
         raise PlacementError(
             f"input of shape {tuple(x.shape)}: must have at least {least} dim{'s' * (least > 1)}; use {expected}"
@@ -132,7 +132,7 @@ def _check_features(x: Tensor, sequence_parallel: bool) -> None:
 
 
 def check_sequence(length: int, group: AxisGroup) -> None:
-    """Refuse a sequence that cannot be split evenly over the group."""
+    """Raise PlacementError for a sequence that cannot be split evenly over the group."""
     if length % group.size:
         raise PlacementError(
             f"sequence length {length}: must be a multiple of {group.axis}={group.size} under sequence parallelism; "
@@ -171,10 +171,10 @@ class _LocalProduct(torch.autograd.Function):
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """The column product with its collectives under its own matrix products.
+    """The column product, whose collectives overlap with its matrix products.
 
-    Under sequence parallelism backward starts the second gather of the input first, under the product that makes the
-    input gradient; the reduction of that gradient then runs under the weight products.
+    Under sequence parallelism backward first starts the second gather of the input, which overlaps with the product for
+    the input gradient. The reduction of that gradient then overlaps with the products for the weight gradients.
     """
 
     @staticmethod
@@ -224,9 +224,9 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 class _Input:
-    """The input of products for their weight gradients, whole; gathered along the sequence first if a group is given.
+    """The input of weight-gradient products, gathered along the sequence if a group is given.
 
-    Only this rank's piece is held until then.
+    Only this rank's slice is held until then.
     """
 
     def __init__(self, x: Tensor, group: AxisGroup | None = None) -> None:
@@ -271,7 +271,7 @@ def _weight_gradient(target: GradientTarget | None, product: _WeightProduct) -> 
 
 
 def _needs(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[bool, Sequence[bool], Sequence[bool]]:
-    """Which gradients are wanted: of the input, of each weight, of each bias; none of an unused output."""
+    """Which gradients are needed: of the input, of each weight, of each bias; none for an unused output."""
     used = [grad is not None for grad in grads]
     weights, biases = ([w and u for w, u in zip(half, used, strict=True)] for half in _halves(ctx.needs_input_grad[4:]))
     return ctx.needs_input_grad[0], weights, biases

@@ -1,20 +1,19 @@
-"""Cross-entropy over a vocabulary that is split over tp, without ever gathering the logits.
+"""Cross-entropy over a vocabulary that is split over tp; the logits are never gathered.
 
-Each rank boils its columns down to two or three numbers a token: the log of the sum of exponentials, the target's logit
-(zero where another rank holds it) and, for label smoothing, the sum of the logits. One all-gather of these lets every
-rank finish the same loss; backward needs no communication. Only the logits themselves and one number a token are kept
-for backward, which writes the probabilities straight into the gradient.
+Each rank reduces its columns to two or three numbers per token: the log of the sum of exponentials, the target's logit
+(zero where another rank holds it) and, for label smoothing, the sum of the logits. One all-gather of these numbers lets
+every rank compute the same loss; backward needs no communication. Only the logits and one number per token are saved
+for backward, which writes the probabilities directly into the gradient.
 
 With l = log Σ exp(x) over the V real columns, target y and smoothing ε, as in torch::
 
     loss = l - (1 - ε) x_y - ε / V · Σ x        z-loss = z · l²  (Chowdhery et al. 2022)
 
-Forward has one temporary as large as the columns; backward has none but the gradient, which is in the wider dtype
-first.
+Forward has one temporary as large as the columns; the only one of backward is the gradient, in the wider dtype first.
 
-Columns beyond the vocabulary (padding) are in none of the sums and get a zero gradient; neither do tokens labelled
-:data:`IGNORED` count. Labels are checked by the loader and not here. Everything is computed in
-``promote_types(dtype, fp32)``; the gradient has the logits' dtype.
+Columns beyond the vocabulary (padding) are excluded from the sums and get a zero gradient. Tokens labelled
+:data:`IGNORED` do not count. The loader checks labels. The computation is in ``promote_types(dtype, fp32)``; the
+gradient has the logits' dtype.
 
 Shapes: B microbatch, S sequence, V the columns of this rank.
 """
@@ -39,7 +38,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 
 IGNORED = -100
-"""The label of a token that does not count, as in torch."""
+"""The label of tokens that do not count, as in torch."""
 
 
 def vocab_parallel_cross_entropy(
@@ -51,23 +50,23 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The loss summed over the tokens that count, z-loss included, and their number; the same on every tp rank.
+    """The loss summed over the tokens that count, z-loss included, and their number; identical on all tp ranks.
 
-    Sends 2 numbers a token (3 with label smoothing) to every other tp rank in one all-gather, and nothing in backward.
+    Sends 2 numbers per token (3 with label smoothing) to every other tp rank in one all-gather, and none in backward.
 
     Args:
         logits_BSV: this rank's columns ``(B, S, V/t)``, the whole sequence.
         labels_BS: the target of each token, :data:`IGNORED` where it does not count.
         mesh: the ranks.
         vocab: the real vocabulary; columns from here on are padding.
-        label_smoothing: the share ε of the target's weight that is spread evenly over the vocabulary.
+        label_smoothing: the fraction ε of the target's weight that is spread evenly over the vocabulary.
         z_loss: the weight z of the squared log of the sum of exponentials.
 
     Returns:
         The differentiable sum, and the count as an integer tensor.
 
     Raises:
-        PlacementError: shapes that do not belong together.
+        PlacementError: the shapes are inconsistent.
     """
     cross_entropy, z, tokens = vocab_parallel_losses(
         logits_BSV, labels_BS, mesh, vocab=vocab, label_smoothing=label_smoothing, z_loss=z_loss
@@ -84,7 +83,7 @@ def vocab_parallel_losses(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`vocab_parallel_cross_entropy`, with the sums of the cross-entropy and of the z-loss kept apart."""
+    """Like :func:`vocab_parallel_cross_entropy`, with separate sums of the cross-entropy and of the z-loss."""
     _check_shapes(logits_BSV, labels_BS, mesh[Axis.TP], vocab)
     columns = _Columns.of(mesh[Axis.TP], logits_BSV.shape[-1], vocab)
     cross_entropy, z = _VocabParallelLoss.apply(logits_BSV, labels_BS, columns, label_smoothing, z_loss)
@@ -106,7 +105,7 @@ def _check_shapes(logits_BSV: Tensor, labels_BS: Tensor, group: AxisGroup, vocab
 
 @dataclass(frozen=True)
 class _Columns:
-    """The vocabulary entries ``start … start + real`` that this rank's logits stand for, before any padding."""
+    """The vocabulary entries ``start … start + real`` of this rank's logits, before any padding."""
 
     group: AxisGroup
     vocab: int
@@ -119,7 +118,7 @@ class _Columns:
         return _Columns(group, vocab, start, min(max(vocab - start, 0), width))
 
     def locate(self, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Each label's column here, 0 where it is elsewhere, and whether it is here."""
+        """Each label's column on this rank, 0 where another rank holds it, and whether this rank holds it."""
         local = labels_BS - self.start
         here = (local >= 0) & (local < self.real)
         return local.masked_fill(~here, 0), here
@@ -168,7 +167,7 @@ class _VocabParallelLoss(torch.autograd.Function):
 def _over_ranks(
     real_BSV: Tensor, labels_BS: Tensor, columns: _Columns, with_total: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log of the sum of exponentials, target logit and (if wanted) sum of logits, over the whole vocabulary."""
+    """Log-sum-exp, target logit and (if ``with_total``) sum of logits, over the whole vocabulary."""
     wide = torch.promote_types(real_BSV.dtype, torch.float32)
     numbers = [_log_sum_exp(real_BSV, wide), _target(real_BSV, labels_BS, columns).to(wide)]
     if with_total:
@@ -179,7 +178,7 @@ def _over_ranks(
 
 
 def _log_sum_exp(real_BSV: Tensor, wide: torch.dtype) -> Tensor:
-    """``torch.logsumexp`` over the columns, of which there may be none."""
+    """``torch.logsumexp`` over the columns; there may be none."""
     if not real_BSV.shape[-1]:
         return real_BSV.new_full(real_BSV.shape[:-1], -math.inf, dtype=wide)
     top_BS = real_BSV.amax(-1).to(wide)
@@ -193,7 +192,7 @@ def _exp_of_difference(real_BSV: Tensor, from_BS: Tensor) -> Tensor:
 
 
 def _target(real_BSV: Tensor, labels_BS: Tensor, columns: _Columns) -> Tensor:
-    """The logit of each token's label where this rank holds it, else zero."""
+    """The logit of each token's label if this rank holds it, else zero."""
     if not columns.real:
         return real_BSV.new_zeros(labels_BS.shape)
     index_BS, here_BS = columns.locate(labels_BS)

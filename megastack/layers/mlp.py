@@ -2,7 +2,8 @@
 
 ``swiglu`` (Shazeer 2020) multiplies an up projection by the SiLU of a gate: one weight ``(2, F, D)``, gate first,
 split on F so that each rank holds matching features of both. ``gelu`` has one projection ``(F, D)`` and GPT-2's tanh
-approximation of the GELU. Nothing is communicated between the two projections.
+approximation of the GELU. Nothing is communicated between the two projections. Parameters, saved tensors, FLOPs and
+rules are in :mod:`megastack.layers.mlp_spec`.
 
 Shapes: B microbatch, S sequence, D hidden, F inner features, t tensor-parallel degree.
 """
@@ -29,14 +30,14 @@ from megastack.placement.placement import Initialiser, Normal
 
 
 class ParallelMLP(ParallelModule):
-    """Two projections with a non-linearity between; sends what one column- and one row-parallel layer send.
+    """Two projections with a non-linearity between; communicates like one column- and one row-parallel layer.
 
-    Subclasses change the non-linearity by overriding :meth:`activate`, and the shape of the inner features it sees by
-    passing one of the two activations.
+    Subclasses change the non-linearity by overriding :meth:`activate`. The argument ``activation`` determines the shape
+    of its input.
 
     Attributes:
-        uses_cache: a subclass with a method of its own sets it to True if generation may call it with the new tokens
-            alone: what it gives for a token depends on no other. Not set by the built-in class.
+        uses_cache: a subclass that overrides a method sets it to True if generation may call it with only the new
+            tokens: its output for a token depends on no other token. The built-in class does not set it.
 
     Args:
         hidden: D.
@@ -49,7 +50,7 @@ class ParallelMLP(ParallelModule):
         out_init: initial values of the down projection; None is ``init``.
 
     Raises:
-        ConfigError: an unknown activation.
+        ConfigError: the activation is unknown.
         PlacementError: t does not divide F.
     """
 
@@ -77,17 +78,17 @@ class ParallelMLP(ParallelModule):
 
     @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None) -> Tensor:
-        """``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same."""
+        """Maps ``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same shape."""
         return self.down(self.activate(self.up(hidden_BSD)))
 
     @built_in
     def activate(self, up: Tensor) -> Tensor:
-        """The inner features: ``(B, S, 2, F/t)``, gate first, or ``(B, S, F/t)`` without a gate, to ``(B, S, F/t)``."""
+        """Maps ``(B, S, 2, F/t)``, gate first, or ``(B, S, F/t)`` without a gate, to ``(B, S, F/t)``."""
         return _SwiGLU.apply(up) if self.gated else gelu(up)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``silu(gate) * value``, of which only the two are kept: the SiLU is computed again in backward."""
+    """``silu(gate) * value``; saves only gate and value and recomputes the SiLU in backward."""
 
     @staticmethod
     @in_own_dtypes

@@ -1,19 +1,18 @@
-"""Does a call of this module run the package's own function?
+"""Detects whether a call of a module runs the package's own function or a user's override.
 
-Two places do less than call a module in full. Attention computes several projections of one input in one product, with
-the communication of one, from the projections' parameters. Generation calls layers with the new tokens alone and takes
-earlier ones from a cache. Both are right for the package's own functions and for no others, so both ask here first, and
-otherwise call the module, or call it with all tokens.
+Two shortcuts are correct only for the package's own functions. Attention computes several projections of one input in
+one product, from the projections' parameters, instead of calling each module. Generation calls layers with only the new
+tokens and reads earlier ones from a cache. Both check here first, and otherwise call the module in full.
 
-The package's functions are marked with :func:`built_in`. What counts is the function that would really run: a method of
-a subclass or a mixin, an attribute of the instance, a function that replaced the class's own or wraps it, and a module
-of another class in the place of a built-in one are all someone else's. Hooks are looked at separately.
+The package's functions are marked with :func:`built_in`. The check is made on the function that would run: a method of
+a subclass or a mixin, an attribute of the instance, a function that replaces or wraps the class's own, and a module of
+another class in the place of a built-in one are all overrides. Hooks are checked separately.
 
 Generation may use a cache of earlier tokens (:func:`cache_obstacle`) where the package's own functions run, and where a
-class says so by ``uses_cache = True``. The declaration covers the methods of that class and of the classes behind it in
-the method resolution order: a subclass or a mixin in front of it that brings a method of its own makes its own
-declaration. It covers neither hooks nor submodules, which are checked one by one; torch's own modules, such as an
-``nn.Linear``, belong to the class that holds them.
+class sets ``uses_cache = True``. The declaration covers the methods of that class and of the classes after it in the
+method resolution order; a subclass or mixin before it that overrides a method needs its own declaration. It covers
+neither hooks nor submodules, which are checked separately. torch's own modules, such as an ``nn.Linear``, belong to the
+class that holds them.
 """
 
 from __future__ import annotations
@@ -34,33 +33,32 @@ _MARK = "_megastack_built_in"
 def built_in(function: _Function) -> _Function:
     """Mark a method of the package.
 
-    The mark says that others may compute what it computes without calling it, and that it gives each new token the
-    same with the cache of earlier tokens as in the whole row. ``functools.wraps`` copies the mark to a wrapper, where
-    it does not count.
+    A marked method may be replaced by an equivalent computation, and computes the same for new tokens with a cache of
+    earlier ones as for the whole row. ``functools.wraps`` copies the mark to a wrapper, where it is ignored.
     """
     setattr(function, _MARK, function.__code__)
     return function
 
 
 def is_built_in(function: Any) -> bool:
-    """Whether a function carries a mark of its own."""
+    """Whether a function is marked, other than by ``functools.wraps``."""
     mark = getattr(function, _MARK, None)
     return mark is not None and mark is getattr(function, "__code__", None)
 
 
 def runs_built_in(module: nn.Module, *methods: str) -> bool:
-    """Whether a call of the module runs the package's own methods, hooks apart."""
+    """Whether a call of the module runs the package's own methods, apart from hooks."""
     return is_called_plainly(module) and all(method_is_built_in(module, name) for name in methods)
 
 
 def method_is_built_in(module: nn.Module, name: str) -> bool:
-    """Whether this method of the module, as it would be found now, is the package's own."""
+    """Whether this method of the module currently is the package's own."""
     method = getattr(module, name, None)
     return getattr(method, "__self__", None) is module and is_built_in(getattr(method, "__func__", None))
 
 
 def is_called_plainly(module: nn.Module) -> bool:
-    """Whether a call of the module goes to its ``forward`` in torch's way."""
+    """Whether a call of the module runs its ``forward`` through torch's own ``__call__``."""
     kind = type(module)
     return not is_compiled(module) and all(
         getattr(kind, name) is function and name not in vars(module) for name, function in MODULE_CALL.items()
@@ -68,9 +66,9 @@ def is_called_plainly(module: nn.Module) -> bool:
 
 
 def through_forward_hooks(module: nn.Module, x: Tensor, output: Tensor) -> Any:
-    """What ``module(x)`` returns where its ``forward`` would compute ``output`` from ``x``.
+    """The result of ``module(x)`` with its hooks, given that its ``forward`` computes ``output`` from ``x``.
 
-    If a hook gives ``forward`` another input, it computes the output from that.
+    If a hook replaces the input, ``forward`` runs on the new input.
     """
     forward = module.forward
 
@@ -88,23 +86,23 @@ METHODS = (
     *("forward", "attend", "activate", "_positioned", "_attend_with_dropout", "_drop"),
     *("infer", "_run", "_context", "_embed", "_logits"),
 )
-"""What decides about a module that has them: the methods of this package that see hidden states."""
+"""The methods of this package that see hidden states; those that a module has are checked."""
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList)
 
 
 def cache_obstacle(stage: nn.Module) -> str | None:
-    """Why these modules need all tokens at every call: the first reason, as a sentence; None if they do not."""
+    """The first reason why these modules need all tokens at every call, as a sentence; None if there is none."""
     return next(_obstacles("", stage, declared=False), None)
 
 
 def _obstacles(name: str, module: nn.Module, *, declared: bool) -> Iterator[str]:
-    """The reasons of a module and of those inside; ``declared`` says that the module's parent says it may."""
+    """The reasons of a module and its submodules; ``declared``: the parent's class sets ``uses_cache``."""
     reason = _own_obstacle(module, declared=declared)
     if reason is not None:
         yield f"{name or 'the stage'} ({type(module).__qualname__}) {reason}"
-    says = declared if _is_torchs(module) else _declaration(module)[1] is True
+    covers = declared if _is_torchs(module) else _declaration(module)[1] is True
     for child_name, child in module.named_children():
-        yield from _obstacles(f"{name}.{child_name}" if name else child_name, child, declared=says)
+        yield from _obstacles(f"{name}.{child_name}" if name else child_name, child, declared=covers)
 
 
 def _own_obstacle(module: nn.Module, *, declared: bool) -> str | None:
@@ -112,23 +110,23 @@ def _own_obstacle(module: nn.Module, *, declared: bool) -> str | None:
         return None
     if has_forward_hooks(module):
         return "has forward hooks"
-    place, says = _declaration(module)
-    if says is False:
-        return "says uses_cache = False"
+    place, declares = _declaration(module)
+    if declares is False:
+        return "sets uses_cache = False"
     if _is_torchs(module):
         own = not declared or "forward" in vars(module) or not is_called_plainly(module)
-        return "is a module of torch in a layer that does not say uses_cache = True" if own else None
-    if says is None and not is_called_plainly(module):
-        return "is called in a way of its own"
+        return "is a torch module in a layer that does not set uses_cache = True" if own else None
+    if declares is None and not is_called_plainly(module):
+        return "overrides torch's __call__"
     for method in filter(partial(hasattr, module), METHODS):
-        covered = says is True and place <= _defined_at(module, method)
+        covered = declares is True and place <= _defined_at(module, method)
         if not covered and not method_is_built_in(module, method):
-            return f"has a `{method}` of its own and does not say uses_cache = True"
+            return f"overrides `{method}` and does not set uses_cache = True"
     return None
 
 
 def _declaration(module: nn.Module) -> tuple[int, bool | None]:
-    """Where in the order of look-up ``uses_cache`` is said, and what; the instance itself comes before all classes."""
+    """The index in the resolution order at which ``uses_cache`` is set, and its value; -1 is the instance itself."""
     if "uses_cache" in vars(module):
         return -1, bool(vars(module)["uses_cache"])
     place = _first_class(module, "uses_cache")
@@ -137,7 +135,7 @@ def _declaration(module: nn.Module) -> tuple[int, bool | None]:
 
 
 def _defined_at(module: nn.Module, method: str) -> int:
-    """Where in the order of look-up the method is found."""
+    """The index in the resolution order at which the method is defined."""
     return -1 if method in vars(module) else _first_class(module, method)
 
 
@@ -147,6 +145,6 @@ def _first_class(module: nn.Module, name: str) -> int:
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Whether torch's own ``forward`` would run, or one that was set on a module of torch."""
+    """Whether the class is one of torch's, whose ``forward`` may be replaced on the instance."""
     kinds, place = type(module).__mro__, _first_class(module, "forward")
     return kinds[place].__module__.split(".")[0] == "torch"

@@ -106,8 +106,9 @@ class ActivationBytes:
 
 def activation_bytes(config: TrainConfig, layers: range, *, embedding: bool, head: bool) -> ActivationBytes:
     """The bytes that a stage saves for a microbatch, and those of its largest recomputed block during its backward."""
-    whole = _total(saved_in_block(config))
-    saved = [_total(saved_in_block(config, layer)) for layer in layers]
+    items = saved_in_block(config)
+    whole = _total(items)
+    saved = [_total([item for item in items if not _is_recomputed(config, layer, item)]) for layer in layers]
     ends = _total(saved_at_ends(config, embedding=embedding, head=head))
     shared = _total(shared_by_blocks(config)) if layers else 0
     until_w = len(layers) * _total(deferred_in_block(config))

@@ -36,7 +36,7 @@ from megastack.layers.overrides import built_in, cache_obstacle
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.config import ModelConfig
-from megastack.models.families import block_factory, norm_factory, rope_of
+from megastack.models.factories import block_factory, norm_factory, rope_of
 from megastack.models.recompute import recompute_blocks_
 from megastack.models.specs import decoder_spec
 from megastack.placement.module import ParallelModule, ReshardPolicy

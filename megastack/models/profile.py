@@ -8,9 +8,9 @@ embedding (with learned positions), a block, and the head (final norm and output
 are exact, padding, kv copies and tied copies included.
 
 **FLOPs.** A multiplication and an addition are 2; the backward costs twice the forward; recomputation is not counted.
-Embedding lookups, norms, activations and the softmax count nothing; kv heads count as they are. Attention scores
+Embedding lookups, norms, activations and the softmax count as 0; kv heads count at their real number. Attention scores
 follow one of two conventions: *causal* counts the half that causal attention needs, *full* all S × S. **MFU uses
-causal**: it cannot flatter. For full, as in PaLM's and Megatron-LM's papers, pass ``causal=False``.
+causal**, the lower figure. For full, as in the papers on PaLM and Megatron-LM, pass ``causal=False``.
 
 Not here: activations (:mod:`megastack.models.activations`), time, and communication.
 """
@@ -31,7 +31,7 @@ from megastack.placement.placement import Placement
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ELEMENT_FLOPS = 16
-"""FLOPs of a matrix product in the time of one element of an element-wise pass; a rough figure, for the split only."""
+"""FLOPs of a matrix product in the time of one element of an element-wise pass; a rough figure for the split."""
 
 
 def stage_placements(config: TrainConfig, layers: range, *, embedding: bool, head: bool) -> dict[str, Placement]:
@@ -49,7 +49,7 @@ def stage_placements(config: TrainConfig, layers: range, *, embedding: bool, hea
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Logical parameters of each kind of unit; a tied head counts its own copy of the vocabulary matrix as 0."""
+    """Logical parameters of each kind of unit; the projection of a tied head counts as 0."""
 
     embedding: int
     block: int
@@ -86,7 +86,7 @@ def _local(config: TrainConfig, placements: Mapping[str, Placement]) -> dict[str
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """Bytes of a rank that stay through the run."""
+    """Bytes that a rank holds during the whole run."""
 
     parameters: int
     gradients: int
@@ -94,15 +94,15 @@ class StaticBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def static_bytes(config: TrainConfig, layers: range, *, embedding: bool, head: bool) -> StaticBytes:
-    """Weights, gradients and optimizer state (masters and moments) of one rank for a stage.
+    """Weights, gradients and optimizer state (main parameters and moments) of one rank for a stage.
 
     ZeRO-1 divides the optimizer state by the ranks that share it, ``parallel.zero.shard_size`` or dp·cp. ZeRO-2 and 3
-    keep one full-precision shard of everything and are given without the blocks gathered for use.
+    hold one full-precision shard of everything; blocks gathered for use are not included.
     """
     local = _local(config, stage_placements(config, layers, embedding=embedding, head=head))
     parts = [_bytes_of(config, name, count) for name, count in local.items()]
@@ -128,14 +128,8 @@ def _bytes_of(config: TrainConfig, name: str, count: int) -> tuple[int, int, int
     wide = max(compute, 4)
     gradient = max(wide, BYTES[precision.reduce]) if precision.reduce else wide
     moments = 2 if optim.name == "adamw" else int(optim.momentum > 0)
-    master = wide if compute < wide else 0
-    return count * compute, count * gradient, count * (moments * wide + master)
-
-
-def matmul_parameters(config: TrainConfig) -> int:
-    """Weights that enter a matrix product with every token: all projections and the head, tied or not, unpadded."""
-    spec = decoder_spec(config)
-    return spec.layers * spec.block.matmul_parameters + spec.head.matmul_parameters
+    main = wide if compute < wide else 0
+    return count * compute, count * gradient, count * (moments * wide + main)
 
 
 def flops_per_token(config: TrainConfig, *, causal: bool = True) -> int:
@@ -146,7 +140,7 @@ def flops_per_token(config: TrainConfig, *, causal: bool = True) -> int:
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """What a unit costs in blocks: ``first`` is the embedding, ``last`` the head with the loss."""
+    """Costs relative to a block: ``first`` is the embedding, ``last`` the head with the loss."""
 
     first: float
     last: float

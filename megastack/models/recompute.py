@@ -99,7 +99,7 @@ def _check_pattern(blocks: Mapping[str, nn.Module], chosen: Mapping[str, nn.Modu
     for name, module in chosen.items():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             raise ConfigError(
-                f"recompute.pattern={pattern}: {name} is a linear layer, which keeps nothing but its input; "
+                f"recompute.pattern={pattern}: {name} is a linear layer, which saves only its input; "
                 f"use the layer it belongs to, {name.rpartition('.')[0]}"
             )
     inner = {name.split(".", 2)[2] for name, _ in _named(blocks) if name.count(".") > 1}

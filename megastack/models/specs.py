@@ -8,6 +8,7 @@ built from these specs, and :mod:`megastack.models.profile` and :mod:`megastack.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megastack.config.schema import ModelOptions, TrainConfig
@@ -125,14 +126,17 @@ class DecoderSpec:
             parts["embedding"] = self.embedding
         if embedding and self.positions is not None:
             parts["positions"] = self.positions
-        parts |= {f"blocks.{layer}": self.block for layer in layers}
+        placements = _named(parts, tp)
+        block = self.block.placements(tp) if layers else {}
+        for layer in layers:
+            placements |= named(f"blocks.{layer}", block)
         if head:
-            parts["norm"] = self.norm
-            parts |= {} if self.tied else {"head": self.head}
-        placements: dict[str, Placement] = {}
-        for name, spec in parts.items():
-            placements |= named(name, spec.placements(tp))
+            placements |= _named({"norm": self.norm} | ({} if self.tied else {"head": self.head}), tp)
         return placements
+
+
+def _named(parts: Mapping[str, LayerSpec], tp: int) -> dict[str, Placement]:
+    return {name: each for part, spec in parts.items() for name, each in named(part, spec.placements(tp)).items()}
 
 
 def attention_sizes(model: ModelOptions) -> AttentionSpec:

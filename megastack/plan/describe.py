@@ -1,4 +1,4 @@
-"""A layout in words, for a terminal: the short form that opens a run and the long one of ``megastack show``."""
+"""A layout as text for a terminal: the short form at the start of a run and the full one of ``megastack show``."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from megastack.models.stages import StageSlice
 from megastack.pipeline.render import render
 from megastack.plan.layout import Layout, RankShare
 
-MOST_DRAWN = 256
-"""Actions up to which a schedule is drawn in a terminal; a picture holds more."""
-MOST_PLACES = 16
+MAX_DRAWN_ACTIONS = 256
+"""The most actions of a schedule that is drawn in a terminal."""
+MAX_ROWS = 16
 
 
 def short(config: TrainConfig, world_size: int | None = None) -> str:
-    """Four lines: model, grid, batch, schedule; more for layers of the user's and where the data has several stages."""
+    """Four lines: model, grid, batch, schedule; more for user-defined layers and for several data phases."""
     layout = Layout(config, world_size)
-    lines = [_model(layout), *_own_layers(config), _grid(layout), _batch(layout), *_stages(config)]
+    lines = [_model(layout), *_own_layers(config), _grid(layout), _batch(layout), *_phases(config)]
     return "\n".join([*lines, _schedule_figures(layout)])
 
 
 def full(config: TrainConfig, world_size: int | None = None) -> str:
-    """Everything: the short form, the ranks, what each place along the pipeline holds, the schedule's drawing."""
+    """The short form, the ranks, the share of each pipeline rank, and a drawing of the schedule."""
     layout = Layout(config, world_size)
-    parts = [short(config, world_size), "ranks\n" + layout.shape.table(), _places(layout)]
-    small = sum(map(len, layout.schedule.ranks)) <= MOST_DRAWN
+    parts = [short(config, world_size), "ranks\n" + layout.shape.table(), _pipeline_ranks(layout)]
+    small = sum(map(len, layout.schedule.ranks)) <= MAX_DRAWN_ACTIONS
     parts.append(render(layout.timeline) if small else "for a drawing of the schedule: --format svg > schedule.svg")
     return "\n\n".join(parts)
 
@@ -49,7 +49,7 @@ def as_record(config: TrainConfig, world_size: int | None = None) -> dict[str, o
         ],
         "places": [
             {
-                "pp": share.place,
+                "pp": share.pp,
                 "parameters": share.parameters,
                 "weight_bytes": share.bytes.parameters,
                 "gradient_bytes": share.bytes.gradients,
@@ -61,8 +61,8 @@ def as_record(config: TrainConfig, world_size: int | None = None) -> dict[str, o
             for share in layout.pipeline_ranks()
         ],
         "data_stages": [
-            {"from_step": stage.from_step, "sequence_length": stage.sequence_length, "data": source_text(stage.config)}
-            for stage in phase_configs(config)
+            {"from_step": phase.from_step, "sequence_length": phase.sequence_length, "data": source_text(phase.config)}
+            for phase in phase_configs(config)
         ],
     }
 
@@ -78,19 +78,19 @@ def _model(layout: Layout) -> str:
 
 
 def _own_layers(config: TrainConfig) -> list[str]:
-    """Which layers are the user's: nothing here knows them, so all figures are of those that they stand for."""
+    """The user-defined layers; all figures are those of the built-in layers that they replace."""
     options = {name: getattr(config.model, name) for name in ("attention", "mlp", "block")}
     own = [f"{name} is {spec['_target_']}" for name, spec in options.items() if spec]
     return [f"layers    {', '.join(own)}; counted as the built-in {'one' if len(own) == 1 else 'ones'}"] if own else []
 
 
 def precision_text(config: TrainConfig) -> str:
-    """The number formats of a run, e.g. ``bf16 compute, fp32 masters, fp32 reduction``."""
+    """The number formats of a run, e.g. ``bf16 compute, fp32 main parameters, fp32 reduction``."""
     precision = config.precision
     compute = precision.compute.value
     lower = compute in ("bf16", "fp16")
     wide = "fp32" if lower else compute
-    parts = [f"{compute} compute", *(["fp32 masters"] if lower else [])]
+    parts = [f"{compute} compute", *(["fp32 main parameters"] if lower else [])]
     parts.append(f"{precision.reduce.value if precision.reduce else wide} reduction")
     if precision.loss_scale is not None:
         parts.append(f"loss scale {precision.loss_scale:g}")
@@ -124,15 +124,15 @@ def _batch(layout: Layout) -> str:
     )
 
 
-def _stages(config: TrainConfig) -> list[str]:
-    """A line for each stage of the data; none for a run of one."""
-    stages = phase_configs(config)
-    ends = [*(stage.from_step for stage in stages[1:]), config.run.steps]
+def _phases(config: TrainConfig) -> list[str]:
+    """A line for each phase of the data; none for a single phase."""
+    phases = phase_configs(config)
+    ends = [*(phase.from_step for phase in phases[1:]), config.run.steps]
     lines = []
-    for stage, end in zip(stages, ends, strict=True):
-        tokens = config.batch.global_size * stage.sequence_length
-        lines.append(f"steps {stage.from_step + 1:,}–{end:,}: {stage}, {tokens:,} a step")
-    return [f"{'stages' if not at else '':<10}{line}" for at, line in enumerate(lines)] if len(lines) > 1 else []
+    for phase, end in zip(phases, ends, strict=True):
+        tokens = config.batch.global_size * phase.sequence_length
+        lines.append(f"steps {phase.from_step + 1:,}–{end:,}: {phase}, {tokens:,} a step")
+    return [f"{'phases' if not at else '':<10}{line}" for at, line in enumerate(lines)] if len(lines) > 1 else []
 
 
 def _schedule_figures(layout: Layout) -> str:
@@ -148,17 +148,17 @@ def _schedule_figures(layout: Layout) -> str:
     )
 
 
-def _places(layout: Layout) -> str:
+def _pipeline_ranks(layout: Layout) -> str:
     rows = [["pp", "stages", "parameters", "weights", "gradients", "optimizer", "static", "alive", "activations"]]
-    rows += [_place(share, layout) for share in layout.pipeline_ranks()]
-    return "each rank at a place along the pipeline holds\n" + columns(_cut(rows))
+    rows += [_row(share, layout) for share in layout.pipeline_ranks()]
+    return "each pipeline rank holds\n" + columns(_cut(rows))
 
 
-def _place(share: RankShare, layout: Layout) -> list[str]:
+def _row(share: RankShare, layout: Layout) -> list[str]:
     held = share.bytes
-    stages = layout.schedule.rank_stages(share.place)
+    stages = layout.schedule.rank_stages(share.pp)
     return [
-        str(share.place),
+        str(share.pp),
         "; ".join(f"{stage}: {unit_text(part)}" for stage, part in zip(stages, share.slices, strict=True)),
         f"{share.parameters:,}",
         *(gibibytes(count) for count in (held.parameters, held.gradients, held.optimizer, held.total)),
@@ -175,15 +175,15 @@ def unit_text(part: StageSlice) -> str:
 
 
 def _cut(rows: list[list[str]]) -> list[list[str]]:
-    """The rows with the middle left out where there are many."""
-    if len(rows) <= MOST_PLACES + 2:
+    """The rows, without the middle ones if there are many."""
+    if len(rows) <= MAX_ROWS + 2:
         return rows
-    half = MOST_PLACES // 2
+    half = MAX_ROWS // 2
     return [*rows[: half + 1], ["⋮", *[""] * (len(rows[0]) - 1)], *rows[-half:]]
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text as aligned columns: the second to the left, the others to the right."""
+    """Rows of text in aligned columns: the second one left-aligned, the others right-aligned."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -204,7 +204,7 @@ def human(count: int) -> str:
 
 
 def gibibytes(count: int) -> str:
-    """Bytes in the unit that a person would choose."""
+    """Bytes in a readable unit."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= size:
             return f"{count / size:.4g} {unit}"

@@ -1,7 +1,7 @@
-"""What a configuration means on its grid of ranks, worked out without processes and without torch.
+"""The parallel layout of a configuration, without processes and without torch.
 
-One value holds the shape, the schedule, the slice of the model on each stage, and what that makes a rank hold. The
-launcher's build uses the same functions, so what is shown is what runs.
+A :class:`Layout` holds the mesh shape, the schedule, the slice of the model on each stage, and the memory of each rank.
+Training builds from the same functions, so what is shown is what runs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Layout:
     """A configuration laid out over ranks.
 
     Args:
-        config: a legal configuration.
-        world_size: what a launcher fixed, if any.
+        config: a valid configuration.
+        world_size: ranks started by a launcher, if any.
     """
 
     config: TrainConfig
@@ -54,7 +54,7 @@ class Layout:
 
     @cached_property
     def slices(self) -> list[StageSlice]:
-        """The part of the model on each stage."""
+        """The slice of the model on each stage."""
         return stage_slices(self.config, self.schedule.stages)
 
     @property
@@ -68,44 +68,44 @@ class Layout:
         return total_parameters(self.config)
 
     def pipeline_ranks(self) -> list[RankShare]:
-        """What a rank holds at each place along the pipeline; tp, dp and cp neighbours hold as much."""
-        return [self._share(place) for place in range(self.shape.pp)]
+        """The share of one rank for each ``pp`` coordinate; all ranks with the same ``pp`` hold as much."""
+        return [self._share(pp) for pp in range(self.shape.pp)]
 
-    def _share(self, place: int) -> RankShare:
-        own = [self.slices[stage] for stage in self.schedule.rank_stages(place)]
+    def _share(self, pp: int) -> RankShare:
+        own = [self.slices[stage] for stage in self.schedule.rank_stages(pp)]
         counts = [rank_parameters(self.config, s.layers, embedding=s.embedding, head=s.head) for s in own]
         held = [static_bytes(self.config, s.layers, embedding=s.embedding, head=s.head) for s in own]
         total = StaticBytes(
             sum(b.parameters for b in held), sum(b.gradients for b in held), sum(b.optimizer for b in held)
         )
-        peak = self.timeline.peaks[place]
-        return RankShare(place, tuple(own), sum(counts), total, peak, self._activations(own, place))
+        peak = self.timeline.peaks[pp]
+        return RankShare(pp, tuple(own), sum(counts), total, peak, self._activations(own, pp))
 
-    def _activations(self, own: list[StageSlice], place: int) -> int:
-        """The most that microbatches keep at once, and one block that is recomputed; of the longest sequences."""
+    def _activations(self, own: list[StageSlice], pp: int) -> int:
+        """Peak bytes of the microbatches alive and of one recomputed block, for the longest sequences."""
         config = longest(self.config)
         each = [activation_bytes(config, s.layers, embedding=s.embedding, head=s.head) for s in own]
         saved = sum(stage.saved for stage in each)
-        if not saved:  # no layers at this place
+        if not saved:  # no layers on this rank
             return 0
         peaks = peak_microbatches(self.schedule, sum(stage.until_w for stage in each) / saved)
-        return ceil(peaks[place] * saved) + max(stage.recomputed for stage in each)
+        return ceil(peaks[pp] * saved) + max(stage.recomputed for stage in each)
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one place along the pipeline holds on each of its ranks.
+    """The share of the model and the memory of a rank with one ``pp`` coordinate.
 
     Attributes:
-        place: the ``pp`` coordinate.
+        pp: the ``pp`` coordinate.
         slices: its stages.
         parameters: allocated elements, padding and copies included.
         bytes: weights, gradients and optimizer state.
         peak_activations: the most microbatches of a whole rank whose activations are alive at once.
-        activation_bytes: what these keep for backward, and the block that is recomputed, if any.
+        activation_bytes: bytes that these save for backward, plus one recomputed block, if any.
     """
 
-    place: int
+    pp: int
     slices: tuple[StageSlice, ...]
     parameters: int
     bytes: StaticBytes

@@ -19,8 +19,8 @@ from megastack.gradients.parameter_groups import check_patterns
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.models.decoder import Decoder
+from megastack.models.factories import import_target
 from megastack.models.recompute import recompute_blocks_
-from megastack.models.targets import import_target
 from megastack.placement.module import buffer_placements_of, check_buffers, placements_of
 from megastack.preflight.errors import ErrorCollector
 

@@ -39,14 +39,20 @@ def test_options_stand_beside_the_target_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("choices", "line"),
     [
-        ([MINE, "schedule.ordr=reverse"], f"schedule.ordr=reverse: {MINE} takes no such option; use order"),
+        (
+            [MINE, "schedule.ordr=reverse"],
+            f"schedule.ordr=reverse: must be an option of {HERE}.fill_and_drain; use order",
+        ),
         (
             ["schedule._target_=nowhere.fn"],
             "schedule._target_=nowhere.fn: importing nowhere failed with Module",
         ),
         (["schedule._target_=fn"], "schedule._target_=fn: must be a dotted path; use my_file.fn"),
         (["schedule._target_=''"], "schedule._target_=: must be a dotted path"),
-        ([f"schedule._target_={HERE}.without_backward"], f"schedule._target_={HERE}.without_backward: "),
+        (
+            [f"schedule._target_={HERE}.without_backward"],
+            f"schedule._target_={HERE}.without_backward: must return a valid schedule: ",
+        ),
         ([f"schedule._target_={HERE}.HERE"], "has no class or function HERE"),
         (
             [MINE, "schedule.microbatches=3"],

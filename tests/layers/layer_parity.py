@@ -41,7 +41,7 @@ def split_like(layer: ParallelModule, whole: nn.Module) -> ParallelModule:
 
 
 def assert_same_gradients(layer: ParallelModule, whole: nn.Module, atol: float = 1e-10) -> None:
-    """Each parameter's gradient, summed where the placement says so, is this rank's part of the whole one."""
+    """Each parameter's gradient, summed where the placement declares it partial, is this rank's part of the whole."""
     theirs = dict(whole.named_parameters())
     for name, placement in placements_of(layer).items():
         gradient = _reduced(layer.get_parameter(name).grad, placement, layer.mesh)

@@ -1,4 +1,4 @@
-"""Attention alone: against explicit sums, on its slower path, and what it refuses."""
+"""Attention alone: against explicit sums, on its slower path, and what it rejects."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_attention_in_a_long_row_of_documents_stays_finite_and_apart():
     assert torch.equal(before_BSD[:, 700:], after_BSD[:, 700:]) and not torch.equal(before_BSD, after_BSD)
 
 
-def test_biases_go_where_they_are_asked_for():
+def test_biases_are_where_they_are_requested():
     mesh = Mesh.single()
     for options, expected in (({}, ()), ({"qkv_bias": True}, ("q", "kv")), ({"bias": True}, ("q", "kv", "out"))):
         layer = ParallelAttention(8, 4, mesh, **options)
@@ -93,7 +93,7 @@ def test_biases_go_where_they_are_asked_for():
 
 
 class Uniform(ParallelAttention):
-    """Every query takes the mean of the values up to itself."""
+    """Every query attends equally to the values up to its own position."""
 
     def attend(self, q_BSHK, k_BSGK, v_BSGK, context):
         count_S = torch.arange(1, v_BSGK.shape[1] + 1)[:, None, None]
@@ -101,7 +101,7 @@ class Uniform(ParallelAttention):
         return mean_BSGK.repeat_interleave(q_BSHK.shape[2] // v_BSGK.shape[2], dim=2)
 
 
-def test_a_subclass_may_attend_in_its_own_way():
+def test_a_subclass_may_override_attend():
     layer = Uniform(8, 4, Mesh.single(), kv_groups=2, init=STRONG)
     x_BSD = hidden()
     layer.q.weight.detach().zero_()
@@ -154,7 +154,7 @@ class Ranks(Mesh):
         (12, 4, {"head_dim": 2, "kv_groups": 6}, "parallel.tp=4: must divide model.kv_groups=6 or be a multiple of it"),
     ],
 )
-def test_heads_that_do_not_fit_are_refused_with_what_would(heads, tp, options, says):
+def test_heads_that_do_not_fit_are_rejected_with_the_legal_values(heads, tp, options, says):
     with pytest.raises(ValueError, match=says):
         ParallelAttention(8, heads, Ranks(tp), **options)
 

@@ -47,7 +47,7 @@ class Scored(ParallelModule):
 
 
 class Dropped(ParallelAttention):
-    """Attention whose weights are dropped, which takes products of its own."""
+    """Attention with dropout of its weights, which has its own matrix products."""
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         return super().forward(x, Context.of(samples_B=torch.arange(B)))
@@ -163,7 +163,7 @@ def cases(tp: int, sp: bool, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "both", "backward"])
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
-def test_every_layer_gives_the_same_under_autocast_on_every_layout(tp: int, sp: bool, where: str) -> None:
+def test_every_layer_computes_the_same_under_autocast_on_every_layout(tp: int, sp: bool, where: str) -> None:
     run_ranks(cases, tp, tp, sp, where)
 
 

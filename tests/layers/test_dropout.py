@@ -1,4 +1,4 @@
-"""Dropout by what an element is: equal for every way to cut batch, sequence and heads."""
+"""Dropout by global index: equal for every split of batch, sequence and heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def slice_group(rank: int, size: int) -> AxisGroup:
     return AxisGroup(rank, size, tuple(range(size)), None, "tp")
 
 
-def test_what_is_kept_is_scaled_exactly_and_the_share_is_right():
+def test_kept_elements_are_scaled_exactly_and_their_fraction_is_right():
     x_BSD = torch.ones(3, 64, 64, dtype=torch.float64)
     out_BSD = dropout(x_BSD, 0.1, CONTEXT, "here")
     assert out_BSD.dtype == torch.float64
@@ -36,7 +36,7 @@ def test_slices_of_the_sequence_drop_what_the_whole_drops(size):
     assert not torch.equal(pieces[0], pieces[1])
 
 
-def test_samples_drop_alike_in_any_batch_and_differ_from_each_other():
+def test_a_sample_has_the_same_mask_in_any_batch_and_samples_differ():
     whole_BSD = dropout(ONES_BSD, 0.5, CONTEXT, "here")
     alone = Context(samples_B=torch.tensor([9]), step=2, seed=1)
     assert torch.equal(dropout(ONES_BSD[:1], 0.5, alone, "here"), whole_BSD[2:])
@@ -81,6 +81,6 @@ def test_the_gradient_goes_where_the_value_went():
     assert torch.equal(x_BSD.grad, out_BSD.detach())
 
 
-def test_a_context_without_samples_is_refused():
+def test_a_context_without_samples_is_rejected():
     with pytest.raises(ConfigError, match=r"dropout=0.5 at here: .*samples_B"):
         dropout(ONES_BSD, 0.5, Context(), "here")

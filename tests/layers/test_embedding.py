@@ -93,7 +93,7 @@ def test_a_tied_weight_stays_tied_when_it_leaves_the_meta_device() -> None:
     assert not model.head.weight.is_meta
 
 
-def test_a_tied_weight_of_another_shape_is_refused() -> None:
+def test_a_tied_weight_of_another_shape_is_rejected() -> None:
     with pytest.raises(PlacementError, match=r"\(8, 7\).*use \(8, 6\)"):
         VocabParallelHead(V, D, Mesh.single(), vocab_multiple=8, weight=nn.Parameter(torch.zeros(8, 7)))
 
@@ -107,7 +107,7 @@ def traffic(tp: int, sequence_parallel: bool) -> dict[tuple[str, str], tuple[int
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_embedding_and_head_send_what_the_closed_forms_say(tp: int) -> None:
+def test_embedding_and_head_send_as_much_as_the_closed_forms(tp: int) -> None:
     once = B * S * D * 4 * (tp - 1) // tp
     plain = {("tp", "all_reduce"): (2, 4 * once)}
     split = {("tp", "reduce_scatter"): (2, 2 * once), ("tp", "all_gather"): (3, 3 * once)}
@@ -123,12 +123,12 @@ def test_padding_depends_on_the_multiple_alone() -> None:
         assert layer.weight.shape == (48 // tp, D)
 
 
-def test_a_padded_vocabulary_that_cannot_be_split_is_refused() -> None:
+def test_a_padded_vocabulary_that_cannot_be_split_is_rejected() -> None:
     with pytest.raises(PlacementError, match="8"):
         VocabParallelEmbedding(V, D, Mesh(MeshShape(tp=3), 0, torch.device("cpu"), None), vocab_multiple=8)
 
 
-def test_padded_rows_start_at_zero_and_both_ends_start_alike() -> None:
+def test_padded_rows_start_at_zero_and_both_ends_have_the_same_initial_values() -> None:
     embedding = VocabParallelEmbedding(V, D, Mesh.single(), vocab_multiple=8)
     head = VocabParallelHead(V, D, Mesh.single(), vocab_multiple=8)
     assert not embedding.weight[V:].any()

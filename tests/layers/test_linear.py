@@ -25,7 +25,7 @@ LAYOUTS = [(1, False), (1, True), (2, False), (2, True), (4, False), (4, True)]
 
 
 def column_parity(tp: int, sequence_parallel: bool) -> None:
-    """Three layers that read one input, cut at different dims."""
+    """Three layers that share an input, split at different dims."""
     mesh = Mesh.from_environment(MeshShape(tp=tp))
     cuts: list[tuple[Any, int]] = [((8, 3), 0), ((2, 4), 1), (12, 0)]
     options: dict[str, Any] = {"bias": True, "sequence_parallel": sequence_parallel}
@@ -130,7 +130,7 @@ def block_traffic(tp: int, sequence_parallel: bool) -> dict[tuple[str, str], tup
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_block_sends_what_the_closed_forms_say(tp: int) -> None:
+def test_a_block_sends_as_much_as_the_closed_forms(tp: int) -> None:
     whole = B * S * D * 4  # bytes of one hidden state in fp32
     once = whole * (tp - 1) // tp
     plain = {("tp", "all_reduce"): (4, 8 * once)}
@@ -173,7 +173,7 @@ def frozen(tp: int, sequence_parallel: bool, train: str) -> tuple[dict[tuple[str
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("train", ["bias", "input", "weight", "both"])
-def test_gradients_that_are_not_wanted_cost_neither_products_nor_messages(train: str, sequence_parallel: bool) -> None:
+def test_gradients_that_are_not_needed_cost_neither_products_nor_messages(train: str, sequence_parallel: bool) -> None:
     calls = {}
     if train in ("input", "both"):
         calls["tp", "reduce_scatter" if sequence_parallel else "all_reduce"] = 1
@@ -236,7 +236,7 @@ def saved_bytes(sequence_parallel: bool) -> int:
     return sum(t.nbytes for t in saved if t.data_ptr() != layer.weight.data_ptr())
 
 
-def test_under_sequence_parallelism_only_the_split_input_is_kept() -> None:
+def test_under_sequence_parallelism_only_the_split_input_is_saved() -> None:
     assert run_ranks(saved_bytes, 2, False) == [B * S * D * 4] * 2
     assert run_ranks(saved_bytes, 2, True) == [B * S * D * 4 // 2] * 2
 
@@ -248,14 +248,14 @@ def uneven(length: int) -> str:
     return str(caught.value)
 
 
-def test_a_sequence_that_cannot_be_split_is_refused() -> None:
+def test_a_sequence_that_cannot_be_split_is_rejected() -> None:
     for message in run_ranks(uneven, 2, 9):
         assert "length 9" in message
         assert "tp=2" in message
         assert "use 8" in message
 
 
-def test_features_that_cannot_be_split_are_refused() -> None:
+def test_features_that_cannot_be_split_are_rejected() -> None:
     mesh = Mesh(MeshShape(tp=4), 0, torch.device("cpu"), None)
     with pytest.raises(PlacementError, match="6"):
         ColumnParallelLinear(D, 6, mesh)
@@ -274,7 +274,7 @@ def test_one_rank_is_plain_torch_without_a_process_group() -> None:
     assert "Product" not in out.grad_fn.name()
 
 
-def test_placements_say_what_is_split_and_where_the_bias_is_partial() -> None:
+def test_placements_declare_the_shards_and_the_partial_bias() -> None:
     mesh = Mesh.single()
     column = ColumnParallelLinear(D, (2, 4), mesh, bias=True, shard_dim=1).placements()
     assert (column["weight"].shape, column["weight"].shards) == ((2, 4, D), {Axis.TP: Shard(1)})

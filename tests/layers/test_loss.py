@@ -83,7 +83,7 @@ def test_ignored_tokens_are_charged_no_smoothing(tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_padded_columns_are_no_part_of_the_softmax(tp: int) -> None:
+def test_padded_columns_are_not_part_of_the_softmax(tp: int) -> None:
     results = run_ranks(loss_of, tp, tp, [[0.0] * 8], [1], {"vocab": 5})
     assert all(loss == pytest.approx(math.log(5), abs=1e-12) for loss, _ in results)
     gradient = [value for _, rows in results for value in rows[0]]
@@ -122,7 +122,7 @@ def test_the_loss_is_exact_to_the_last_places_of_the_largest_logit(dtype, scale,
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_columns_ruled_out_by_infinity_are_no_part_of_the_softmax(tp: int) -> None:
+def test_columns_ruled_out_by_infinity_are_not_part_of_the_softmax(tp: int) -> None:
     """On two ranks the first one's columns are all ruled out."""
     results = run_ranks(loss_of, tp, tp, [[-math.inf, -math.inf, 0, 1]], [2], {"vocab": 4})
     assert all(loss == pytest.approx(math.log(1 + math.e)) for loss, _ in results)
@@ -171,7 +171,7 @@ def test_one_small_gather_is_all_that_is_sent(tp: int) -> None:
         assert run_ranks(traffic, tp, tp, smoothing) == [sent] * tp
 
 
-def test_the_logits_and_one_number_a_token_are_kept() -> None:
+def test_the_logits_and_one_number_per_token_are_saved() -> None:
     logits = torch.randn(B, S, 512, requires_grad=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -191,7 +191,7 @@ def test_cross_entropy_and_z_loss_come_apart() -> None:
     assert_close(gradient, expected)
 
 
-def test_shapes_that_do_not_belong_together_are_refused() -> None:
+def test_inconsistent_shapes_are_rejected() -> None:
     logits = torch.zeros(B, S, 4)
     with pytest.raises(PlacementError, match="labels"):
         vocab_parallel_cross_entropy(logits, LABELS[:, :2], Mesh.single(), vocab=4)

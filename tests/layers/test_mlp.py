@@ -127,7 +127,7 @@ def test_initial_values_of_the_two_projections_may_differ():
     assert (layer.up.spec.init, layer.down.spec.init) == (Normal(0.1), Normal(0.01))
 
 
-def test_an_unknown_activation_is_refused():
+def test_an_unknown_activation_is_rejected():
     with pytest.raises(ConfigError, match="activation=relu: unknown; use swiglu or gelu"):
         ParallelMLP(6, 10, Mesh.single(), activation="relu")
 

@@ -123,7 +123,7 @@ def test_a_query_in_a_module_of_ones_own_is_too(sequence_parallel: bool) -> None
 
 
 def shift(layer: nn.Module) -> list[Callable[[pytest.MonkeyPatch], Any]]:
-    """Ways to add 1,000 to what a column-parallel layer gives; each returns what undoes it, if anything must."""
+    """Ways to add 1,000 to the output of a column-parallel layer; each returns a function that undoes it, or None."""
     usual = type(layer).forward
 
     def more(x: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def test_a_parametrised_weight_is_computed_once_a_product_and_trained() -> None:
 
 
 def replaced_input(tp: int) -> None:
-    """A hook that gives one of two layers another input; nothing of the product that was not used comes back."""
+    """A hook that replaces the input of one of two layers; the unused product contributes no gradient."""
     mesh = Mesh.from_environment(MeshShape(tp=tp))
     layers = [ColumnParallelLinear(D, 4, mesh, bias=True).double() for _ in range(2)]
     x = randn(B, S, D)
@@ -263,7 +263,7 @@ def replaced_input(tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_hook_may_give_a_projection_another_input(tp: int) -> None:
+def test_a_hook_may_replace_the_input_of_a_projection(tp: int) -> None:
     run_ranks(replaced_input, tp, tp)
 
 

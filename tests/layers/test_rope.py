@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies against formulas written another way, and the rotation against complex numbers."""
+"""Rotary positions: frequencies against independent formulas, and the rotation against complex numbers."""
 
 from __future__ import annotations
 
@@ -105,6 +105,6 @@ def test_a_context_shares_the_tables_of_equal_frequencies_only():
         ({"head_dim": 8, "scaling": "llama3", "high_freq_factor": 1.0}, "high_freq_factor=1: must exceed"),
     ],
 )
-def test_frequencies_that_make_no_sense_are_refused(options, says):
+def test_invalid_frequencies_are_rejected(options, says):
     with pytest.raises(ConfigError, match=says):
         Rope(**options)

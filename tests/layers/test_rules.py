@@ -72,11 +72,11 @@ def test_the_degrees_offered_are_all_legal() -> None:
         ),
     ],
 )
-def test_heads_that_do_not_go_together(given: tuple[int, int, int | None, int | None], message: str) -> None:
+def test_inconsistent_heads_are_rejected(given: tuple[int, int, int | None, int | None], message: str) -> None:
     assert [str(violation) for violation in AttentionSpec(*given, rotary=True).size_violations()] == [message]
 
 
-def test_heads_that_go_together() -> None:
+def test_consistent_heads_are_accepted() -> None:
     assert AttentionSpec(16, 4, 2, rotary=True).size_violations() == []
     assert AttentionSpec(18, 4, head_dim=8, rotary=True).size_violations() == []
     assert AttentionSpec(12, 4).size_violations() == []

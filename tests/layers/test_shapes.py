@@ -27,7 +27,7 @@ from tests.layers.layer_parity import assert_close, assert_same_gradients, piece
 
 D, V = 6, 9
 SHAPES = [(), (4,), (2, 4), (3, 2, 4), (0,), (2, 0), (0, 4)]
-"""What stands before the features."""
+"""The leading dims."""
 Plain = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -79,7 +79,7 @@ def input_of(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def local(x: Tensor, mesh: Mesh, sp: bool, by_feature: bool) -> Tensor:
-    """This rank's part: cut by features, or along the sequence, or whole."""
+    """This rank's part: split by features, along the sequence, or whole."""
     return piece(x, mesh, -1) if by_feature else piece(x, mesh, -2) if sp else x.detach().clone().requires_grad_()
 
 
@@ -175,7 +175,7 @@ def test_losses_of_any_number_of_dims_and_of_tokens(tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_numbers_without_features_are_refused(tp: int) -> None:
+def test_numbers_without_features_are_rejected(tp: int) -> None:
     run_ranks(without_features, tp, tp)
 
 
@@ -194,5 +194,5 @@ def attended(tp: int, sp: bool) -> None:
 
 
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
-def test_attention_takes_rows_of_tokens_alone(tp: int, sp: bool) -> None:
+def test_attention_accepts_rows_of_tokens_only(tp: int, sp: bool) -> None:
     run_ranks(attended, tp, tp, sp)

@@ -1,4 +1,4 @@
-"""What a block keeps for backward: the formulas against what autograd saves, their ratios, and published formulas."""
+"""The tensors that a block saves for backward: the specs against autograd, their ratios, and published formulas."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def listed(found: list[Saved]) -> Counter[tuple[int, int]]:
     return Counter((saved.elements, saved.dtype.itemsize) for saved in found)
 
 
-def told(config: TrainConfig) -> Counter[tuple[int, int]]:
+def predicted(config: TrainConfig) -> Counter[tuple[int, int]]:
     """The formulas' items; keys and values before a key's rotation or behind its norm lie in one storage."""
     items = saved_in_block(config, 0)
     counted = Counter((item.bytes // item.width, item.width) for item in items)
@@ -97,21 +97,21 @@ def compare(name: str, compute: str, tp: int, sequence_parallel: bool) -> list[s
     for mode, pattern in RECOMPUTE:
         plain = configured(name, compute, tp=tp, sequence_parallel=sequence_parallel)
         config = with_recompute(plain, mode, pattern)
-        found, expected = listed(saved_by_block(config, mesh)), told(config)
+        found, expected = listed(saved_by_block(config, mesh)), predicted(config)
         if found != expected:
-            wrong.append(f"{mode} {pattern}: saved {found - expected}, told {expected - found}")
+            wrong.append(f"{mode} {pattern}: saved {found - expected}, predicted {expected - found}")
     return wrong
 
 
 @pytest.mark.parametrize("compute", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_block_saves_what_the_formulas_say_item_by_item(name, compute):
+def test_a_block_saves_the_tensors_of_its_spec_one_by_one(name, compute):
     assert not compare(name, compute, 1, True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "multi-query"])
-def test_a_block_saves_what_the_formulas_say_on_tensor_parallel_ranks(name, sequence_parallel):
+def test_a_block_saves_the_tensors_of_its_spec_on_tensor_parallel_ranks(name, sequence_parallel):
     assert run_ranks(compare, 2, name, "fp32", 2, sequence_parallel) == [[], []]
 
 
@@ -170,22 +170,22 @@ def stages(name: str, tp: int, sequence_parallel: bool) -> list[str]:
         part = {"layers": range(2), "embedding": True, "head": True}
         found, expected = held(config, mesh, **part)[0], activation_bytes(config, **part).saved
         if found != expected:
-            wrong.append(f"{mode} {pattern}: holds {found}, told {expected}, {found - expected} more")
+            wrong.append(f"{mode} {pattern}: holds {found}, predicted {expected}, {found - expected} more")
     return wrong
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_whole_model_holds_what_is_told(name):
+def test_a_whole_model_holds_the_predicted_bytes(name):
     assert not stages(name, 1, True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_whole_model_holds_what_is_told_on_tensor_parallel_ranks(sequence_parallel):
+def test_a_whole_model_holds_the_predicted_bytes_on_tensor_parallel_ranks(sequence_parallel):
     assert run_ranks(stages, 2, "llama wide", 2, sequence_parallel) == [[], []]
 
 
 def until_w(config: TrainConfig, mesh: Mesh) -> tuple[int, int]:
-    """Bytes of what a whole model's backward leaves for W, and what is told."""
+    """Bytes that the backward of a whole model holds for W, and the predicted ones."""
     decoder = made(config, mesh)
     with weight_gradient_scope():
         loss = decoder({}, microbatch(documents=config.data.document_mask)).objective
@@ -214,12 +214,12 @@ def until_w_of(name: str, tp: int, sequence_parallel: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama wide", "qwen", "gpt2"])
-def test_what_is_kept_between_i_and_w(name):
+def test_the_tensors_held_between_i_and_w(name):
     assert not until_w_of(name, 1, False)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_what_is_kept_between_i_and_w_on_tensor_parallel_ranks(sequence_parallel):
+def test_the_tensors_held_between_i_and_w_on_tensor_parallel_ranks(sequence_parallel):
     for name in ("llama", "gpt2"):
         for wrong in run_ranks(until_w_of, 2, name, 2, sequence_parallel):
             assert not wrong
@@ -280,7 +280,7 @@ def test_a_gpt2_block_is_never_above_the_published_formula(sequence, hidden, hea
                 assert 0.75 * (sharded + scores) * unit < mine <= (sharded + scores) * unit
 
 
-def test_the_tool_tells_parameters_and_what_was_given_apart_and_counts_a_storage_once():
+def test_the_tool_marks_parameters_and_inputs_and_counts_a_storage_once():
     layer = torch.nn.Linear(3, 5, bias=False)
     x = torch.ones(2, 3, requires_grad=True)
     net = torch.nn.Sequential(layer, torch.nn.Tanh(), torch.nn.Flatten(0), torch.nn.Sigmoid())

@@ -28,7 +28,7 @@ class ParallelBlock(Block):
 
 
 class PassingBlock(Block):
-    """Takes and gives an integer mask and a value that may be None."""
+    """Passes on an integer mask and a value that may be None."""
 
     def boundary(self) -> tuple[str, ...]:
         return ("seen_BS", "gain_BSD")
@@ -65,11 +65,11 @@ def test_extra_values_cross_blocks_and_stages():
     expected.objective.backward()
     first = build(config, Mesh.single(), layers=range(2))
     last = build(config, Mesh.single(), layers=range(2, 4))
-    carry = first({}, batch)
-    assert set(carry) == {"hidden", "seen_BS", "gain_BSD"}
-    assert carry["seen_BS"].dtype == torch.int64 and (carry["seen_BS"] == 1).all()
-    assert carry["gain_BSD"].requires_grad
-    loss = last(carry, batch)
+    outputs = first({}, batch)
+    assert set(outputs) == {"hidden", "seen_BS", "gain_BSD"}
+    assert outputs["seen_BS"].dtype == torch.int64 and (outputs["seen_BS"] == 1).all()
+    assert outputs["gain_BSD"].requires_grad
+    loss = last(outputs, batch)
     torch.testing.assert_close(loss.report, expected.report, rtol=1e-12, atol=0)
     loss.objective.backward()
     for stage in (first, last):
@@ -85,11 +85,11 @@ def every_other(*args, layer: int, **kwargs) -> Block:
 
 def test_values_pass_by_a_block_that_does_not_name_them():
     config = tiny(LLAMA | {"layers": 4, "block": block("every_other")})
-    carry = build(config, Mesh.single(), layers=range(4), head=False)({}, microbatch())
-    assert (carry["seen_BS"] == 1).all() and carry["gain_BSD"] is None
+    outputs = build(config, Mesh.single(), layers=range(4), head=False)({}, microbatch())
+    assert (outputs["seen_BS"] == 1).all() and outputs["gain_BSD"] is None
 
 
-def test_a_block_that_returns_less_than_it_names_is_told_so():
+def test_a_block_that_returns_less_than_it_names_is_rejected():
     decoder = build(tiny(LLAMA | {"block": block("ForgetfulBlock")}), Mesh.single())
     with pytest.raises(ConfigError, match=r"ForgetfulBlock: .*must return \(hidden, seen_BS, gain_BSD\)"):
         decoder({}, microbatch())

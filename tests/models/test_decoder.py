@@ -89,11 +89,11 @@ def test_stages_in_a_row_equal_the_whole_model(model, cuts):
     last = len(cuts) - 2
     slices = [(range(a, b), i == 0, i == last) for i, (a, b) in enumerate(pairwise(cuts))]
     stages = [build(config, Mesh.single(), layers=r, embedding=e, head=h) for r, e, h in slices]
-    carry = {}
+    outputs = {}
     for stage in stages:
-        carry = stage(carry, microbatch(documents=True))
-    assert isinstance(carry, StageLoss)
-    carry.objective.backward()
+        outputs = stage(outputs, microbatch(documents=True))
+    assert isinstance(outputs, StageLoss)
+    outputs.objective.backward()
     found = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -181,7 +181,7 @@ def test_dropout_depends_on_step_sample_and_seed_and_on_nothing_else(kind):
 
 
 @pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
-def test_a_sample_drops_alike_in_whatever_microbatch_it_comes(kind):
+def test_a_sample_has_the_same_mask_in_any_microbatch(kind):
     decoder, batch = build(tiny(LLAMA | {kind: 0.2}), Mesh.single()), microbatch(documents=True)
     second = replace(
         batch,

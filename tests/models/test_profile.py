@@ -16,7 +16,6 @@ from megastack.mesh.shape import MeshShape
 from megastack.models.decoder import Decoder
 from megastack.models.profile import (
     flops_per_token,
-    matmul_parameters,
     rank_parameters,
     stage_placements,
     static_bytes,
@@ -48,7 +47,7 @@ VARIANTS = {
 
 
 class Alone(Mesh):
-    """A rank that may be asked for its groups but not to communicate."""
+    """A rank with groups that never communicates."""
 
     def _axis_group(self, axes, label):
         group = super()._axis_group((), label)
@@ -91,6 +90,11 @@ def test_an_uneven_split_is_embedding_blocks_and_head():
         ends = (units.embedding + padding if stage == 0 else 0) + (units.head + padding if stage == 3 else 0)
         assert count == layers * units.block + ends
         first += layers
+
+
+def matmul_parameters(config):
+    spec = decoder_spec(config)
+    return spec.layers * spec.block.matmul_parameters + spec.head.matmul_parameters
 
 
 def test_flops_by_hand():

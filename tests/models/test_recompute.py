@@ -156,7 +156,7 @@ def test_a_layer_knows_the_second_run_and_may_count_once():
     assert [(block.calls, block.first) for block in decoder.blocks.values()] == [(3, 2), (3, 2)]
 
 
-def test_blocks_keep_their_names_classes_and_parameters():
+def test_names_classes_and_parameters_of_blocks_do_not_change():
     plain = build(tiny(LLAMA | {"block": target("CountingBlock")}), Mesh.single())
     made = build(with_recompute(plain.config, "full"), Mesh.single())
     assert [name for name, _ in made.named_modules()] == [name for name, _ in plain.named_modules()]
@@ -180,7 +180,7 @@ def test_a_layer_that_draws_from_torch_draws_the_same_again(mode, pattern):
 
 
 @pytest.mark.parametrize(("kind", "message"), [("shape", "where it had saved"), ("fewer", "saved fewer tensors")])
-def test_a_layer_that_does_something_else_is_refused(kind, message):
+def test_a_layer_that_saves_other_tensors_is_rejected(kind, message):
     class Fickle(nn.Module):
         turn = 0
 
@@ -223,7 +223,7 @@ def test_one_inside_another_and_keyword_arguments():
         ("selective", None, "recompute.mode=selective: block 0, a Block, has no ParallelAttention"),
     ],
 )
-def test_a_choice_that_is_nothing_is_refused(mode, pattern, message):
+def test_a_choice_that_matches_nothing_is_rejected(mode, pattern, message):
     model = LLAMA | ({"attention": target("NoAttention")} if mode == "selective" else {})
     with pytest.raises(ConfigError, match=message):
         build(with_recompute(tiny(model), mode, pattern), Mesh.single())

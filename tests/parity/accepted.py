@@ -1,9 +1,8 @@
-"""Every layout of up to eight ranks for six shapes of model: what the rules say of each, and what it does when it is
-run whatever they say.
+"""All layouts of up to eight ranks for six model shapes, the rules that each violates, and its outcome when run.
 
-A layout that is forced to run is built in the order of a run (schedule, stages, loader, the first forward), and after
-each part all ranks agree whether it raised. So a fault on one rank alone is a fault of the layout, and nobody waits
-for a rank that is gone.
+A forced layout is run without the rules. It is built in the order of a run (schedule, stages, loader, first forward),
+and after each part the ranks agree whether any of them raised. An error on a single rank thus counts as an error of the
+layout, and no rank waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from tests.parity.cover import Row
 
 MOST_RANKS = 8
 SAMPLE = 7
-"""Of as many layouts one is looked at where time is short. It divides no number of choices, so that all still meet."""
-AT_ONCE = 25
-"""Layouts that ranks are asked to run in one go."""
+"""Stride of the sample for quick tests; coprime to every number of choices, so that all combinations occur."""
+BATCH_OF_LAYOUTS = 25
+"""Layouts per launch of ranks."""
 
 SHAPES: dict[str, Changes] = {
     "multi-head, 8 layers": {"model.layers": 8},
@@ -64,11 +63,17 @@ DEGREES = [degrees for degrees in product(range(1, MOST_RANKS + 1), repeat=3) if
 
 
 def rows() -> Iterator[Row]:
-    """Every layout; sequence parallelism is asked about where tp is more than 1."""
+    """Every layout; with and without sequence parallelism if tp is greater than 1."""
     for (dp, tp, pp), shape, schedule, batch, sequence in product(DEGREES, SHAPES, SCHEDULES, BATCHES, SEQUENCES):
-        for split in ("split", "whole") if tp > 1 else ("whole",):
+        for parallel in ("on", "off") if tp > 1 else ("off",):
             degrees = {"dp": str(dp), "tp": str(tp), "pp": str(pp)}
-            chosen = {"shape": shape, "schedule": schedule, "batch": batch, "sequence": sequence, "between": split}
+            chosen = {
+                "shape": shape,
+                "schedule": schedule,
+                "batch": batch,
+                "sequence": sequence,
+                "sequence parallel": parallel,
+            }
             yield chosen | degrees
 
 
@@ -78,27 +83,27 @@ def _of_shape(shape: str) -> TrainConfig:
 
 
 def config_of(row: Row) -> TrainConfig:
-    """The configuration of a layout, legal or not."""
+    """The configuration of a layout, valid or not."""
     base = _of_shape(row["shape"])
     global_size, micro_size = BATCHES[row["batch"]]
     degrees = {axis: int(row[axis]) for axis in ("dp", "tp", "pp")}
     return replace(
         base,
-        parallel=replace(base.parallel, **degrees, sequence_parallel=row["between"] == "split"),
+        parallel=replace(base.parallel, **degrees, sequence_parallel=row["sequence parallel"] == "on"),
         schedule=SCHEDULES[row["schedule"]],
         batch=replace(base.batch, global_size=global_size, micro_size=micro_size, sequence_length=int(row["sequence"])),
     )
 
 
 def work_of(row: Row) -> int:
-    """What a layout costs to run, roughly: microbatches of one rank, each a few messages a layer under tp."""
+    """Approximate cost of running a layout: microbatches of one rank, with a few messages per layer under tp."""
     config = config_of(row)
     microbatches = config.batch.global_size // (config.batch.micro_size * config.parallel.dp)
     return microbatches * config.model.layers * config.parallel.tp * config.parallel.pp
 
 
 def reference_of(config: TrainConfig) -> TrainConfig:
-    """The same training on one rank, a sample at a time."""
+    """The same training on one rank with microbatches of one sample."""
     return replace(
         config,
         parallel=replace(config.parallel, dp=1, tp=1, pp=1),
@@ -108,19 +113,19 @@ def reference_of(config: TrainConfig) -> TrainConfig:
 
 
 @cache
-def judged(stride: int = 1) -> list[tuple[Row, tuple[str, ...]]]:
-    """Layouts, one of ``stride``, with the rules that they break."""
+def layouts_with_rules(stride: int = 1) -> list[tuple[Row, tuple[str, ...]]]:
+    """Every ``stride``-th layout with the rules that it violates."""
     return [(row, tuple(map(rule_of, violations(config_of(row))))) for row in islice(rows(), 0, None, stride)]
 
 
 def rule_of(violation: Violation) -> str:
-    """A broken rule without its numbers."""
+    """A violated rule without its numbers."""
     return f"{violation.key}: " + re.sub(r"\b\d+\b", "N", violation.rule)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a layout did: the first fault of any rank, else the first step's loss and gradient norm."""
+    """Outcome of a layout: the first error of any rank, or loss and gradient norm of the first step."""
 
     error: str | None = None
     loss: float = 0.0
@@ -135,13 +140,13 @@ class Outcome:
 
 
 def outcomes(configs: Sequence[TrainConfig], *, force: bool = False) -> list[Outcome]:
-    """What each of these layouts does; forced ones are not trusted to build. Each mesh has ranks of its own."""
+    """The outcome of each layout; one launch of ranks per mesh shape. Forced layouts may fail to build."""
     found: dict[int, Outcome] = {}
     by_mesh: dict[MeshShape, list[int]] = {}
     for at, config in enumerate(configs):
         by_mesh.setdefault(mesh_shape(config), []).append(at)
     for shape, places in by_mesh.items():
-        for some in (places[at : at + AT_ONCE] for at in range(0, len(places), AT_ONCE)):
+        for some in (places[at : at + BATCH_OF_LAYOUTS] for at in range(0, len(places), BATCH_OF_LAYOUTS)):
             found |= zip(some, _on_ranks(shape, [configs[at] for at in some], force), strict=True)
     return [found[at] for at in range(len(configs))]
 
@@ -149,8 +154,8 @@ def outcomes(configs: Sequence[TrainConfig], *, force: bool = False) -> list[Out
 def _on_ranks(shape: MeshShape, configs: Sequence[TrainConfig], force: bool) -> list[Outcome]:
     data = {length: dataset(length) for length in {config.batch.sequence_length for config in configs}}
     ranks = run_ranks(_attempt_all, shape.world_size, shape, configs, data, force, timeout=180)
-    for config, told in zip(configs, zip(*ranks, strict=True), strict=True):
-        assert len(set(told)) == 1, f"{layout_text(config)}: ranks disagree: {told}"
+    for config, outcomes_of_ranks in zip(configs, zip(*ranks, strict=True), strict=True):
+        assert len(set(outcomes_of_ranks)) == 1, f"{layout_text(config)}: ranks disagree: {outcomes_of_ranks}"
     return list(ranks[0])
 
 
@@ -190,7 +195,7 @@ def _forced(config: TrainConfig, mesh: Mesh, data: Dataset) -> Outcome:
 
 
 def _first_forward(training: Training) -> None:
-    """The stage that reads tokens, on the ranks that have it."""
+    """Run the stage with the embedding on the ranks that have it."""
     first = training.stages[0]
     if first.has_embedding:
         first({}, training.step.loader.step(0)[0])
@@ -202,4 +207,4 @@ def _agreed_error(part: Callable[[], Any], mesh: Mesh) -> str | None:
         part()
     except MegastackError as error:
         own = f"{type(error).__name__}: {error}"
-    return next((told for told in all_gather_objects(own, mesh.world) if told is not None), None)
+    return next((error for error in all_gather_objects(own, mesh.world) if error is not None), None)

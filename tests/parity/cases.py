@@ -1,6 +1,6 @@
-"""The model, the data, the layouts and the choices that parity is tested on.
+"""The model, data, layouts and choices of the parity tests.
 
-Everything is a change of one small configuration, composed once; its text is read once and handed to the ranks.
+Every case is a change of one small configuration, which is composed once. Its text is read once.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ CHOICES = {
 
 
 def rows() -> list[Row]:
-    """Every cell of the choices; nobody shares parameters where there is one data rank or W's gradients come late."""
+    """Every combination of choices; ZeRO levels 2 and 3 only with several data ranks and unsplit backwards."""
     splits = {"schedule.name": "zb_h2"}.items()
-    shares = {name for name, it in LAYOUTS.items() if "parallel.dp" in it and not splits <= it.items()}
-    return [row for row in all_rows(CHOICES) if row["layout"] in shares or int(row["zero"]) < 2]
+    sharded = {name for name, it in LAYOUTS.items() if "parallel.dp" in it and not splits <= it.items()}
+    return [row for row in all_rows(CHOICES) if row["layout"] in sharded or int(row["zero"]) < 2]
 
 
 def model_of(row: Mapping[str, str]) -> Changes:
-    """Everything of a row but the layout: what the reference shares with it. 8 layers where there are 8 stages."""
+    """The changes that a row shares with its reference; 8 layers for the layout with 8 stages."""
     return FAMILIES[row["family"]] | {
         "model.layers": 8 if row["layout"] == "pp4x2" else 4,
         "model.kv_groups": int(row["kv_groups"]),
@@ -103,7 +103,7 @@ def model_of(row: Mapping[str, str]) -> Changes:
 
 
 def layout_of(row: Mapping[str, str]) -> Changes:
-    """What differs from the reference."""
+    """The changes that differ from the reference."""
     return (
         LAYOUTS[row["layout"]]
         | ZERO[row["zero"]]
@@ -117,7 +117,7 @@ def _small() -> TrainConfig:
 
 
 def configured(*changes: Changes) -> TrainConfig:
-    """The small configuration with changes by dotted key, the later ones winning; it is a legal one."""
+    """The small configuration with changes by dotted key; later changes take precedence; asserts that it is valid."""
     config = _small()
     for key, value in (pair for change in changes for pair in change.items()):
         current = value_of(config, key)
@@ -129,7 +129,7 @@ def configured(*changes: Changes) -> TrainConfig:
 
 @cache
 def dataset(sequence_length: int = 8) -> Dataset:
-    """Packed documents of a few words, the same in each session."""
+    """Packed documents of a few words, identical in every session."""
     draw = random.Random(7)
     words = ["rank", "stage", "tensor", "the", "of", "pipeline", "sum", "a", "gradient", "layout", "and", "is"]
     documents = [" ".join(draw.choice(words) for _ in range(draw.randint(1, 12))) for _ in range(150)]

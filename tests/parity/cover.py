@@ -1,4 +1,4 @@
-"""A pairwise cover: few rows of a table of choices in which every pair of choices of two columns still occurs."""
+"""Pairwise coverage: a small subset of rows that contains every pair of choices of two columns."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 def all_rows(choices: Mapping[str, Sequence[str]]) -> list[Row]:
-    """The whole product."""
+    """The product of all choices."""
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
 def pairs_of(row: Row) -> set[Pair]:
-    """Every pair of choices that a row holds."""
+    """Every pair of choices in a row."""
     return set(itertools.combinations(sorted(row.items()), 2))
 
 
 def covering(rows: Sequence[Row]) -> list[Row]:
-    """Rows chosen greedily until every pair that occurs in any of them occurs; the same list each time."""
-    held = [pairs_of(row) for row in rows]
-    missing = set().union(*held)
+    """A greedy, deterministic selection of rows that contains every pair of the given rows."""
+    pairs = [pairs_of(row) for row in rows]
+    missing = set().union(*pairs)
     chosen = []
     while missing:
-        best = max(range(len(rows)), key=lambda at: len(held[at] & missing))
+        best = max(range(len(rows)), key=lambda at: len(pairs[at] & missing))
         chosen.append(rows[best])
-        missing -= held[best]
+        missing -= pairs[best]
     return chosen

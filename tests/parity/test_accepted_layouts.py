@@ -1,5 +1,4 @@
-"""What the rules accept is what runs: every accepted layout trains a step as one rank does, every refused one fails to
-be built or to run when the rules are passed by."""
+"""The rules match the runtime: accepted layouts train like a single rank, rejected ones fail if forced."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from tests.parity.accepted import (
     SHAPES,
     Outcome,
     config_of,
-    judged,
+    layouts_with_rules,
     outcomes,
     reference_of,
     work_of,
@@ -24,7 +23,7 @@ from tests.parity.cover import Row, covering, pairs_of
 
 RANKS = range(1, MOST_RANKS + 1)
 QUICK = (1, 2, 3, 4)
-"""Numbers of ranks that are run where time is short; all others in the full matrix."""
+"""World sizes of the quick tests; the full tests run all of them."""
 
 
 def ranks_of(row: Row) -> int:
@@ -32,19 +31,19 @@ def ranks_of(row: Row) -> int:
 
 
 def accepted(stride: int = 1) -> list[Row]:
-    return [row for row, broken in judged(stride) if not broken]
+    return [row for row, rules in layouts_with_rules(stride) if not rules]
 
 
 @cache
 def accepted_cover() -> list[Row]:
-    """Accepted layouts in which every pair of choices occurs that occurs in any of the sample, cheap ones first."""
+    """Accepted layouts that cover every pair of choices in the sample, cheap ones first."""
     return covering(sorted(_quick(accepted(SAMPLE)), key=work_of))
 
 
 @cache
-def refused_cover() -> list[Row]:
-    """Refused layouts that break one rule each, in which every rule meets every choice that it ever meets alone."""
-    alone = _quick(row | {"rule": broken[0]} for row, broken in judged(SAMPLE) if len(broken) == 1)
+def rejected_cover() -> list[Row]:
+    """Rejected layouts that violate one rule each and cover every pair of such a rule and a choice in the sample."""
+    alone = _quick(row | {"rule": rules[0]} for row, rules in layouts_with_rules(SAMPLE) if len(rules) == 1)
     wanted = {pair for row in alone for pair in _with_rule(row)}
     chosen = []
     for row in alone:
@@ -54,16 +53,16 @@ def refused_cover() -> list[Row]:
     return chosen
 
 
-def invalid_rows() -> list[Row]:
-    """Every refused layout that breaks one rule alone, and one for each set of several rules, shape and world size.
+def rejected_rows() -> list[Row]:
+    """Every rejected layout that violates a single rule, and one for each set of several rules, shape and world size.
 
-    A layout that breaks two rules fails by either of them, so a second one of the same set shows nothing new.
+    A layout that violates several rules may fail because of any of them, so one per set is enough.
     """
     chosen = []
     seen = set()
-    for row, broken in judged():
-        key = (frozenset(broken), row["shape"], ranks_of(row))
-        if len(broken) == 1 or (broken and key not in seen):
+    for row, rules in layouts_with_rules():
+        key = (frozenset(rules), row["shape"], ranks_of(row))
+        if len(rules) == 1 or (rules and key not in seen):
             chosen.append(row)
             seen.add(key)
     return chosen
@@ -88,7 +87,7 @@ def assert_runs(rows: Iterable[Row]) -> None:
 def assert_fails(rows: Iterable[Row]) -> None:
     rows = list(rows)
     for row, outcome in zip(rows, outcomes([config_of(row) for row in rows], force=True), strict=True):
-        assert outcome.error, f"{row} is refused, and runs: {outcome}"
+        assert outcome.error, f"{row} is rejected, but runs: {outcome}"
 
 
 def references_of(configs: Iterable[TrainConfig]) -> dict[str, Outcome]:
@@ -100,41 +99,41 @@ def references_of(configs: Iterable[TrainConfig]) -> dict[str, Outcome]:
 
 
 KNOWN: dict[str, Outcome] = {}
-"""References of this session, by their configuration."""
+"""Outcomes of reference configurations in this session."""
 
 
-def test_each_shape_and_each_kind_of_fault_is_among_the_layouts() -> None:
+def test_the_sample_contains_every_shape_and_kind_of_error() -> None:
     assert {row["shape"] for row in accepted(SAMPLE)} == set(SHAPES)
     assert {ranks_of(row) for row in accepted(SAMPLE)} == set(RANKS)
-    met = {rule for _, broken in judged(SAMPLE) for rule in broken}
+    met = {rule for _, rules in layouts_with_rules(SAMPLE) for rule in rules}
     for words in ("heads", "kv_groups", "ffn", "vocab", "sequence_length", "model.layers", "micro_size", "one stage"):
         assert any(words in rule for rule in met), words
 
 
-def test_the_cover_holds_every_pair_of_choices() -> None:
+def test_the_cover_contains_every_pair_of_choices() -> None:
     assert set().union(*map(pairs_of, accepted_cover())) == set().union(*map(pairs_of, _quick(accepted(SAMPLE))))
 
 
 @pytest.mark.parametrize("ranks", QUICK)
-def test_accepted_layouts_run_as_one_rank_does(ranks: int) -> None:
+def test_accepted_layouts_match_one_rank(ranks: int) -> None:
     assert_runs(row for row in accepted_cover() if ranks_of(row) == ranks)
 
 
 @pytest.mark.parametrize("ranks", QUICK)
-def test_refused_layouts_fail_when_they_are_forced(ranks: int) -> None:
-    if rows := [row for row in refused_cover() if ranks_of(row) == ranks]:
+def test_rejected_layouts_fail_when_forced(ranks: int) -> None:
+    if rows := [row for row in rejected_cover() if ranks_of(row) == ranks]:
         assert_fails(rows)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_accepted_layout_runs_as_one_rank_does(ranks: int, shape: str) -> None:
+def test_every_accepted_layout_matches_one_rank(ranks: int, shape: str) -> None:
     assert_runs(row for row in accepted() if ranks_of(row) == ranks and row["shape"] == shape)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_refused_layouts_of_every_kind_fail_when_they_are_forced(ranks: int, shape: str) -> None:
-    assert_fails(row for row in invalid_rows() if ranks_of(row) == ranks and row["shape"] == shape)
+def test_rejected_layouts_of_every_kind_fail_when_forced(ranks: int, shape: str) -> None:
+    assert_fails(row for row in rejected_rows() if ranks_of(row) == ranks and row["shape"] == shape)

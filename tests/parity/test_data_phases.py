@@ -1,4 +1,4 @@
-"""A run whose data and sequence length change on the way, against one rank, and against runs of one stage each."""
+"""A run whose data and sequence length change, compared with one rank and with separate runs of each phase."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def corpus(folder: Path, name: str, word: str, documents: int = 60) -> str:
 
 
 @pytest.fixture
-def staged(tmp_path: Path) -> Changes:
-    """Two stages after the first: a longer sequence of the same text, then a shorter one of another."""
+def phased(tmp_path: Path) -> Changes:
+    """Two phases after the first: longer sequences of the same text, then shorter ones of another text."""
     first, second = corpus(tmp_path, "first", "early"), corpus(tmp_path, "second", "LATE")
-    stages = [
+    phases = [
         DataPhaseOptions(from_step=1, sequence_length=12),
         DataPhaseOptions(from_step=3, paths=[second], sequence_length=4),
     ]
-    return {"data.source": "jsonl", "data.paths": [first], "data.phases": stages, "run.steps": STEPS}
+    return {"data.source": "jsonl", "data.paths": [first], "data.phases": phases, "run.steps": STEPS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_staged_run_is_the_same_on_every_layout(layout: str, staged: Changes) -> None:
+def test_a_run_with_phases_is_the_same_on_every_layout(layout: str, phased: Changes) -> None:
     model = FAMILIES["gpt2"] | {"model.max_positions": 12, "model.dropout": 0.1} if layout == "tp2.pp2" else {}
-    model = model | staged | {"model.layers": 4}
+    model = model | phased | {"model.layers": 4}
     alone = configured(model)
     data = read_dataset(alone)
     expected = trace_layout(alone, STEPS, dataset=data)
@@ -61,23 +61,23 @@ def test_a_staged_run_is_the_same_on_every_layout(layout: str, staged: Changes) 
     assert not differences(expected, found, tolerance=TOLERANCES[torch.float64])
 
 
-def test_a_stage_is_a_run_on_its_own_data_from_its_first_sample_on(staged: Changes, tmp_path: Path) -> None:
-    """Three runs without stages, each going on with the weights and moments of the one before."""
+def test_a_phase_matches_a_run_on_its_data_alone(phased: Changes, tmp_path: Path) -> None:
+    """Three runs without phases; each continues with the weights and moments of the previous one."""
     losses: list[float] = []
-    second = staged["data.phases"][1].paths
-    cuts: list[tuple[int, Changes]] = [
+    second = phased["data.phases"][1].paths
+    runs: list[tuple[int, Changes]] = [
         (1, {"batch.sequence_length": 8}),
         (2, {"batch.sequence_length": 12}),
         (1, {"batch.sequence_length": 4, "data.paths": second}),
     ]
     path = None
-    for at, (steps, changes) in enumerate(cuts):
-        training = build_training(configured({**staged, "data.phases": []}, changes), Mesh.single())
+    for at, (steps, changes) in enumerate(runs):
+        training = build_training(configured({**phased, "data.phases": []}, changes), Mesh.single())
         if path is not None:
             load(path, training.state(), training.mesh)
             training.step.optimizer.load_steps(int(training.step.optimizer.steps))
         losses += [float(training.step(step).loss) for step in range(steps)]
         path = tmp_path / f"step_{at}"
         save(path, training.state(), training.mesh).wait()
-    training = build_training(configured(staged), Mesh.single())
+    training = build_training(configured(phased), Mesh.single())
     assert [float(training.step(step).loss) for step in range(STEPS)] == losses

@@ -1,6 +1,6 @@
-"""ZeRO-2 and 3 give the losses, gradients, norms and weights of one rank, in fp64; checkpoints continue elsewhere.
+"""ZeRO levels 2 and 3 match the losses, gradients, norms and weights of one rank in fp64; checkpoints load elsewhere.
 
-Here is what the pairwise cover of layouts and choices leaves out.
+Contains the cases that the pairwise coverage of layouts and choices does not include.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ def reference(optimizer: str, model: str) -> Trace:
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_cutting_parameters_over_data_ranks_changes_nothing(cell: str) -> None:
+def test_sharding_parameters_does_not_change_training(cell: str) -> None:
     layout, optimizer, model, more = CELLS[cell]
     config = configured({"optim.name": optimizer}, MODELS[model], LAYOUTS[layout], more)
     found = layout_differences(reference(optimizer, model), config, STEPS, dataset=dataset())
     assert not found, "\n".join(map(str, found[:20]))
 
 
-def test_lower_precision_computes_and_updates_as_with_whole_parameters() -> None:
+def test_lower_precision_matches_unsharded_parameters() -> None:
     common: Changes = {"optim.name": "sgd", "precision.compute": "bf16", "model.tied": True}
-    whole = trace_layout(configured(common, LAYOUTS["dp2"]), STEPS, dataset=dataset())
+    unsharded = trace_layout(configured(common, LAYOUTS["dp2"]), STEPS, dataset=dataset())
     for more in (ALWAYS, GATHERS):
         config = configured(common, LAYOUTS["dp2"], more)
-        found = layout_differences(whole, config, STEPS, dataset=dataset())
+        found = layout_differences(unsharded, config, STEPS, dataset=dataset())
         assert not found, "\n".join(map(str, found[:20]))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_branch_that_depends_on_the_rank_gives_what_whole_parameters_give(recompute: str) -> None:
+def test_a_rank_dependent_branch_matches_unsharded_parameters(recompute: str) -> None:
     layer = {"model.mlp": {"_target_": "tests.branch_layers.BranchMLP"}, "recompute.mode": recompute}
-    whole = trace_layout(configured(layer, LAYOUTS["dp2"]), STEPS, dataset=dataset())
+    unsharded = trace_layout(configured(layer, LAYOUTS["dp2"]), STEPS, dataset=dataset())
     for more in (ALWAYS, {"parallel.zero.stage": 2}):
-        found = layout_differences(whole, configured(layer, LAYOUTS["dp2"], more), STEPS, dataset=dataset())
+        found = layout_differences(unsharded, configured(layer, LAYOUTS["dp2"], more), STEPS, dataset=dataset())
         assert not found, "\n".join(map(str, found[:20]))
 
 
@@ -85,7 +85,7 @@ def train_and_save(config: TrainConfig, start: Path | None, steps: int, end: Pat
 
 
 def start_from_weights(config: TrainConfig, start: Path) -> bool:
-    """Whether weights alone were taken over, and masters from them."""
+    """Whether model and main parameters equal the weights of the checkpoint after loading only these."""
     mesh = Mesh.from_environment(mesh_shape(config), device="cpu")
     training = build_training(config, mesh, dataset())
     training.load_weights(start)
@@ -107,12 +107,12 @@ def everything(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("compute", ["fp64", "bf16"])
-def test_a_checkpoint_of_shards_is_one_of_whole_parameters_and_back(compute: str, tmp_path: Path) -> None:
+def test_checkpoints_load_with_and_without_sharding(compute: str, tmp_path: Path) -> None:
     common: Changes = {"optim.name": "adamw", "model.tied": True, "precision.compute": compute}
     shards = configured(common, LAYOUTS["dp2"], {"parallel.zero.stage": 3})
-    whole = configured(common, LAYOUTS["tp2"])
+    unsharded = configured(common, LAYOUTS["tp2"])
     run_ranks(train_and_save, 2, shards, None, 2, tmp_path / "first")
-    run_ranks(train_and_save, 2, whole, tmp_path / "first", 0, tmp_path / "second")
+    run_ranks(train_and_save, 2, unsharded, tmp_path / "first", 0, tmp_path / "second")
     run_ranks(train_and_save, 2, shards, tmp_path / "second", 0, tmp_path / "third")
     first, second, third = (everything(tmp_path / name) for name in ("first", "second", "third"))
     assert any(name.startswith("optim/exp_avg_sq/blocks.3.") for name in first)

@@ -1,5 +1,5 @@
-"""Layout does not change the mathematics: weights at the start, loss, every gradient, the norm and the weights after
-each update, against one rank, in fp64."""
+"""The layout does not change training in fp64: initial weights, loss, gradients, norm and updated weights match one
+rank."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_every_pair_of_choices_is_covered() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
-def test_training_equals_one_rank(row: Row) -> None:
+def test_training_matches_one_rank(row: Row) -> None:
     check(row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", [row for row in rows() if row not in ROWS], ids=name)
-def test_training_equals_one_rank_in_every_cell(row: Row) -> None:
+def test_training_matches_one_rank_for_every_combination(row: Row) -> None:
     check(row)

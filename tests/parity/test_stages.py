@@ -1,5 +1,5 @@
-"""Unusual ways to cut and train a model, each against one rank in fp64: stages without blocks, frozen stages, tied
-weights whose two ends meet on one rank, every number of microbatches."""
+"""Unusual stages, compared with one rank in fp64: stages without blocks, frozen stages, tied weights on one rank, every
+number of microbatches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_same(model: Changes, layout: Changes) -> Trace:
 
 
 def layers(*counts: int, **degrees: int) -> Changes:
-    """A pipeline with these numbers of blocks on its stages."""
+    """A pipeline with these numbers of blocks per stage."""
     pp = degrees.pop("pp", len(counts))
     chunks = len(counts) // pp
     schedule = {"schedule.name": "interleaved" if chunks > 1 else "1f1b", "schedule.chunks": chunks}
@@ -69,7 +69,7 @@ def layers(*counts: int, **degrees: int) -> Changes:
         ({}, layers(0, 2, 0, 2, 0, 0, 0, 0, pp=4)),
         (FAMILIES["gpt2"] | TIED, layers(0, 1, 3, 0, tp=2)),
     ],
-    ids=["embedding_alone_dp2", "head_alone_tp2", "hollow_inside", "mostly_hollow_interleaved", "both_ends_tp2"],
+    ids=["embedding_alone_dp2", "head_alone_tp2", "empty_inside", "mostly_empty_interleaved", "both_ends_tp2"],
 )
 def test_stages_without_blocks(model: Changes, layout: Changes) -> None:
     assert_same(model, layout)
@@ -85,14 +85,14 @@ def test_stages_without_blocks(model: Changes, layout: Changes) -> None:
     ],
     ids=["pp2x3", "pp1x2", "pp2x2_dp2", "pp1x3_tp2"],
 )
-def test_tied_ends_meet_on_one_rank_or_on_two(layout: Changes) -> None:
+def test_tied_weights_on_one_rank_or_two(layout: Changes) -> None:
     depth = {key: value for key, value in layout.items() if key == "model.layers"}
     assert_same(TIED | ADAM | depth, layout)
 
 
 @pytest.mark.parametrize("layout", [layers(1, 3), layers(1, 2, 1, 0, pp=2, tp=2)], ids=["pp2", "pp2x2_tp2"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_frozen_first_stage_stays_as_it_is_and_the_others_learn_alike(layout: Changes, optimizer: str) -> None:
+def test_a_frozen_first_stage_does_not_change_and_the_others_match(layout: Changes, optimizer: str) -> None:
     actual = assert_same(FROZEN | {"optim.name": optimizer, "optim.weight_decay": 0.1}, layout)
     for name, weight in actual.weights[-1].items():
         is_frozen = name.startswith(("embedding", "blocks.0."))
@@ -104,14 +104,14 @@ SPLITS = [(pp, dp, micro) for pp in (1, 2, 4) for dp, micro in ((1, 1), (1, 2), 
 
 
 @pytest.mark.parametrize(("pp", "dp", "micro"), [split for split in SPLITS if split[0] * split[1] < 8])
-def test_norm_gradients_and_update_do_not_know_how_the_batch_was_cut(pp: int, dp: int, micro: int) -> None:
-    """M from 1 to 8, fewer than stages included; plain SGD, so that no factor is hidden."""
-    cut = {"parallel.pp": pp, "parallel.dp": dp, "batch.micro_size": micro, "batch.global_size": 8}
-    assert_same({"optim.name": "sgd", "optim.clip_norm": 0.05}, cut)
+def test_microbatches_do_not_change_norm_gradients_and_update(pp: int, dp: int, micro: int) -> None:
+    """M from 1 to 8, including fewer microbatches than stages; plain SGD, which does not hide scale errors."""
+    changes = {"parallel.pp": pp, "parallel.dp": dp, "batch.micro_size": micro, "batch.global_size": 8}
+    assert_same({"optim.name": "sgd", "optim.clip_norm": 0.05}, changes)
 
 
 def consumed(config: TrainConfig, data: Dataset) -> list[list[Any]]:
-    """The sample numbers and tokens of this rank's microbatches in two steps, as the run will read them."""
+    """The sample numbers and tokens of this rank's microbatches in two steps."""
     training = build_training(config, Mesh.from_environment(mesh_shape(config), device="cpu"), data)
     steps = [training.step.loader.step(step) for step in (0, 3)]
     return [[(m.samples_B.tolist(), m.tokens_BS.tolist(), m.labels_BS.tolist()) for m in step] for step in steps]

@@ -1,6 +1,6 @@
-"""What one training step sends, on every rank and axis, against the closed forms of the pages of the axes.
+"""The traffic of one training step, on every rank and axis, matches the closed forms in the documentation.
 
-The forms are computed here from sizes alone; the only thing taken from the package is how layers are cut into stages.
+The closed forms use sizes only; from the package they use the split of layers over stages.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ RING = {
 }
 Records = Mapping[tuple[str, str], Traffic]
 Kinds = Counter[tuple[bool, int, bool, bool]]
-"""Elements by (decays, ranks of tp to sum over, is tied, is whole on each rank of tp)."""
+"""Elements by (decays, tp ranks to reduce over, is tied, is replicated over tp)."""
 
 
 class ClosedForm:
-    """The traffic of one rank, added up from the tables of the pages."""
+    """The traffic of one rank, summed from the tables in the documentation."""
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
         self.config, self.model = config, config.model
@@ -51,7 +51,7 @@ class ClosedForm:
         self.found: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
 
     def add(self, axis: str, op: str, size: int, elements: int, calls: int = 1) -> None:
-        """``calls`` operations over ``size`` ranks; ``elements`` of one of them."""
+        """Add ``calls`` operations over ``size`` ranks, each of ``elements``."""
         if size > 1 and calls:
             payload = calls * elements * BYTES
             self.found[axis, op] += Traffic(calls, payload, int(RING[op](size) * payload))
@@ -65,7 +65,7 @@ class ClosedForm:
         return dict(self.found)
 
     def tensor_axis(self, stage: StageSlice) -> None:
-        """docs/tensor_parallel.md, the table of what each layer sends; times the microbatches."""
+        """docs/tensor_parallel.md: the traffic of each layer, times the microbatches."""
         blocks, t, times = len(stage.layers), self.shape.tp, self.count
         if self.split:
             gathers = 6 * blocks + stage.embedding + 2 * stage.head
@@ -78,7 +78,7 @@ class ClosedForm:
         self.add("tp", "all_gather", t, numbers * self.rows * t, times * stage.head)
 
     def pipeline_axis(self) -> None:
-        """docs/pipeline.md: a stage's output forwards, the gradient of its input backwards, unless both are here."""
+        """docs/pipeline.md: stage outputs forward, gradients of inputs backward, unless both stages are on one rank."""
         pp = self.shape.pp
         for index, _ in self.stages[:-1]:
             for sender in (index, index + 1):
@@ -86,23 +86,23 @@ class ClosedForm:
                     self.add("pp", "send", 2, self.hidden // (self.shape.tp if self.split else 1), self.count)
 
     def gradients(self) -> None:
-        """docs/data_parallel.md: one bucket for each kind here, for all are small; shards for stages 2 and 3."""
+        """docs/data_parallel.md: one bucket per kind, because all are small; shards at ZeRO levels 2 and 3."""
         zero, dp = self.config.parallel.zero, self.shape.dp
         if zero.stage >= 2 and dp > 1:
             self.shards()
             return
         for (_, reduced, tied, _), elements in self.kinds(self.own).items():
             slices = dp if zero.stage == 1 else 1
-            whole = -(-elements // (2 * slices)) * 2 * slices if slices > 1 else elements  # slices begin at 16 bytes
+            padded = -(-elements // (2 * slices)) * 2 * slices if slices > 1 else elements  # slices align to 16 bytes
             for op in ("reduce_scatter", "all_gather") if slices > 1 else ("all_reduce",):
-                self.add("dp", op, dp, whole)
+                self.add("dp", op, dp, padded)
             if reduced:
-                self.add("tp", "all_reduce", reduced, whole // slices)
+                self.add("tp", "all_reduce", reduced, padded // slices)
             if tied:
-                self.add("pp", "all_reduce", 2, whole // slices)
+                self.add("pp", "all_reduce", 2, padded // slices)
 
     def shards(self) -> None:
-        """Gathers and reductions unit by unit, then sums of shards, all of one group at once."""
+        """Gathers and reductions per FSDP unit, then reductions of shards, once per group."""
         zero, dp = self.config.parallel.zero, self.shape.dp
         reductions = self.count if zero.reduce == "microbatch" else 1
         for elements, gathers in (unit for stage in self.own for unit in self.units(stage)):
@@ -117,7 +117,7 @@ class ClosedForm:
             self.add(axis, "all_reduce", size, elements)
 
     def units(self, stage: StageSlice) -> Iterator[tuple[int, int]]:
-        """Elements of each unit of a stage with parameters, and its gathers for a microbatch where it lets go."""
+        """Elements of each FSDP unit of a stage, and its gathers per microbatch if it reshards."""
         model, t = self.model, self.shape.tp
         last = stage.layers[-1] if stage.head else None
         yield from ((sum(self.block().values()), 1 if layer == last else 2) for layer in stage.layers)
@@ -130,24 +130,26 @@ class ClosedForm:
             yield 264 * model.hidden // t + self.norm, 1
 
     def kinds(self, stages: Sequence[StageSlice]) -> Kinds:
-        """The parameters of some stages together."""
+        """The parameters of several stages."""
         ends = (any(getattr(stage, end) for stage in stages) for end in ("embedding", "head"))
         kinds = self.ends(*ends)
         for _ in (layer for stage in stages for layer in stage.layers):
             kinds.update(self.block())
         return kinds
 
-    def cut(self, kinds: Kinds, elements: int, *, decays: bool = True, reduced: int = 0, tied: bool = False) -> None:
-        """Add a parameter that is cut over tp."""
+    def add_sharded(
+        self, kinds: Kinds, elements: int, *, decays: bool = True, reduced: int = 0, tied: bool = False
+    ) -> None:
+        """Add a parameter that is sharded over tp."""
         kinds[decays, reduced, tied, False] += elements // self.shape.tp
 
     @property
     def vector(self) -> tuple[bool, int, bool, bool]:
-        """The kind of norms and row-parallel biases."""
+        """The kind of normalization weights and row-parallel biases."""
         return False, self.shape.tp if self.split else 0, False, self.shape.tp > 1
 
     def block(self) -> Kinds:
-        """A block's parameters."""
+        """The parameters of a block."""
         model, t = self.model, self.shape.tp
         kinds: Kinds = Counter()
         head_dim = model.hidden // model.heads
@@ -155,41 +157,41 @@ class ClosedForm:
         copies = max(1, t // groups)
         shared = copies if copies > 1 else 0
         gated = 2 if model.activation == "swiglu" else 1
-        self.cut(kinds, 2 * model.heads * head_dim * model.hidden + (gated + 1) * model.ffn * model.hidden)
-        self.cut(kinds, 2 * groups * head_dim * model.hidden * copies, reduced=shared)
+        self.add_sharded(kinds, 2 * model.heads * head_dim * model.hidden + (gated + 1) * model.ffn * model.hidden)
+        self.add_sharded(kinds, 2 * groups * head_dim * model.hidden * copies, reduced=shared)
         kinds[self.vector] += 2 * self.norm
         if model.bias:
-            self.cut(kinds, model.heads * head_dim + gated * model.ffn, decays=False)
-            self.cut(kinds, 2 * groups * head_dim * copies, decays=False, reduced=shared)
+            self.add_sharded(kinds, model.heads * head_dim + gated * model.ffn, decays=False)
+            self.add_sharded(kinds, 2 * groups * head_dim * copies, decays=False, reduced=shared)
             kinds[self.vector] += 2 * model.hidden
         if model.qk_norm:
             kinds[False, t if t > 1 else 0, False, t > 1] += 2 * head_dim
         return kinds
 
     def ends(self, first: bool, last: bool) -> Kinds:
-        """What belongs to no block on ranks that hold the embedding, or the head."""
+        """Parameters outside blocks on ranks with the embedding or the head."""
         model, t = self.model, self.shape.tp
         kinds: Kinds = Counter()
         rows = 264 * model.hidden  # the padded vocabulary
         if first or (last and model.tied):
-            self.cut(kinds, rows, tied=model.tied and self.shape.pp > 1)
+            self.add_sharded(kinds, rows, tied=model.tied and self.shape.pp > 1)
         if first and model.positions == "learned":
             kinds[True, t if self.split else 0, False, t > 1] += self.config.batch.sequence_length * model.hidden
         if last:
             kinds[self.vector] += self.norm
             if not model.tied:
-                self.cut(kinds, rows)
+                self.add_sharded(kinds, rows)
         return kinds
 
     @property
     def norm(self) -> int:
-        """A norm's elements."""
+        """Elements of a normalization layer."""
         return self.model.hidden * (2 if self.model.norm == "layer" else 1)
 
     def scalars(self) -> None:
-        """One number for the norm over pp·tp, or all ranks where slices are shared, and one for the loss over pp·dp."""
-        shares = self.config.parallel.zero.stage > 0 and self.shape.dp > 1
-        for axes in (("pp", "dp", "tp") if shares else ("pp", "tp"), ("pp", "dp")):
+        """One number for the norm, over pp·tp or, with sharded state, all ranks; and one for the loss over pp·dp."""
+        sharded = self.config.parallel.zero.stage > 0 and self.shape.dp > 1
+        for axes in (("pp", "dp", "tp") if sharded else ("pp", "tp"), ("pp", "dp")):
             there = {axis: getattr(self.shape, axis) for axis in axes if getattr(self.shape, axis) > 1}
             size = 1
             for degree in there.values():
@@ -210,23 +212,23 @@ def zero(stage: int, **choices: str) -> Mapping[str, Any]:
 
 
 GPT2 = FAMILIES["gpt2"]
-DECAY = {"optim.weight_decay": 0.1}  # so that vectors and matrices have buckets of their own
-WHOLE_SEQUENCE = {"parallel.sequence_parallel": False}
+DECAY = {"optim.weight_decay": 0.1}  # so that vectors and matrices have separate buckets
+UNSPLIT_SEQUENCE = {"parallel.sequence_parallel": False}
 TIED, SMOOTH, QK = {"model.tied": True}, {"loss.label_smoothing": 0.1}, {"model.qk_norm": True}
 CASES: dict[str, tuple[str, list[Mapping[str, Any]]]] = {
     "data": ("dp4", [{"batch.micro_size": 1}]),
     "data_tied": ("dp2", [TIED, GPT2]),
-    "tensor": ("tp2", [WHOLE_SEQUENCE, SMOOTH]),
+    "tensor": ("tp2", [UNSPLIT_SEQUENCE, SMOOTH]),
     "tensor_split_sequence": ("tp2", [GPT2]),
-    "tensor_qk_norm": ("tp2", [WHOLE_SEQUENCE, QK]),
-    "copies_split_sequence": ("tp4", [{"model.kv_groups": 1}, QK, SMOOTH]),
-    "copies": ("tp4", [{"model.kv_groups": 2}, GPT2, WHOLE_SEQUENCE]),
+    "tensor_qk_norm": ("tp2", [UNSPLIT_SEQUENCE, QK]),
+    "kv_copies_split_sequence": ("tp4", [{"model.kv_groups": 1}, QK, SMOOTH]),
+    "kv_copies": ("tp4", [{"model.kv_groups": 2}, GPT2, UNSPLIT_SEQUENCE]),
     "pipeline": ("pp4", []),
     "tied_pair": ("pp4", [TIED]),
     "interleaved": ("pp4x2", [{"model.layers": 8}]),
     "interleaved_tied": ("pp2x2", [TIED]),
     "all": ("dp2.tp2.pp2", [QK, SMOOTH, {"model.kv_groups": 1}]),
-    "all_tied": ("dp2.tp2.pp2", [TIED, GPT2, WHOLE_SEQUENCE]),
+    "all_tied": ("dp2.tp2.pp2", [TIED, GPT2, UNSPLIT_SEQUENCE]),
     "zero1": ("dp4", [zero(1), QK]),
     "zero1_all_tied": ("dp2.tp2.pp2", [zero(1), TIED, GPT2]),
     "zero2": ("dp2.tp2.pp2", [zero(2), QK, {"model.kv_groups": 1}]),
@@ -237,7 +239,7 @@ CASES: dict[str, tuple[str, list[Mapping[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_step_sends_what_the_pages_say(case: str) -> None:
+def test_the_traffic_of_a_step_matches_the_documentation(case: str) -> None:
     layout, changes = CASES[case]
     config = configured(LAYOUTS[layout], DECAY, *changes)
     for rank, found in enumerate(run_ranks(counted, mesh_shape(config).world_size, config, dataset())):
@@ -246,9 +248,9 @@ def test_a_step_sends_what_the_pages_say(case: str) -> None:
         assert found
 
 
-def test_the_closed_forms_of_a_block_are_those_of_the_page() -> None:
-    """8·B·S·D·(t−1)/t elements a block and microbatch, 10 with a split sequence."""
-    for changes, factor in ((WHOLE_SEQUENCE, 8), ({}, 10)):
+def test_the_traffic_of_a_block_matches_the_documentation() -> None:
+    """8·B·S·D·(t−1)/t elements per block and microbatch, 10 with a split sequence."""
+    for changes, factor in ((UNSPLIT_SEQUENCE, 8), ({}, 10)):
         sent = []
         for layers in (4, 5):
             form = ClosedForm(configured({"parallel.tp": 4, "model.layers": layers}, changes), 0)
@@ -257,8 +259,8 @@ def test_the_closed_forms_of_a_block_are_those_of_the_page() -> None:
         assert sent[1] - sent[0] == factor * form.hidden * 3 // 4 * BYTES * form.count
 
 
-def test_messages_of_a_pipeline_are_those_of_the_page() -> None:
-    """2·M·(p·v − 1)·B·S·D elements in all."""
+def test_the_messages_of_a_pipeline_match_the_documentation() -> None:
+    """2·M·(p·v − 1)·B·S·D elements in total."""
     config = configured(LAYOUTS["pp4x2"], {"model.layers": 8})
     forms = [ClosedForm(config, rank) for rank in range(4)]
     for form in forms:

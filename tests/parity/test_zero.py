@@ -1,6 +1,6 @@
-"""ZeRO-1 and hybrid sharding give the losses, gradients, norms and weights of one rank, in fp64.
+"""ZeRO level 1 and hybrid sharding match the losses, gradients, norms and weights of one rank in fp64.
 
-Here is what the pairwise cover of layouts and choices leaves out.
+Contains the cases that the pairwise coverage of layouts and choices does not include.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def reference(optimizer: str, model: str) -> Trace:
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_sharing_the_optimizer_changes_nothing(cell: str) -> None:
+def test_sharding_the_optimizer_does_not_change_training(cell: str) -> None:
     layout, optimizer, model, more = CELLS[cell]
     changes = ({"optim.name": optimizer}, MODELS[model], LAYOUTS[layout], {"parallel.zero.stage": 1}, more)
     found = layout_differences(reference(optimizer, model), configured(*changes), STEPS, dataset=dataset())

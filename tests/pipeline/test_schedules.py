@@ -341,12 +341,16 @@ def test_a_dotted_path_names_a_function_and_its_options() -> None:
         (
             f"{HERE}.flavoured",
             {"flavor": "x"},
-            f"schedule.flavor=x: schedule._target_={HERE}.flavoured takes no such option; use flavour",
+            f"schedule.flavor=x: must be an option of {HERE}.flavoured; use flavour",
         ),
-        (f"{HERE}.needs_depth", {}, f"schedule.depth=null: schedule._target_={HERE}.needs_depth needs it"),
+        (f"{HERE}.needs_depth", {}, f"schedule.depth=null: must be set; {HERE}.needs_depth requires it"),
         (f"{HERE}.without_sizes", {}, r"must accept three positional arguments; use \(pp, chunks, microbatches"),
         (f"{HERE}.not_actions", {}, "must return a list of actions for each rank, got AttributeError"),
-        (f"{HERE}.of_two_microbatches", {}, "its lists are for pp=1, chunks=1, microbatches=2"),
+        (
+            f"{HERE}.of_two_microbatches",
+            {},
+            "must return a valid schedule: its lists are for pp=1, chunks=1, microbatches=2",
+        ),
         (f"{HERE}.raises", {}, "must return a list of actions for each rank, got ZeroDivisionError"),
     ],
 )

@@ -14,19 +14,22 @@ from megastack.plan.layout import Layout
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["precision=bf16"], "bf16 compute, fp32 masters, fp32 reduction"),
-        (["precision=bf16", "precision.reduce=bf16"], "bf16 compute, fp32 masters, bf16 reduction"),
-        (["precision=fp16"], "fp16 compute, fp32 masters, fp32 reduction, dynamic loss scale"),
-        (["precision=fp16", "precision.loss_scale=64"], "fp16 compute, fp32 masters, fp32 reduction, loss scale 64"),
+        (["precision=bf16"], "bf16 compute, fp32 main parameters, fp32 reduction"),
+        (["precision=bf16", "precision.reduce=bf16"], "bf16 compute, fp32 main parameters, bf16 reduction"),
+        (["precision=fp16"], "fp16 compute, fp32 main parameters, fp32 reduction, dynamic loss scale"),
+        (
+            ["precision=fp16", "precision.loss_scale=64"],
+            "fp16 compute, fp32 main parameters, fp32 reduction, loss scale 64",
+        ),
         (["precision=fp32"], "fp32 compute, fp32 reduction"),
         (["precision=fp64"], "fp64 compute, fp64 reduction"),
     ],
 )
-def test_the_first_line_says_the_number_formats(overrides: list[str], words: str) -> None:
+def test_the_first_line_has_the_number_formats(overrides: list[str], words: str) -> None:
     assert short(compose(["experiment=laptop", *overrides])).splitlines()[0].endswith(f", {words}")
 
 
-def test_the_second_line_says_who_shares_the_optimizer() -> None:
+def test_the_second_line_has_the_ranks_that_share_the_optimizer_state() -> None:
     grid = ["experiment=laptop", "parallel.dp=4", "parallel.tp=1", "parallel.pp=1"]
     zero = [*grid, "parallel.zero.stage=1"]
     assert short(compose(grid)).splitlines()[1].endswith("4 ranks")
@@ -35,7 +38,7 @@ def test_the_second_line_says_who_shares_the_optimizer() -> None:
     assert short(compose(hybrid)).splitlines()[1].endswith("ZeRO-1 over 2 of 4 data ranks on the host")
 
 
-def test_layers_of_the_users_are_named_and_counted_as_built_in() -> None:
+def test_user_defined_layers_are_named_and_counted_as_built_in() -> None:
     builtin = short(compose([])).splitlines()
     one = short(compose(["model.mlp._target_=mine.MLP"])).splitlines()
     assert one == [builtin[0], "layers    mlp is mine.MLP; counted as the built-in one", *builtin[1:]]
@@ -43,7 +46,7 @@ def test_layers_of_the_users_are_named_and_counted_as_built_in() -> None:
     assert two.splitlines()[1] == "layers    attention is his.Attention, mlp is mine.MLP; counted as the built-in ones"
 
 
-def test_one_of_a_thing_is_in_the_singular_and_equal_bubbles_are_said_once(monkeypatch):
+def test_a_count_of_one_is_singular_and_equal_bubbles_are_printed_once(monkeypatch):
     config = compose(["batch.global_size=1", "batch.micro_size=1"])
     lines = short(config).splitlines()
     assert lines[2].startswith("batch     1 sequence = 1 microbatch × 1")
@@ -52,14 +55,14 @@ def test_one_of_a_thing_is_in_the_singular_and_equal_bubbles_are_said_once(monke
     assert "; bubble 10.0% of a rank's own span, 25.0% of the whole step; " in short(config).splitlines()[3]
 
 
-def test_stages_of_the_data_are_lines_of_their_own_and_the_longest_decides_about_activations() -> None:
+def test_each_data_phase_has_a_line_and_the_longest_determines_activations() -> None:
     stages = "data.phases=[{from_step:2,sequence_length:64},{from_step:5,blend:[{paths:[a],weight:1}]}]"
     plain = compose(["experiment=parity", "run.steps=9", "batch.global_size=8", "batch.sequence_length=32"])
     config = compose(
         ["experiment=parity", "run.steps=9", "batch.global_size=8", "batch.sequence_length=32", f"{stages}"]
     )
     assert short(config).splitlines()[3:6] == [
-        "stages    steps 1–2: builtin; sequences of 32 tokens, 256 a step",
+        "phases    steps 1–2: builtin; sequences of 32 tokens, 256 a step",
         "          steps 3–5: builtin; sequences of 64 tokens, 512 a step",
         "          steps 6–9: bin a 100.0%; sequences of 64 tokens, 512 a step",
     ]

@@ -1,4 +1,4 @@
-"""What each place along the pipeline holds: microbatches alive and the bytes that they keep."""
+"""The share of each pipeline rank: microbatches alive and their bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def on_four_stages(microbatches: int):
 
 
 @pytest.mark.parametrize(("microbatches", "alive"), [(8, [4, 3, 2, 1]), (2, [2, 2, 2, 1])])
-def test_each_place_keeps_what_its_own_stage_keeps_times_the_microbatches_alive(microbatches, alive):
+def test_each_pipeline_rank_holds_the_activations_of_its_stage_times_the_microbatches_alive(microbatches, alive):
     layout = Layout(on_four_stages(microbatches))
     shares = layout.pipeline_ranks()
     assert [share.peak_activations for share in shares] == alive
@@ -38,7 +38,7 @@ def test_one_recomputed_block_is_added_once():
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_between_i_and_w_a_microbatch_counts_as_what_its_w_takes(mode):
+def test_between_i_and_w_a_microbatch_counts_the_tensors_of_its_w(mode):
     """ZB-H1: rank r has p - r microbatches in flight and puts r more off; with recompute those are the larger ones."""
     config = replace(with_recompute(on_four_stages(8), mode), schedule=ScheduleOptions(name="zb_h1"))
     layout = Layout(config)
@@ -49,7 +49,7 @@ def test_between_i_and_w_a_microbatch_counts_as_what_its_w_takes(mode):
         assert share.activation_bytes == pytest.approx(max(before, after_an_i) + each.recomputed, abs=1)
 
 
-def test_a_place_without_layers_keeps_nothing():
+def test_a_pipeline_rank_without_layers_holds_no_activations():
     config = on_four_stages(8)
     config = replace(config, parallel=replace(config.parallel, layers_per_stage=[4, 0, 0, 4]))
     for name in ("1f1b", "zb_h1"):

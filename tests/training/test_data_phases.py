@@ -151,9 +151,9 @@ def test_weights_may_change_in_the_current_phase_and_not_in_one_that_is_over(tmp
 
 
 def test_data_that_a_later_phase_cannot_use_are_rejected_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.stages\[0\], after step 2: .*nowhere\.jsonl"):
+    with pytest.raises(DataError, match=r"data\.phases\[0\], after step 2: .*nowhere\.jsonl"):
         read_dataset(tiny(tmp_path, f"{{from_step:2,paths:[{tmp_path}/nowhere.jsonl]}}"))
-    with pytest.raises(DataError, match=r"data\.stages\[1\], after step 3: batch\.sequence_length=90000"):
+    with pytest.raises(DataError, match=r"data\.phases\[1\], after step 3: batch\.sequence_length=90000"):
         read_dataset(tiny(tmp_path, "{from_step:2,sequence_length:24},{from_step:3,sequence_length:90000}"))
     held_out_too_short = tiny(tmp_path, "{from_step:3,sequence_length:700}")
     described = read_dataset(held_out_too_short).describe().splitlines()

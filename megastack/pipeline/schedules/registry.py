@@ -133,11 +133,11 @@ def known_names() -> tuple[str, ...]:
 
 
 def _find(name: str) -> _Kind | list[Violation]:
-    """The schedule of a name or a dotted path, or what is wrong with it."""
+    """The schedule of a name or a dotted path, or the errors in that."""
     if name in _KINDS:
         return _KINDS[name]
     if "." not in name:
-        rule = "is not available yet" if name in PLANNED else "is no schedule"
+        rule = "is not available yet" if name in PLANNED else "is not a schedule"
         return [Violation("schedule.name", name, rule, schedule_names())]
     try:
         generate = import_path(TARGET, name)
@@ -152,7 +152,7 @@ def _find(name: str) -> _Kind | list[Violation]:
 
 
 def _kind(name: str) -> _Kind:
-    """The schedule of a legal name or dotted path."""
+    """The schedule of a valid name or dotted path."""
     kind = _find(name)
     assert isinstance(kind, _Kind), kind
     return kind
@@ -166,12 +166,12 @@ def _placeholders(generate: Callable[..., Any]) -> dict[str, None]:
 def _own_violations(
     generate: Callable[..., Any], path: str, pp: int, chunks: int, microbatches: int, **options: Any
 ) -> list[Violation]:
-    """What is wrong with the result of a function that a dotted path names."""
+    """The errors of the schedule that a function with a dotted path returns."""
     try:
         schedule = Schedule.from_actions(generate(pp, chunks, microbatches, **options), name=path)
         _require_usable(schedule, (pp, chunks, microbatches))
     except ScheduleError as error:
-        return [Violation(TARGET, path, str(error))]
+        return [Violation(TARGET, path, f"must return a valid schedule: {error}")]
     except Exception as error:
         rule = f"must return a list of actions for each rank, got {type(error).__name__}: {error}"
         return [Violation(TARGET, path, rule)]
@@ -179,19 +179,21 @@ def _own_violations(
 
 
 def schedule_violations(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> list[Violation]:
-    """What stands against a schedule of these sizes and options (None: not given); reads the file of `custom`."""
+    """The errors of these sizes and options (None: not given); reads the file of `custom`."""
     kind = _find(name)
     if not isinstance(kind, _Kind):
         return kind
     sizes = {"parallel.pp": pp, "schedule.chunks": chunks, "microbatches": microbatches}
     found = [Violation(key, size, "must be at least 1") for key, size in sizes.items() if size < 1]
-    given, takes, chosen = _given(options), kind.options(), f"{kind.key}={name}"
+    given, takes, is_own = _given(options), kind.options(), kind.key == TARGET
     for key in sorted(given.keys() - takes.keys()):
-        legal = tuple(takes) if kind.key == TARGET and takes else (None,)
-        found.append(Violation(f"schedule.{key}", given[key], f"{chosen} takes no such option", legal))
+        rule = f"must be an option of {name}" if is_own else f"schedule.name={name} takes no such option"
+        legal = tuple(takes) if is_own and takes else (None,)
+        found.append(Violation(f"schedule.{key}", given[key], rule, legal))
     for key, required in takes.items():
         if required and key not in given:
-            found.append(Violation(f"schedule.{key}", None, f"{chosen} needs it"))
+            rule = f"must be set; {name} requires it" if is_own else f"schedule.name={name} needs it"
+            found.append(Violation(f"schedule.{key}", None, rule))
     if not found and kind.violations:
         found += kind.violations(pp, chunks, microbatches, **given)
     return found
@@ -219,9 +221,9 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
 
 
 def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> bool:
-    """Whether a legal schedule has W's, gradients of weights apart from those of the inputs."""
+    """Whether a valid schedule has W, the gradients of weights apart from those of the inputs."""
     kind = _kind(name)
-    if kind.proven:  # the second rank is like all later ones, one microbatch like all others
+    if kind.proven:  # all ranks after the first are equal in that, and all microbatches
         pp, microbatches = min(pp, 2), 1
     rows = kind.generate(pp, chunks, microbatches, **_given(options))
     return any(part.op is Op.W for row in rows for action in row for part in action.parts or (action,))

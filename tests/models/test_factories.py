@@ -1,4 +1,4 @@
-"""Layers named by ``_target_``: what they are called with, and what is refused."""
+"""Layers named by ``_target_``: their arguments, and what is rejected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megastack.errors import ConfigError
 from megastack.layers.attention import ParallelAttention
 from megastack.layers.mlp import ParallelMLP
 from megastack.mesh.mesh import Mesh
-from megastack.models.targets import import_target, layer_factory
+from megastack.models.factories import import_target, layer_factory
 from tests.models.model_cases import GPT2, LLAMA, QWEN, build, microbatch, tiny
 
 
@@ -76,9 +76,9 @@ def test_keys_beside_the_target_are_passed_on_and_the_rest_comes_from_the_parent
     decoder({}, microbatch())
 
 
-def test_an_option_that_a_layer_does_not_take_is_refused_and_not_dropped():
+def test_an_option_that_a_layer_does_not_accept_is_rejected_and_not_dropped():
     for option, value in (("qkv_bias", True), ("attention_dropout", 0.1)):
-        with pytest.raises(ConfigError, match=rf"model.{option}={value}: .*PlainAttention does not take it"):
+        with pytest.raises(ConfigError, match=rf"model.{option}={value}: .*PlainAttention does not accept it"):
             build(tiny(LLAMA | {"attention": own("PlainAttention"), option: value}), Mesh.single())
     build(tiny(QWEN | {"attention": own("PlainAttention"), "qkv_bias": False}), Mesh.single())
 
@@ -95,15 +95,15 @@ def test_an_option_that_a_layer_does_not_take_is_refused_and_not_dropped():
         (own("NOT_CALLABLE"), "no class or function NOT_CALLABLE"),
         (own("WideMLP", depth=3), r"cannot be called.*unexpected keyword argument 'depth'"),
         ({"_target_": "builtins.dict"}, "cannot be called"),
-        (own("picky"), "refuses its arguments: width=0"),
-        (own("broken"), r"cannot be built, RuntimeError: no such weather \(test_targets.py, line \d+\)"),
+        (own("picky"), "rejects its arguments: width=0"),
+        (own("broken"), r"cannot be built, RuntimeError: no such weather \(test_factories.py, line \d+\)"),
         (own("leaving"), r"cannot be built, SystemExit: 3 "),
         (own("NOT_CALLABLE"), "no class or function NOT_CALLABLE; use (?!NOT_CALLABLE)"),
         (own("not_a_module"), "made a str; use a torch module"),
     ],
     ids=str,
 )
-def test_a_target_that_cannot_be_used_is_refused_with_its_key(spec, says):
+def test_a_target_that_cannot_be_used_is_rejected_with_its_key(spec, says):
     with pytest.raises(ConfigError, match=f"(?s)model.mlp.*{says}"):
         build(tiny(LLAMA | {"mlp": spec}), Mesh.single())
 
