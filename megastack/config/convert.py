@@ -110,7 +110,7 @@ class Conversion:
         for choice in kind:
             if value == choice.value or isinstance(value, kind):
                 return kind(value)
-        return self._wrong(key, value, "not one of the choices", (*kind, None) if nullable else tuple(kind))
+        return self._wrong(key, value, "must be one of the choices", (*kind, None) if nullable else tuple(kind))
 
     def _scalar(self, kind: type, value: object, key: str, nullable: bool) -> Any:
         read, rule = SCALARS[kind]
@@ -128,7 +128,7 @@ class Conversion:
         return self._wrong(key, value, f"{rule} or null" if nullable else rule, advice)
 
     def _missing(self, key: str) -> InvalidValue:
-        self.errors.append(Violation(key, REQUIRED, "has to be given and is not", (f"{key}=…",)))
+        self.errors.append(Violation(key, REQUIRED, "must be set", (f"{key}=…",)))
         return INVALID
 
     def _unknown(self, key: str, value: object, siblings: tuple[str, ...]) -> None:

@@ -181,5 +181,5 @@ def _reasons(config: TrainConfig, candidates: Sequence[int], replica: int, ranks
         return shared
     first = {dp: errors[0] for dp, errors in others.items()}
     reasons = "; ".join(f"dp={dp}: {error.key}={spell(error.value)} {error.rule}" for dp, error in first.items())
-    rule = f"no dp from {candidates[-1]} to {candidates[0]} is legal on {counted(ranks, 'rank')} ({reasons})"
+    rule = f"no dp from {candidates[-1]} to {candidates[0]} is valid on {counted(ranks, 'rank')} ({reasons})"
     return [*shared, Violation("launch.elastic", True, rule, ("another number of ranks", "other values of these keys"))]

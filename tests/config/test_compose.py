@@ -57,7 +57,7 @@ def test_one_report_contains_every_error() -> None:
         "parallel.tp=3: must divide model.heads=4; use 1, 2 or 4",
         "parallel.pp=2.0: must be a whole number; use 2",
         "model=llama3_9b: no such file in this config group; use gpt2_124m",
-        "schedule.path=???: has to be given and is not",
+        "schedule.path=???: must be set",
         "lr.warmup_steps=1000: must not be longer than run.steps=100",
     ):
         assert any(line.startswith(start) for line in lines), (start, lines)
@@ -82,7 +82,7 @@ def test_keys_of_other_systems_suggest_the_corresponding_keys() -> None:
         "zero_optimization.stage=1: no such key; use parallel.zero.stage",
         "train_micro_batch_size_per_gpu=2: no such key; use batch.micro_size",
         "gradient_clipping=1.0: no such key; use optim.clip_norm",
-        "model.family=llama3: not one of the choices; use llama or gpt2",
+        "model.family=llama3: must be one of the choices; use llama or gpt2",
     ]
 
 
@@ -120,7 +120,7 @@ def test_interpolations_can_use_schema_defaults() -> None:
 
 
 def test_a_missing_value_is_named() -> None:
-    assert report("run.steps=???") == ["run.steps=???: has to be given and is not; use run.steps=…"]
+    assert report("run.steps=???") == ["run.steps=???: must be set; use run.steps=…"]
 
 
 def test_user_files_take_precedence_over_packaged_ones(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_errors_for_unknown_keys_name_the_file(tmp_path: Path) -> None:
     lines = report("model=mine", config_dir=tmp_path)
     assert f"model.num_layers=2: no such key (in {path}); use model.layers" in lines
     assert f"model.head=2: no such key (in {path}); use model.heads" in lines
-    assert "model.layers=???: has to be given and is not; use model.layers=…" in lines
+    assert "model.layers=???: must be set; use model.layers=…" in lines
 
 
 def test_errors_for_wrong_types_name_the_file(tmp_path: Path) -> None:

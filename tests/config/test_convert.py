@@ -78,14 +78,14 @@ def test_convertible_values(kind: Any, given: Any, converted: Any) -> None:
         (bool, "yes", "key=yes: must be true or false"),
         (str, True, "key=true: must be text; use quotes around it"),
         (str, 1.1, "key=1.1: must be text; use quotes around it"),
-        (Norm, "rmsnorm", "key=rmsnorm: not one of the choices; use rms or layer"),
-        (Norm | None, 3, "key=3: not one of the choices; use rms, layer or null"),
+        (Norm, "rmsnorm", "key=rmsnorm: must be one of the choices; use rms or layer"),
+        (Norm | None, 3, "key=3: must be one of the choices; use rms, layer or null"),
         (list[int], 3, "key=3: must be a list; use [3]"),
         (list[int], [1, "x"], "key[1]=x: must be a whole number"),
         (list[int], {"a": 1}, "key={a: 1}: must be a list"),
         (OptimGroupOptions, 3, "key=3: must be a section of keys; use key.pattern, key.lr_scale or key.weight_decay"),
-        (int, "???", "key=???: has to be given and is not; use key=…"),
-        (Any, "???", "key=???: has to be given and is not; use key=…"),
+        (int, "???", "key=???: must be set; use key=…"),
+        (Any, "???", "key=???: must be set; use key=…"),
     ],
 )
 def test_values_of_the_wrong_type_are_errors(kind: Any, given: Any, message: str) -> None:
@@ -104,8 +104,8 @@ def test_all_errors_are_collected() -> None:
     assert "parallel.tpp=2: no such key; use parallel.tp" in found
     assert "parallel.tp=two: must be a whole number" in found
     assert "optim.groups[0].lr_scal=2: no such key; use optim.groups[0].lr_scale" in found
-    assert "optim.groups[1].pattern=???: has to be given and is not; use optim.groups[1].pattern=…" in found
-    assert "run.steps=???: has to be given and is not; use run.steps=…" in found
+    assert "optim.groups[1].pattern=???: must be set; use optim.groups[1].pattern=…" in found
+    assert "run.steps=???: must be set; use run.steps=…" in found
 
 
 def test_plain_values_make_an_equal_config() -> None:
@@ -150,7 +150,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("optim.betas", ["0.9", 0.95], "optim.betas[0]=0.9: must be a finite number; use 0.9"),
     ("model.bias", "false", "model.bias=false: must be true or false; use false"),
     ("model.bias", 1, "model.bias=1: must be true or false"),
-    ("model.norm", "batch", "model.norm=batch: not one of the choices; use rms or layer"),
+    ("model.norm", "batch", "model.norm=batch: must be one of the choices; use rms or layer"),
     ("run.dir", 3.5, "run.dir=3.5: must be text or null"),
     ("data.paths", "a.txt", "data.paths=a.txt: must be a list; use [a.txt]"),
     ("run", None, "run=null: must be a section of keys"),

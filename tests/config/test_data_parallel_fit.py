@@ -106,7 +106,7 @@ def test_without_a_valid_degree_the_error_lists_some_reasons(base: TrainConfig) 
     config = replace_values(base, {"parallel.zero.stage": 1, "parallel.zero.shard_size": 4})
     [line] = error_of(config, 3).splitlines()
     assert line.startswith(
-        "launch.elastic=true: no dp from 1 to 3 is legal on 3 ranks (dp=3: parallel.zero.shard_size=4"
+        "launch.elastic=true: no dp from 1 to 3 is valid on 3 ranks (dp=3: parallel.zero.shard_size=4"
     )
     assert "dp=1: parallel.zero.shard_size=4 must divide dp·cp = 1" in line
 
