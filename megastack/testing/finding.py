@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal
 
-from megastack.testing.compare import TOLERANCES
-from megastack.testing.layer_training import INPUT_GRADIENT
+from megastack.testing.compare import INPUT_GRADIENT, TOLERANCES
 
 OTHERS_LISTED = 3
 """How many other differing parameters are listed by name."""
@@ -56,7 +55,7 @@ def finding_lines(finding: Finding) -> list[tuple[str, str]]:
     lines.append(("cause", finding.cause or UNKNOWN))
     if finding.also:
         more = f", … ({len(finding.also)} in all)" if len(finding.also) > OTHERS_LISTED else ""
-        lines.append(("also", ", ".join(finding.also[:OTHERS_LISTED]) + more))
+        lines.append(("also", ", ".join(map(_spelled, finding.also[:OTHERS_LISTED])) + more))
     return lines
 
 
@@ -80,13 +79,16 @@ def _subject(finding: Finding) -> str:
         case "module":
             return f"the output of {finding.name or 'the layer'}{owner}, the first module that differs, {at}"
         case "gradient":
-            name = "the layer's input" if finding.name == INPUT_GRADIENT else finding.name
-            return f"the gradient of {name}{owner}, the first that differs in the backward pass, {at}"
+            return f"the gradient of {_spelled(finding.name)}{owner}, the first that differs in the backward pass, {at}"
         case "weight":
             return _weight_subject(f"{finding.name}{owner}", at, finding.held)
         case "norm":
             return f"the gradient norm {at}, although every gradient matches"
     return f"the {finding.kind} {at}"
+
+
+def _spelled(name: str) -> str:
+    return "the layer's input" if name == INPUT_GRADIENT else name
 
 
 def _weight_subject(name: str, at: str, held: Held) -> str:
