@@ -26,7 +26,7 @@ from megastack.testing.compare import KINDS
 from megastack.testing.finding import figure, finding_lines
 from megastack.testing.layouts import in_double, layout_overrides, layout_text, reference_of
 from megastack.testing.ranks import RankFailure
-from megastack.testing.verify import REFUSALS, Verdict, Verifier, failure_summary
+from megastack.testing.verify import REJECTIONS, Verdict, Verifier, failure_summary
 
 EQUAL, DIFFERS, REFUSED = 0, 1, 78
 WIDTH = 100
@@ -41,7 +41,7 @@ def verify_command(options: argparse.Namespace) -> int:
     """
     try:
         return _verify(options)
-    except REFUSALS as error:
+    except REJECTIONS as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
 
 
@@ -90,7 +90,7 @@ def _broken_reference(verifier: Verifier) -> str | None:
     """Why the training does not even run on one rank; None if it does."""
     try:
         _ = verifier.references
-    except REFUSALS:
+    except REJECTIONS:
         raise
     except RankFailure as failure:
         return failure_summary(failure)
