@@ -10,16 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megastack.checkpoint.items import State as State
-    from megastack.checkpoint.items import StateItem as StateItem
     from megastack.checkpoint.load import LoadReport as LoadReport
     from megastack.checkpoint.load import load as load
     from megastack.checkpoint.reader import CheckpointReader as CheckpointReader
     from megastack.checkpoint.save import SaveHandle as SaveHandle
     from megastack.checkpoint.save import save as save
+    from megastack.checkpoint.state import State as State
+    from megastack.checkpoint.state import StateItem as StateItem
     from megastack.comm.group import AxisGroup as AxisGroup
-    from megastack.comm.ledger import Ledger as Ledger
-    from megastack.comm.ledger import Traffic as Traffic
+    from megastack.comm.traffic import Ledger as Ledger
+    from megastack.comm.traffic import Traffic as Traffic
     from megastack.config.compose import compose as compose
     from megastack.config.rules import violations as violations
     from megastack.config.schema import TrainConfig as TrainConfig
@@ -74,12 +74,12 @@ if TYPE_CHECKING:
     from megastack.training.state import RunResult as RunResult
 
 _NAMES = {
-    "checkpoint.items": "State StateItem",
+    "checkpoint.state": "State StateItem",
     "checkpoint.load": "LoadReport load",
     "checkpoint.reader": "CheckpointReader",
     "checkpoint.save": "SaveHandle save",
     "comm.group": "AxisGroup",
-    "comm.ledger": "Ledger Traffic",
+    "comm.traffic": "Ledger Traffic",
     "config.compose": "compose",
     "config.rules": "violations",
     "config.schema": "TrainConfig",

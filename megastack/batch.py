@@ -1,8 +1,7 @@
-"""The two values that travel with a microbatch: what goes into a model and what comes out of its last stage.
+"""The input of a model for one microbatch, and the output of its last stage.
 
-They stand apart from the data and the models so that the loader, the layers, the pipeline and the training loop can
-share them without knowing one another. Nothing here reads a tensor after it was built: the count of valid tokens is
-made on the host, where the labels are born.
+The loader, the layers, the pipeline and the training loop share them without depending on one another. No tensor is
+read after it was built: valid tokens are counted on the host, where the labels are made.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 
 IGNORED_LABEL = -100
-"""The label of a position that asks for no prediction; it enters neither loss nor count."""
+"""The label of a position without a target; it is excluded from the loss and from the token count."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The unit that a pipeline schedule moves: B sequences of S tokens, alike on every stage and tensor-parallel rank.
+    """B sequences of S tokens, identical on every stage and tensor-parallel rank.
 
     Args:
         tokens_BS: token ids, int64.
@@ -26,9 +25,9 @@ class Microbatch:
         positions_BS: position of each token in its document, or in its sequence without document masks, int64.
         documents_BS: non-decreasing document number within each row, int64; attention stays within equal numbers.
             None: attention sees the whole row.
-        samples_B: global number of each row's sample in the endless stream, int64; dropout draws from it.
-        step: the 0-based optimizer step that consumes it.
-        valid_tokens: labels that are not ignored, a host number. Counted here, from labels on the CPU, when not given.
+        samples_B: global number of each row's sample in the endless stream, int64; a counter for dropout.
+        step: the optimizer step that consumes it, from 0.
+        valid_tokens: the number of labels that are not ignored, on the host. Default: counted from labels on the CPU.
     """
 
     tokens_BS: Tensor
@@ -44,7 +43,7 @@ class Microbatch:
             object.__setattr__(self, "valid_tokens", int((self.labels_BS != IGNORED_LABEL).sum()))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:
-        """The same microbatch on `device`; the count stays a host number and is not made again."""
+        """The same microbatch on `device`; the count stays on the host and is not computed again."""
 
         def move(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=non_blocking)
@@ -61,11 +60,11 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StageLoss:
-    """What the last stage gives for one microbatch: sums over its valid tokens, not yet divided by anything.
+    """The output of the last stage for one microbatch: sums over its valid tokens, not divided yet.
 
     Args:
-        objective: what backward starts from; z-loss and other regularisers included.
-        report: what is logged, detached: cross-entropy with label smoothing, without z-loss.
+        objective: the scalar that backward starts from, z-loss and other regularisers included.
+        report: the loss to log, detached: cross-entropy with label smoothing, without z-loss.
     """
 
     objective: Tensor

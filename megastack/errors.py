@@ -1,7 +1,7 @@
-"""Every error that megastack raises for a user's mistake or a failed run.
+"""Exceptions for user errors and failed runs, and the text of their messages.
 
-All derive from :class:`MegastackError`, so one ``except`` catches them and nothing else. Messages name the key and its
-value, the rule that was broken, and what would work. Invariants inside megastack use ``assert`` instead.
+All exceptions derive from :class:`MegastackError`, so one ``except`` catches them and nothing else. A message names the
+key, its value, the rule it violates and valid alternatives. Internal invariants use ``assert`` instead.
 """
 
 from __future__ import annotations
@@ -10,47 +10,46 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral
-from typing import Any, Self
+from typing import Self
 
 
 class MegastackError(Exception):
-    """Base of all errors that megastack raises on purpose.
+    """Base class of all exceptions that megastack raises deliberately.
 
     Attributes:
-        ranks: the ranks whose fault it is, where all ranks raise it; empty where it is the raising rank's own.
-        reporter: the rank that prints it, where the ranks of a launcher have agreed on one; ``None`` where they have
-            not.
+        ranks: if every rank raises the error, the ranks that caused it; empty if the raising rank did.
+        reporter: the rank that prints the error, if the ranks have agreed on one.
     """
 
     ranks: tuple[int, ...] = ()
     reporter: int | None = None
 
     def about(self, ranks: Iterable[int]) -> Self:
-        """This error, as the fault of some ranks that all ranks raise."""
+        """Set the ranks that caused an error which every rank raises, and return the error."""
         self.ranks = tuple(ranks)
         return self
 
     def reported_by(self, rank: int | None) -> Self:
-        """This error, to be printed by one rank."""
+        """Set the rank that prints the error, and return the error."""
         self.reporter = rank
         return self
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule, printed as ``key=value: rule; use …``.
+    """A rule that a value violates, printed as ``key=value: rule; use …``.
 
     Args:
-        key: the configuration key, or the argument's name where no configuration is involved.
+        key: the configuration key, or the name of an argument.
         value: its value.
-        rule: what has to hold, in words.
-        legal: values that would do, or advice in words; empty where there is none to give.
+        rule: the rule in words, such as ``must divide model.heads=16``.
+        legal: valid values, or advice in words; empty if there is none.
     """
 
     key: str
-    value: Any
+    value: object
     rule: str
-    legal: tuple[Any, ...] = ()
+    legal: tuple[object, ...] = ()
 
     def __str__(self) -> str:
         advice = f"; use {one_of(self.legal)}" if self.legal else ""
@@ -58,13 +57,15 @@ class Violation:
 
 
 _MOST_BITS = 10_000
-"""Python writes out no whole number of many thousands of digits."""
+"""Longer integers are abbreviated; Python does not convert those of many thousands of digits to text."""
 
 
-def spell(value: Any) -> str:
-    """A value as one would write it on the command line: ``null``, ``true``, ``[1, 2]``."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+def spell(value: object) -> str:
+    """A value as written on the command line: ``null``, ``true``, ``[1, 2]``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, list | tuple):
@@ -76,31 +77,32 @@ def spell(value: Any) -> str:
     return str(value)
 
 
-def one_of(values: Iterable[Any]) -> str:
-    """A choice in words: ``1, 2, 4 or 8``."""
+def one_of(values: Iterable[object]) -> str:
+    """Alternatives in words: ``1, 2, 4 or 8``."""
     words = [spell(value) for value in values]
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def counted(count: float, one: str, many: str | None = None) -> str:
-    """A number and its noun: ``1 stage``, ``2,000 stages``, ``1.5 microbatches``."""
+    """A number with its noun: ``1 stage``, ``2,000 stages``, ``1.5 microbatches``."""
     number = f"{count:,}" if isinstance(count, Integral) else f"{count:g}"
     return f"{number} {one if count == 1 else many or one + 's'}"
 
 
 ErrorLine = Violation | str
-"""Something that is to be mended: as a value where it is about one key, else in words."""
+"""One error of a report: a violation if it is about one key, otherwise a line of text."""
 
 
 class ConfigError(MegastackError, ValueError):
-    """A configuration that megastack refuses; carries every fault found, not only the first.
+    """An invalid configuration, with every error found, not only the first.
 
     Args:
-        message: the report, one fault a line.
-        faults: the faults as values; the message where there are none.
+        message: the report, one error per line.
+        errors: the errors as values; by default the message.
 
     Attributes:
-        violations: the faults that are about one key each.
+        errors: the errors as values.
+        violations: those that are about one key each.
     """
 
     def __init__(self, message: str, errors: Sequence[ErrorLine] = ()) -> None:
@@ -110,49 +112,49 @@ class ConfigError(MegastackError, ValueError):
 
     @classmethod
     def of(cls, errors: Sequence[ErrorLine]) -> ConfigError:
-        """The report of several faults, a line each."""
+        """The report of several errors, one per line."""
         return cls("\n".join(str(error) for error in errors), errors)
 
 
 class MeshError(MegastackError, ValueError):
-    """A grid of ranks that cannot exist, or a rank or axis that is not on it."""
+    """An invalid mesh shape, or a rank or axis outside the mesh."""
 
 
 class RankEnvironmentError(MeshError):
-    """Rank variables of the environment that cannot be used, or an address where ranks cannot find each other.
+    """Invalid rank variables in the environment, or an address at which the rendezvous fails.
 
-    Ranks that cannot find each other cannot agree on who reports it, so every rank reports its own.
+    Without a rendezvous the ranks cannot agree on a reporter, so every rank reports its own error.
     """
 
 
 class LayerError(ConfigError):
-    """A layer of the user's whose constructor ended with an error that says nothing of its arguments.
+    """An exception in the constructor of a custom layer that is not about its arguments.
 
-    Before anything starts that is the user's to mend; on a rank, where the same layer was built before, a failure.
+    Before launch this is a configuration error. On a rank it is a failure, because the layer was built before launch.
     """
 
 
 class PlacementError(MegastackError, ValueError):
-    """A parameter without a placement, or a placement that does not fit its tensor or its mesh."""
+    """A parameter without a placement, or a placement that does not match its tensor or mesh."""
 
 
 class ScheduleError(MegastackError, ValueError):
-    """A pipeline schedule that is incomplete, out of order or cannot make progress.
+    """A pipeline schedule that is incomplete, out of order or deadlocks.
 
     Args:
-        message: the rule that was broken.
-        grid: the rank by step grid as text, with the first offending action marked.
-        action: the first offending action.
+        message: the rule that the schedule violates.
+        grid: the schedule as text, one row per rank, with the first invalid action marked.
+        action: the first invalid action.
     """
 
-    def __init__(self, message: str, grid: str | None = None, action: Any = None) -> None:
+    def __init__(self, message: str, grid: str | None = None, action: object = None) -> None:
         super().__init__(message if grid is None else f"{message}\n{grid}")
         self.grid = grid
         self.action = action
 
 
 class CheckpointError(MegastackError):
-    """A checkpoint that is incomplete, corrupt or does not fit the state it is loaded into."""
+    """A checkpoint that is incomplete, corrupt or does not match the state it is loaded into."""
 
 
 class DataError(MegastackError, ValueError):

@@ -1,15 +1,15 @@
-"""Counter-based random numbers: every number is a function of its name, so no layout and no order can change it.
+"""Counter-based random numbers: every number depends on its key and index alone, not on the layout or the order.
 
-A generator that advances gives each rank other numbers as soon as the work is cut in another way. Here a number is the
-hash of a key (made of the seed and of what the number is for) and of a counter (a global index), so any rank computes
-just the part that it holds, twice if it likes (recomputation, resume), with no state to save or to keep in step.
+A stateful generator gives each rank different numbers under another parallel layout. Here a number is the hash of a key
+(from the seed and the purpose of the number) and of a counter (a global index). Any rank can compute just the part that
+it holds, more than once if needed (recompute, resume), without state to save or to synchronise.
 
 - :func:`counter_normal`: initial values, keyed by seed and parameter name, counted by the global element index.
 - :func:`dropout_mask`: keyed by seed, step, site and sample, counted by position and feature.
 - :class:`Permutation`: a shuffle with random access, for the data order.
 
 The hash is the finaliser of splitmix64 (Steele et al., 2014) on int64 tensors, whose products and sums wrap. On a CPU
-the work goes by chunks that stay in the cache. On meta and fake tensors only the result's shape and dtype are made.
+the numbers are computed in chunks that fit in the cache. For meta and fake tensors only shape and dtype are computed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megastack.errors import ConfigError
+from megastack.torch_private import has_values
 
 _CPU_CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 24
@@ -45,7 +45,7 @@ class IndexBox(Protocol):
 
 
 def stream_key(*parts: int | str) -> int:
-    """A 64-bit key for a stream of numbers, from what the stream is for; other parts give an unrelated stream."""
+    """A 64-bit key for a stream of numbers, from its purpose; different parts give an unrelated stream."""
     plain = tuple(str(part) if isinstance(part, str) else int(part) for part in parts)
     return int.from_bytes(blake2b(repr(plain).encode(), digest_size=8).digest(), "little")
 
@@ -66,13 +66,13 @@ def counter_normal(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The part ``box`` of a tensor of normal numbers of mean zero, the same numbers whatever the part.
+    """The part ``box`` of a tensor of normal numbers with mean zero; elements do not depend on the box.
 
     Element i (row-major, of the whole ``shape``) depends on ``seed``, ``name`` and i alone. It is computed in fp64,
-    rounded to fp32 and then cast to ``dtype``, so runs in any precision start alike.
+    rounded to fp32 and then cast to ``dtype``, so runs of any precision start from the same values.
     """
     out = torch.empty(tuple(box.size), dtype=dtype, device=device)
-    if not _has_values(out) or not out.numel():
+    if not has_values(out) or not out.numel():
         return out
     key = stream_key("normal", seed, name)
     outer, run_length = _runs(shape, box)
@@ -98,14 +98,14 @@ def dropout_mask(
 ) -> Tensor:
     """Which elements dropout keeps, as bool ``(B, length, features)``: True with probability ``1 - p``.
 
-    An element's value depends on the seed, the step, its sample's global number, the site, its position and its
-    feature, so every slice of the sequence, the features or the batch sees its part of one mask.
+    An element depends on the seed, the step, its sample's global number, the site, its position and its feature, so
+    every slice of the sequence, the features or the batch gets its part of one mask.
 
     Args:
         seed: the run's seed.
         step: the optimizer step.
         samples_B: the global number of each sample, int64; the mask is on its device.
-        site: the global name of the place in the model.
+        site: the global name of the dropout in the model.
         start: the first position.
         length: the number of positions.
         features: the number of features here.
@@ -113,12 +113,12 @@ def dropout_mask(
         feature_start: the first feature here.
 
     Raises:
-        ConfigError: when ``p`` is not a probability below one.
+        ConfigError: ``p`` is not a probability below one.
     """
     if not 0 <= p < 1:
         raise ConfigError(f"dropout={p}: must be at least 0 and below 1")
     keep = torch.empty((len(samples_B), length, features), dtype=torch.bool, device=samples_B.device)
-    if not _has_values(keep) or not keep.numel():
+    if not has_values(keep) or not keep.numel():
         return keep
     key_B11 = counter_bits(stream_key("dropout", seed, step, site), samples_B)[:, None, None]
     threshold = round(p * 2**64) - 2**63
@@ -133,12 +133,12 @@ class Permutation:
     """A random order of ``0 … n-1`` with random access: ``Permutation(n, key)[i]`` is the i-th entry.
 
     Up to 65,536 entries it is the argsort of their hashes. Above, it is a Feistel network over a grid of about
-    ``sqrt(n)`` rows and columns, walked again where it leaves the range (Black and Rogaway, 2002): a bijection of n
-    entries that stores nothing.
+    ``sqrt(n)`` rows and columns, applied again where it leaves the range (Black and Rogaway, 2002): a bijection of n
+    entries without a table.
 
     Args:
         n: the number of entries, at least 1.
-        key: which order, e.g. ``stream_key(seed, "order", epoch)``.
+        key: selects the order, e.g. ``stream_key(seed, "order", epoch)``.
     """
 
     def __init__(self, n: int, key: int) -> None:
@@ -155,10 +155,10 @@ class Permutation:
         return int(self.many(torch.tensor([index]))[0])
 
     def many(self, indices: Indices) -> Indices:
-        """The entries at many places, in the container that was given.
+        """The entries at many indices, in a container of the same type.
 
         Raises:
-            IndexError: when a place is outside ``0 … n-1``.
+            IndexError: an index is outside ``0 … n-1``.
         """
         if isinstance(indices, np.ndarray):
             return self.many(torch.from_numpy(indices.astype(np.int64))).numpy()
@@ -185,7 +185,7 @@ def _mix_(bits: Tensor) -> Tensor:
 
 
 def _xor_shift_(bits: Tensor, shift: int) -> Tensor:
-    """``bits ^= bits >>> shift``; int64 shifts drag the sign along, which the mask removes."""
+    """``bits ^= bits >>> shift``; int64 shifts extend the sign, which the mask removes."""
     return bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << 64 - shift) - 1))
 
 
@@ -196,17 +196,13 @@ def _normals(bits: Tensor, std: float) -> Tensor:
     return radius.mul_(angle.cos_()).mul_(std).float()
 
 
-def _has_values(tensor: Tensor) -> bool:
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
 def _chunk_size(device: torch.device) -> int:
-    """Elements worked on at once: what stays in a CPU's cache, or what fills an accelerator."""
+    """Elements processed at once: what fits in a CPU's cache, or what fills an accelerator."""
     return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
 
 
 def _chunks(rows: int, columns: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """A table cut into blocks of at most ``size`` elements: whole rows where they fit, else pieces of one row."""
+    """A table in blocks of at most ``size`` elements: whole rows where they fit, else pieces of one row."""
     height, width = max(1, size // columns), min(columns, size)
     for row in range(0, rows, height):
         for column in range(0, columns, width):
@@ -214,7 +210,7 @@ def _chunks(rows: int, columns: int, size: int) -> Iterator[tuple[slice, slice]]
 
 
 def _runs(shape: Sequence[int], box: IndexBox) -> tuple[int, int]:
-    """The number of outer dims of a box over which its elements lie apart in the tensor, and the length of its runs."""
+    """The number of outer dims over which a box is not contiguous in the tensor, and the length of its runs."""
     outer = max(len(shape) - 1, 0)
     while outer > 0 and box.size[outer] == shape[outer]:
         outer -= 1

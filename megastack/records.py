@@ -1,8 +1,8 @@
-"""Read the JSON records that megastack writes: a file is a valid record or a :class:`RecordError` that names it.
+"""Reading the JSON records that megastack writes, with :class:`RecordError` for every invalid one.
 
-A record may come from a disk that lost part of it, from an older version, or from an editor. Python's JSON reader
-accepts more than JSON (NaN, a name twice) and can fail in ways that callers do not expect (RecursionError on deep
-nesting). Everything that is read back goes through here, and callers have one exception to handle.
+A record may be damaged, written by another version or edited by hand. Python's JSON parser accepts more than JSON (NaN,
+duplicate names) and raises exceptions that callers do not expect (RecursionError on deep nesting). Every record is read
+through this module, so callers handle one exception.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-MOST = 2**63 - 1
-"""The largest integer of a record: sizes, offsets and counts are 64-bit."""
+MAX_INTEGER = 2**63 - 1
+"""Largest integer in a record: sizes, offsets and counts are 64-bit."""
 
 
 class RecordError(ValueError):
-    """Text that is not the record it should be; the message names the file."""
+    """An invalid record; the message of :func:`read_record` names the file."""
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read a file that contains one JSON object.
 
     Raises:
         OSError: the file cannot be read.
-        RecordError: it does not hold one JSON object.
+        RecordError: the file does not contain a valid JSON object.
     """
     try:
         return parse_record(path.read_bytes())
@@ -36,16 +36,16 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def parse_record(text: str | bytes) -> dict[str, Any]:
-    """The JSON object in a text.
+    """Parse text that contains one JSON object.
 
     Raises:
-        RecordError: it is not one JSON object, repeats a name, or holds a number that is not finite.
+        RecordError: the text is not a JSON object, repeats a name, or contains a number that is not finite.
     """
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_not_finite, parse_float=_finite)
-        if "\\u" in text:  # half a surrogate pair parses, and cannot be printed
+        if "\\u" in text:  # an unpaired surrogate parses but cannot be printed
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise RecordError("is nested too deeply") from None
@@ -58,11 +58,11 @@ def parse_record(text: str | bytes) -> dict[str, Any]:
     return value
 
 
-def integer(record: Mapping[str, Any], name: str, *, least: int = 0, most: int = MOST) -> int:
-    """An integer of a record.
+def integer(record: Mapping[str, Any], name: str, *, least: int = 0, most: int = MAX_INTEGER) -> int:
+    """An integer field of a record.
 
     Raises:
-        RecordError: it is missing, not an integer, or out of range.
+        RecordError: the field is missing, not an integer, or out of range.
     """
     value = _present(record, name)
     if type(value) is not int or not least <= value <= most:
@@ -71,22 +71,22 @@ def integer(record: Mapping[str, Any], name: str, *, least: int = 0, most: int =
 
 
 def number(record: Mapping[str, Any], name: str, *, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite number of a record.
+    """A finite number field of a record.
 
     Raises:
-        RecordError: it is missing, not a number, or out of range.
+        RecordError: the field is missing, not a number, or out of range.
     """
     value = _present(record, name)
-    if type(value) not in (int, float) or not least <= value <= most or abs(value) > MOST:
+    if type(value) not in (int, float) or not least <= value <= most or abs(value) > MAX_INTEGER:
         raise RecordError(f"{name} must be a number, not {shown(value)}")
     return float(value)
 
 
 def string(record: Mapping[str, Any], name: str) -> str:
-    """A string of a record.
+    """A string field of a record.
 
     Raises:
-        RecordError: it is missing or not a string.
+        RecordError: the field is missing or not a string.
     """
     value = _present(record, name)
     if not isinstance(value, str):
@@ -95,10 +95,10 @@ def string(record: Mapping[str, Any], name: str) -> str:
 
 
 def mapping(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object of a record.
+    """An object field of a record.
 
     Raises:
-        RecordError: it is missing or not an object.
+        RecordError: the field is missing or not an object.
     """
     value = _present(record, name)
     if not isinstance(value, dict):
@@ -107,10 +107,10 @@ def mapping(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def sequence(record: Mapping[str, Any], name: str) -> list[Any]:
-    """A list of a record.
+    """A list field of a record.
 
     Raises:
-        RecordError: it is missing or not a list.
+        RecordError: the field is missing or not a list.
     """
     value = _present(record, name)
     if not isinstance(value, list):
@@ -119,18 +119,18 @@ def sequence(record: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def integers(record: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """A list of integers from 0 on.
+    """A field of a record that is a list of non-negative integers.
 
     Raises:
-        RecordError: it is missing or something else.
+        RecordError: the field is missing or not such a list.
     """
     values = sequence(record, name)
     return tuple(integer({name: value}, name) for value in values)
 
 
-def shown(value: Any) -> str:
-    """A value of a record for a message, cut short."""
-    text = ascii(value) if not isinstance(value, int) or abs(value) <= MOST else "a huge integer"
+def shown(value: object) -> str:
+    """A value of a record for an error message, truncated."""
+    text = ascii(value) if not isinstance(value, int) or abs(value) <= MAX_INTEGER else "a huge integer"
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 

@@ -1,233 +1,262 @@
-"""How the gradients of weights come about in a step: added in place, and where a schedule splits backwards, later.
+"""Weight gradients inside a pipeline step: accumulated in place, and deferred where the schedule splits backwards.
 
-The backward of a linear layer is two products of equal size: one makes the gradient of the input, which the previous
-stage waits for, the other that of the weight, which nobody waits for before the end of the step; neither does anybody
-for that of an embedding.
+The backward of a linear layer is two products of equal cost. One makes the gradient of the input, which the previous
+stage waits for; the other makes the gradient of the weight, which is not needed before the end of the step. The same
+holds for an embedding.
 
-**In place.** While a pipeline runs a step, such a gradient is added to what ``.grad`` holds by the product itself, with
-no tensor of its own and no pass over it. Hooks behind the accumulation run as ever. It goes autograd's way where there
-is no such place: another dtype, no ``.grad`` yet, a weight that is computed from parameters, a hook on the gradient, a
-``torch.autograd.grad`` within a layer; and, where nothing is to be put off, for small weights.
+**In place.** Inside a :func:`weight_gradient_scope` the product adds such a gradient to ``.grad``, without a tensor of
+its own and a pass over it. Accumulation hooks run as usual. Autograd accumulates the gradient where that is not
+possible: another dtype, no ``.grad`` yet, a weight that is computed from parameters, a hook on the gradient, a
+``torch.autograd.grad`` within a layer; and, where nothing is deferred, for small weights.
 
-**Later.** Zero-bubble schedules (Qi et al., arXiv 2401.10241) run the second product where a rank would be idle. A
-backward inside :meth:`WeightGradients.collecting` notes what the products take, and :meth:`PutOff.run` makes them. All
-other parameters (norms, biases, positions, a user's own) have their gradients in the backward itself.
+**Deferred.** Zero-bubble schedules (Qi et al., arXiv 2401.10241) run the second product where a rank would be idle. A
+backward inside :func:`deferring` keeps the operands of the products, and :meth:`DeferredGradients.accumulate` computes
+them. All other parameters (norms, biases, positions, a user's own) get their gradients in the backward itself.
 
-What is noted are tensors and edges of the graph, not functions, so that memory is what can be read off them. It is not
-a pair of custom operations, which a compiler could see through: these would cost the host more than they save, and
-nothing is compiled yet.
+The pipeline opens the scope for a step. A forward looks it up once for each weight and keeps it in the weight's
+:class:`GradientTarget`, since autograd may run the backward on another thread.
+
+What is kept are tensors and edges of the graph, not functions, so memory can be derived from them. Custom operations,
+which a compiler could trace, would cost the host more than they save, and nothing is compiled yet.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-_VIEWS = {"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0", "AliasBackward0"}
-"""What may lie between a weight and its parameter, with the elements in the same order."""
-_PASSES = _VIEWS | {"ToCopyBackward0"}
-"""The same with casts. These nodes keep nothing, so that they can run in a backward, with nothing, and once more."""
-
+from megastack.torch_private import (
+    CASTS,
+    VIEWS,
+    accumulated_leaf,
+    accumulation_hooks,
+    has_gradient_hooks,
+    will_execute,
+)
 
 WORTH_ADDING_IN_PLACE = 2**18
-"""The elements of a weight from which a pass over it takes longer than a function in Python."""
+"""The number of elements from which a pass over a weight takes longer than a function in Python."""
+_VIEWS_AND_CASTS = VIEWS | CASTS
 
 
-class Product(Protocol):
-    """The gradient of a weight, to be computed."""
+class WeightGradient(Protocol):
+    """The gradient of a weight, not computed yet."""
 
     def begin(self) -> None:
-        """Start what is needed from other ranks, ahead of the rest."""
+        """Start the communication it needs."""
 
     def gradient(self) -> Tensor:
-        """The gradient."""
+        """Compute the gradient."""
 
     def add_to(self, gradient: Tensor) -> None:
-        """Add it to a tensor of the weight's shape and dtype."""
+        """Compute the gradient and add it to a tensor of the weight's shape and dtype."""
 
 
-class Target:
-    """Where the gradient of a weight goes.
+class AccumulationHook:
+    """A post-accumulate-grad hook of a parameter that tolerates calls when nothing was accumulated.
 
-    Attributes:
-        weight: a parameter, or a cast or view of all of one.
-        parameter: that one.
-    """
-
-    __slots__ = ("_adds", "parameter", "weight")  # one is made for every layer and microbatch
-
-    def __init__(self, weight: Tensor, parameter: Tensor, *, in_order: bool) -> None:
-        self.weight, self.parameter = weight, parameter
-        self._adds = in_order
-
-    @property
-    def edge(self) -> GradientEdge:
-        """The weight's place in the graph."""
-        return get_gradient_edge(self.weight)
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether the backward that is running stores the parameter's gradient, and nobody asked to see it.
-
-        Not so in a ``torch.autograd.grad`` within a layer, whatever it is taken of.
-        """
-        if self.parameter._backward_hooks or self.weight._backward_hooks or torch.is_grad_enabled():
-            return False
-        try:
-            return torch._C._will_engine_execute_node(get_gradient_edge(self.parameter).node)
-        except RuntimeError:  # it is what the gradient is taken of
-            return False
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether nothing that hangs behind the accumulation would take the backward itself for it."""
-        return all(isinstance(hook, WhenStored) for hook in _hooks(self.parameter))
-
-    def place(self) -> Tensor | None:
-        """What the gradient can be added to, if it can: ``.grad`` in the weight's shape."""
-        gradient = self.parameter.grad
-        if gradient is None or not self._adds or not gradient.is_contiguous():
-            return None
-        return gradient if self.weight is self.parameter else gradient.view(self.weight.shape)
-
-
-class WhenStored:
-    """A hook behind a parameter's accumulation that may also be called in an I, when nothing was stored.
-
-    Autograd calls these hooks wherever a backward passes. The gradient of a parameter with any other is not put off.
+    Autograd calls accumulation hooks wherever a backward reaches the parameter, so also in an I that defers its
+    gradient. The gradient of a parameter with any other hook is not deferred.
     """
 
     def __call__(self, parameter: Tensor) -> None:
-        """Be told."""
+        """Called after the gradient was accumulated."""
         raise NotImplementedError
 
 
-def _hooks(parameter: Tensor) -> Collection[Any]:
-    return (parameter._post_accumulate_grad_hooks or {}).values()
+class WeightGradientScope:
+    """Weight gradients of the forwards in one :func:`weight_gradient_scope`, and of their backwards.
+
+    Attributes:
+        min_elements: the size of the smallest weight that takes part.
+        deferred: where the running backward defers weight gradients; ``None`` if it computes them.
+    """
+
+    __slots__ = ("deferred", "min_elements")
+
+    def __init__(self, min_elements: int) -> None:
+        self.min_elements = min_elements
+        self.deferred: DeferredGradients | None = None
 
 
-class PutOff:
-    """The products that one backward has put off."""
+_SCOPE: ContextVar[WeightGradientScope | None] = ContextVar("weight_gradient_scope", default=None)
+
+
+def current_scope() -> WeightGradientScope | None:
+    """The scope of forwards on this thread."""
+    return _SCOPE.get()
+
+
+@contextmanager
+def weight_gradient_scope(*, min_elements: int = 0) -> Iterator[WeightGradientScope]:
+    """Let backwards of the forwards inside accumulate weight gradients in place, and defer them.
+
+    Args:
+        min_elements: the size of the smallest weight for which that is done.
+    """
+    scope = WeightGradientScope(min_elements)
+    with entered(scope):
+        yield scope
+
+
+@contextmanager
+def entered(scope: WeightGradientScope | None) -> Iterator[None]:
+    """Enter an existing scope, for a forward that runs again on another thread."""
+    token = _SCOPE.set(scope)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+@contextmanager
+def deferring() -> Iterator[DeferredGradients]:
+    """Defer the weight gradients of the backward inside; its forward ran in the current scope."""
+    deferred, scope = DeferredGradients(), _SCOPE.get()
+    if scope is None:
+        yield deferred
+        return
+    scope.deferred = deferred
+    try:
+        yield deferred
+    finally:
+        scope.deferred = None
+
+
+class GradientTarget:
+    """The parameter that the gradient of a weight goes to.
+
+    Attributes:
+        weight: a parameter, or a cast or view of a whole one.
+        parameter: the parameter.
+    """
+
+    __slots__ = ("_accumulates", "_scope", "parameter", "weight")  # one for every weight and microbatch
+
+    def __init__(self, weight: Tensor, parameter: Tensor, scope: WeightGradientScope, *, same_dtype: bool) -> None:
+        self.weight, self.parameter = weight, parameter
+        self._scope, self._accumulates = scope, same_dtype
+
+    @property
+    def edge(self) -> GradientEdge:
+        """The weight's edge in the autograd graph."""
+        return get_gradient_edge(self.weight)
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether the running backward defers weight gradients."""
+        return self._scope.deferred is not None
+
+    @property
+    def is_accumulated(self) -> bool:
+        """Whether the running backward accumulates the parameter's gradient, with no hook on the gradient itself.
+
+        Always false in a ``torch.autograd.grad`` within a layer.
+        """
+        if has_gradient_hooks(self.parameter) or has_gradient_hooks(self.weight) or torch.is_grad_enabled():
+            return False
+        try:
+            return will_execute(get_gradient_edge(self.parameter))
+        except RuntimeError:  # the gradient with respect to the parameter is taken
+            return False
+
+    @property
+    def can_defer(self) -> bool:
+        """Whether no accumulation hook would mistake the backward for the accumulation."""
+        return all(isinstance(hook, AccumulationHook) for hook in accumulation_hooks(self.parameter))
+
+    def buffer(self) -> Tensor | None:
+        """``.grad`` in the weight's shape; ``None`` where the gradient cannot be added to it."""
+        gradient = self.parameter.grad
+        if gradient is None or not self._accumulates or not gradient.is_contiguous():
+            return None
+        return gradient if self.weight is self.parameter else gradient.view(self.weight.shape)
+
+    def accumulate(self, product: WeightGradient) -> Tensor | None:
+        """Accumulate or defer a gradient in a backward; returns it where autograd has to accumulate it."""
+        if not self.is_accumulated:
+            return product.gradient()
+        deferred = self._scope.deferred
+        if deferred is not None and self.can_defer:
+            deferred.add(self, product)
+            return None
+        buffer = self.buffer()
+        if buffer is None:
+            return product.gradient()
+        product.add_to(buffer)
+        return None
+
+
+def target_of(weight: Tensor) -> GradientTarget | None:
+    """Where the gradient of a weight goes; ``None`` where autograd accumulates it.
+
+    That is the case outside of a scope, without grad, for small weights, and for a weight that is computed from
+    parameters, whose graph can run only once.
+    """
+    scope = _SCOPE.get()
+    if scope is None or weight.numel() < scope.min_elements or not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
+    if weight.is_leaf:
+        return GradientTarget(weight, weight, scope, same_dtype=True)
+    parameter = accumulated_leaf(weight, _VIEWS_AND_CASTS)
+    if parameter is None:
+        return None
+    return GradientTarget(weight, parameter, scope, same_dtype=accumulated_leaf(weight, VIEWS) is parameter)
+
+
+class DeferredGradients:
+    """The weight gradients that one backward deferred."""
 
     def __init__(self) -> None:
-        self._of: dict[Tensor, list[tuple[Target, Product]]] = {}
+        self._pending: dict[Tensor, list[tuple[GradientTarget, WeightGradient]]] = {}
 
-    def add(self, target: Target, product: Product) -> None:
-        """Note a product."""
-        self._of.setdefault(target.parameter, []).append((target, product))
+    def add(self, target: GradientTarget, product: WeightGradient) -> None:
+        """Defer a gradient."""
+        self._pending.setdefault(target.parameter, []).append((target, product))
 
     @property
     def parameters(self) -> frozenset[Tensor]:
-        """The parameters whose gradients are not complete before :meth:`run`."""
-        return frozenset(self._of)
+        """The parameters whose gradients are pending until :meth:`accumulate`."""
+        return frozenset(self._pending)
 
-    def run(self) -> None:
-        """Compute all of them, parameter by parameter; each is stored once, whose hooks may count on that.
+    def accumulate(self) -> None:
+        """Compute all of them, parameter by parameter; the hooks of each parameter run once.
 
-        What a product needs from other ranks travels under the one before.
+        The communication for a parameter overlaps with the products of the one before.
         """
-        waiting = list(self._of.values())[::-1]
-        self._of.clear()
-        _begin(waiting[-1:])
-        while waiting:
-            products = waiting.pop()
-            _begin(waiting[-1:])
-            _store(products)
+        pending = list(self._pending.values())[::-1]
+        self._pending.clear()
+        _begin(pending[-1:])
+        while pending:
+            products = pending.pop()
+            _begin(pending[-1:])
+            _accumulate(products)
             products.clear()
 
 
-def _begin(groups: list[list[tuple[Target, Product]]]) -> None:
+def _begin(groups: list[list[tuple[GradientTarget, WeightGradient]]]) -> None:
     for products in groups:
         for _, product in products:
             product.begin()
 
 
 @torch.no_grad()
-def _store(products: list[tuple[Target, Product]]) -> None:
-    """Store the gradients of one parameter."""
+def _accumulate(products: list[tuple[GradientTarget, WeightGradient]]) -> None:
+    """Accumulate the gradients of one parameter."""
     parameter = products[0][0].parameter
-    places = [target.place() for target, _ in products]
-    if any(place is None for place in places):
-        torch.autograd.backward(
-            [target.edge for target, _ in products], [product.gradient() for _, product in products]
-        )
+    buffers = [target.buffer() for target, _ in products]
+    if any(buffer is None for buffer in buffers):
+        edges, gradients = [target.edge for target, _ in products], [product.gradient() for _, product in products]
+        torch.autograd.backward(edges, gradients)
         return
-    for place, (_, product) in zip(places, products, strict=True):
-        assert place is not None
-        product.add_to(place)
-    for hook in list(_hooks(parameter)):
+    for buffer, (_, product) in zip(buffers, products, strict=True):
+        assert buffer is not None
+        product.add_to(buffer)
+    for hook in list(accumulation_hooks(parameter)):
         hook(parameter)
-
-
-class WeightGradients:
-    """What the layers of a mesh do with the gradients of their weights; the pipeline says.
-
-    Attributes:
-        collected: where the backward that is running puts them off; ``None`` where it computes them at once.
-    """
-
-    def __init__(self) -> None:
-        self.collected: PutOff | None = None
-        self._least: float = math.inf
-
-    @contextmanager
-    def on(self, *, least: int = 0) -> Iterator[None]:
-        """Let forwards be such that their backward adds in place and can put off.
-
-        Args:
-            least: the elements from which a weight is worth it.
-        """
-        self._least = least
-        try:
-            yield
-        finally:
-            self._least = math.inf
-
-    @contextmanager
-    def collecting(self) -> Iterator[PutOff]:
-        """Put off the weight gradients of the backward inside."""
-        self.collected = PutOff()
-        try:
-            yield self.collected
-        finally:
-            self.collected = None
-
-    def target_of(self, weight: Tensor) -> Target | None:
-        """Where the gradient of a weight goes; ``None`` where autograd is to take it.
-
-        That is so without grad, for small weights, and for one that is computed from parameters: its graph runs once.
-        """
-        if weight.numel() < self._least or not (torch.is_grad_enabled() and weight.requires_grad):
-            return None
-        if weight.is_leaf:
-            return Target(weight, weight, in_order=True)
-        end = _end(weight.grad_fn, _PASSES)
-        if end is None or end.name() != "torch::autograd::AccumulateGrad":
-            return None
-        return Target(weight, end.variable, in_order=_end(weight.grad_fn, _VIEWS) is end)
-
-    def give(self, target: Target | None, product: Product) -> Tensor | None:
-        """In a backward: what it returns for the weight; nothing where the gradient is added in place or put off."""
-        if target is None or not target.is_stored:
-            return product.gradient()
-        if self.collected is not None and target.can_wait:
-            self.collected.add(target, product)
-            return None
-        place = target.place()
-        if place is None:
-            return product.gradient()
-        product.add_to(place)
-        return None
-
-
-def _end(node: Any, passes: set[str]) -> Any:
-    """The first node behind those."""
-    while node is not None and node.name() in passes:
-        node = node.next_functions[0][0]
-    return node

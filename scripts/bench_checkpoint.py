@@ -1,13 +1,13 @@
-"""How fast checkpoints are saved and loaded, against the plainest thing that could be right, on this machine.
+"""Throughput of saving and loading checkpoints, compared with plain files on this machine.
 
     python scripts/bench_checkpoint.py [--mb 200] [--ranks 1 2] [--repeats 7] [--pairs 20] [--folder DIR] [--json FILE]
     python scripts/bench_checkpoint.py --page           # also writes the table of docs/benchmarks/checkpoints.md
 
-Everything runs in pairs, in alternating order, on the same ranks and bytes: `save` beside a plain write + crc32 + fsync
-of one file a rank, `load` beside a plain read + crc32 of those files. Ratios are plain time / our time, so 1 is as fast
-and more is faster. The asynchronous save is measured by what its caller waits for, beside a copy of the same bytes into
-memory that is already there: each rank's own time, from a barrier, when nothing is being written. What goes by while
-the ranks agree on the plan, mostly one rank's waiting for another, is also given by itself. Medians and quartiles.
+Everything runs in pairs, in alternating order, on the same ranks and bytes: `save` and a plain write + crc32 + fsync of
+one file per rank, `load` and a plain read + crc32 of those files. Ratios are plain time / our time, so 1 means equally
+fast and more is faster. For the asynchronous save, the time that its caller waits is compared with a copy of the same
+bytes into allocated memory: the time of each rank, from a barrier, when nothing is being written. The time to agree on
+the plan, mostly one rank waiting for another, is also listed separately. Prints medians and quartiles.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ import torch
 import torch.distributed as dist
 
 from megastack import Box, Mesh, MeshShape, SaveHandle, State, StateItem, load, run_ranks, save
-from megastack.checkpoint import staging
+from megastack.checkpoint import asynchronous
 
 Times = dict[str, list[float]]
 CHUNK = 1 << 20
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "checkpoints.md"
-MARKS = ("<!-- figures: written by scripts/bench_checkpoint.py -->", "<!-- end of figures -->")
+MARKERS = ("<!-- figures: written by scripts/bench_checkpoint.py -->", "<!-- end of figures -->")
 KINDS = ("model", "optim/exp_avg", "optim/exp_avg_sq")
 
 
 def make_state(rank: int, ranks: int, megabytes: int) -> State:
-    """Weights and moments of layers of 4 MB matrices, each cut by rows; ``megabytes`` over all ranks."""
+    """Weights and moments as 4 MB matrices, each sharded by rows; ``megabytes`` over all ranks."""
     rows, columns = 1024 // ranks, 1024
     items = []
     for number in range(max(1, megabytes // 4)):
@@ -75,29 +75,29 @@ def plain_load(path: Path, state: State) -> None:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds until all ranks are through."""
-    meet()
+    """Seconds until all ranks have finished."""
+    barrier()
     began = time.perf_counter()
     action()
-    meet()
+    barrier()
     return time.perf_counter() - began
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait for all ranks."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def measure(folder: Path, ranks: int, megabytes: int, repeats: int, pairs: int) -> Times:
-    """One rank's times by name; the first of each is not kept."""
+    """One rank's times by name, without the first of each."""
     mesh = Mesh.from_environment(MeshShape(dp=ranks))
     times = measure_files(folder, mesh, megabytes, repeats) | measure_calls(folder, mesh, megabytes, pairs)
     return {name: values[1:] for name, values in times.items()}
 
 
 def measure_files(folder: Path, mesh: Mesh, megabytes: int, repeats: int) -> Times:
-    """Saving and loading beside plain files."""
+    """Times of saving and loading, and of plain files."""
     ranks = mesh.world.size
     state, blank = (make_state(mesh.rank, ranks, megabytes) for _ in range(2))
     path, plain = folder / "step_00000001", folder / f"plain_{mesh.rank}"
@@ -107,7 +107,7 @@ def measure_files(folder: Path, mesh: Mesh, megabytes: int, repeats: int) -> Tim
         [("load", lambda: load(path, blank, mesh)), ("plain load", lambda: plain_load(plain, blank))],
     ]
     for repeat in range(repeats + 1):
-        plain.unlink(missing_ok=True)  # both write into an empty place
+        plain.unlink(missing_ok=True)  # both write new files
         shutil.rmtree(path, ignore_errors=True) if mesh.rank == 0 else None
         for pair in pairs:
             for name, action in reversed(pair) if repeat % 2 else pair:
@@ -117,23 +117,23 @@ def measure_files(folder: Path, mesh: Mesh, megabytes: int, repeats: int) -> Tim
 
 
 def measure_calls(folder: Path, mesh: Mesh, megabytes: int, pairs: int) -> Times:
-    """What the caller of an asynchronous save waits for, beside a copy; this rank's own time."""
-    state, room = (make_state(mesh.rank, mesh.world.size, megabytes) for _ in range(2))
-    times: Times = {name: [] for name in ("copy", "held up", "agreeing", "published")}
+    """Times that the caller of an asynchronous save waits, and of a plain copy, on this rank."""
+    state, target = (make_state(mesh.rank, mesh.world.size, megabytes) for _ in range(2))
+    times: Times = {name: [] for name in ("copy", "blocked", "agreeing", "published")}
 
     def plain() -> None:
-        meet()
+        barrier()
         began = time.perf_counter()
-        copy(room, state)
+        copy(target, state)
         times["copy"].append(time.perf_counter() - began)
 
     def ours() -> None:
-        meet()
+        barrier()
         with agreeing() as spent:
             handle = save(folder / "step_00000002", state, mesh, asynchronous=True)
         assert isinstance(handle, SaveHandle)
         handle.wait()
-        times["held up"].append(handle.held_up_s)
+        times["blocked"].append(handle.blocked_s)
         times["agreeing"].append(sum(spent))
         times["published"].append(handle.seconds)
 
@@ -145,62 +145,62 @@ def measure_calls(folder: Path, mesh: Mesh, megabytes: int, pairs: int) -> Times
 
 @contextmanager
 def agreeing() -> Iterator[list[float]]:
-    """The seconds that go by while all ranks say whether the last plan will do."""
-    ask, spent = staging.all_true, list[float]()
+    """Measure the seconds in which the ranks agree whether the last plan is still valid."""
+    all_true, spent = asynchronous.all_true, list[float]()
 
-    def timed_ask(*arguments: Any) -> bool:
+    def timed_all_true(*arguments: Any) -> bool:
         began = time.perf_counter()
-        answer = ask(*arguments)
+        result = all_true(*arguments)
         spent.append(time.perf_counter() - began)
-        return answer
+        return result
 
-    with mock.patch.object(staging, "all_true", timed_ask):
+    with mock.patch.object(asynchronous, "all_true", timed_all_true):
         yield spent
 
 
-def copy(room: State, state: State) -> None:
-    """What staging cannot do without."""
-    for target, source in zip(room.items, state.items, strict=True):
-        target.boxes[0][1].copy_(source.boxes[0][1])
+def copy(target: State, state: State) -> None:
+    """The part of staging that cannot be avoided."""
+    for item, source in zip(target.items, state.items, strict=True):
+        item.boxes[0][1].copy_(source.boxes[0][1])
 
 
-def said(values: Sequence[float], digits: int) -> str:
+def spread(values: Sequence[float], digits: int) -> str:
     """Median and quartiles."""
     low, _, high = statistics.quantiles(values if len(values) > 1 else [*values, *values], n=4, method="inclusive")
     return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def differences(first: Sequence[float], *others: Sequence[float]) -> list[float]:
-    """Milliseconds of the first without the others."""
+    """Milliseconds of the first minus the others."""
     return [1e3 * (a - sum(rest)) for a, *rest in zip(first, *others, strict=True)]
 
 
 def figures(by_rank: Sequence[Times], megabytes: int) -> dict[str, str]:
-    """What the times of one number of ranks say, by row; a file is there when the slowest rank is through."""
+    """The table's rows for one number of ranks; files are complete when the slowest rank has finished."""
     slowest = {name: [max(x) for x in zip(*(rank[name] for rank in by_rank), strict=True)] for name in by_rank[0]}
     rows = {}
     for name in ("save", "load"):
         ratios = [b / a for a, b in zip(slowest[name], slowest[f"plain {name}"], strict=True)]
         rate = statistics.median(megabytes / seconds for seconds in slowest[name])
-        rows[name] = f"{said(ratios, 2)} × plain, {rate:,.0f} MB/s"
+        rows[name] = f"{spread(ratios, 2)} × plain, {rate:,.0f} MB/s"
 
     def of_ranks(milliseconds: Callable[[Times], list[float]]) -> str:
-        return "; ".join(said(milliseconds(times), 0) for times in by_rank) + " ms"
+        return "; ".join(spread(milliseconds(times), 0) for times in by_rank) + " ms"
 
-    rows["asynchronous: caller held up"] = of_ranks(lambda x: differences(x["held up"]))
-    rows["… beyond a copy into memory that is there"] = of_ranks(lambda x: differences(x["held up"], x["copy"]))
-    rows["… of which until all ranks agreed on the plan"] = of_ranks(lambda x: differences(x["agreeing"]))
-    rows["… published after"] = f"{said(slowest['published'], 2)} s"
+    rows["asynchronous: caller blocked"] = of_ranks(lambda x: differences(x["blocked"]))
+    rows["… beyond a copy into allocated memory"] = of_ranks(lambda x: differences(x["blocked"], x["copy"]))
+    rows["… of which agreeing on the plan"] = of_ranks(lambda x: differences(x["agreeing"]))
+    rows["… published after"] = f"{spread(slowest['published'], 2)} s"
     return rows
 
 
-WANTED = {"save": "≥ 0.8", "load": "≥ 0.6", "… beyond a copy into memory that is there": "≤ 20 ms"}
+TARGETS = {"save": "≥ 0.8", "load": "≥ 0.6", "… beyond a copy into allocated memory": "≤ 20 ms"}
 
 
 def table(results: dict[int, dict[str, str]]) -> str:
-    """The figures in Markdown, a column for each number of ranks."""
-    heads = ["", *(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in results), "wanted"]
-    rows = [[name, *(rows[name] for rows in results.values()), WANTED.get(name, "")] for name in _first(results)]
+    """The figures as a Markdown table with one column per number of ranks."""
+    heads = ["", *(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in results), "target"]
+    rows = [[name, *(rows[name] for rows in results.values()), TARGETS.get(name, "")] for name in _first(results)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *rows])
 
 
@@ -209,8 +209,8 @@ def _first(results: dict[int, dict[str, str]]) -> dict[str, str]:
 
 
 def write_page(about: str, text: str) -> None:
-    """Replace the figures of the page, which stand between two marks."""
-    start, end = MARKS
+    """Replace the figures of the page, between two markers."""
+    start, end = MARKERS
     page = PAGE.read_text(encoding="utf-8")
     new = f"{start}\n{about}\n\n{text}\n{end}"
     page = re.sub(f"{re.escape(start)}.*{re.escape(end)}", lambda _: new, page, flags=re.DOTALL)
@@ -219,7 +219,9 @@ def write_page(about: str, text: str) -> None:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description="Save and load rates of checkpoints, beside plain files.")
+    parser = argparse.ArgumentParser(
+        description="Throughput of saving and loading checkpoints, compared with plain files."
+    )
     parser.add_argument("--mb", type=int, default=200, help="megabytes of state over all ranks (default 200)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default 1 2)")
     parser.add_argument("--repeats", type=int, default=7, help="pairs of saves and of loads (default 7)")

@@ -17,22 +17,37 @@ ROOT = Path(__file__).resolve().parent.parent / "megastack"
 # name opens a single module of a part that is otherwise closed.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "random": set(),
+    "random": {"torch_private"},
     "batch": set(),
-    "weight_gradients": set(),
+    "torch_private": set(),
+    "weight_gradients": {"torch_private"},
     "records": set(),
-    "mesh": {"comm.group", "comm.ledger", "weight_gradients"},
-    "comm": {"weight_gradients"},
-    "placement": {"mesh", "random"},
-    "layers": {"placement", "comm", "random", "mesh", "batch", "weight_gradients"},
-    "models": {"layers", "placement", "mesh", "batch", "config", "pipeline"},
-    "pipeline": {"mesh", "comm", "batch", "weight_gradients"},
-    "gradients": {"placement", "comm", "mesh", "weight_gradients"},
+    "targets": set(),
+    "mesh": {"comm", "torch_private"},
+    "comm": {"torch_private"},
+    "placement": {"mesh", "random", "torch_private"},
+    "layers": {"placement", "comm", "random", "mesh", "batch", "weight_gradients", "torch_private"},
+    "models": {
+        "layers",
+        "placement",
+        "mesh",
+        "batch",
+        "config",
+        "pipeline",
+        "weight_gradients",
+        "torch_private",
+        "targets",
+    },
+    "pipeline": {"mesh", "comm", "batch", "weight_gradients", "targets"},
+    "gradients": {"placement", "comm", "mesh", "weight_gradients", "torch_private"},
     "optim": {"gradients", "placement"},
     "data": {"random", "batch"},
     "checkpoint": {"placement", "comm", "mesh", "records", "observe.printable"},
     "observe": {"records", "mesh.shape", "comm.flight_recorder"},
-    "config": {"mesh.shape", "pipeline.schedules", "layers.rules", "data.blend_weights"},
+    "config": {
+        *("mesh.shape", "pipeline.schedules", "data.blend_weights"),
+        *("layers.rules", "layers.spec", "layers.attention_spec", "layers.mlp_spec", "layers.vocabulary_spec"),
+    },
     "training": {
         "batch",
         "pipeline.runtime",
@@ -71,10 +86,10 @@ ALLOWED: dict[str, set[str]] = {
         "placement.module",
     },
     "launch": {
-        *("preflight.checks", "inference", "interop.saved", "models.stages"),
+        *("preflight.checks", "inference", "interop.saved_model", "models.stages"),
         *("assemble", "training", "config", "observe", "mesh", "data", "plan.describe", "records"),
-        *("checkpoint.find", "checkpoint.folder", "checkpoint.manifest", "checkpoint.recovery"),
-        *("comm.peer_failure", "comm.objects", "comm.ledger"),
+        *("checkpoint.folder", "checkpoint.manifest", "checkpoint.publish"),
+        *("comm.peer_failure", "comm.objects", "comm.observer", "comm.backend", "torch_private"),
     },
     "testing": {
         *(
@@ -89,7 +104,7 @@ ALLOWED: dict[str, set[str]] = {
             "optim",
             "placement",
         ),
-        *("random", "training", "batch", "layers.rules", "pipeline.schedules", "observe.console"),
+        *("random", "training", "batch", "layers.spec", "pipeline.schedules", "observe.console"),
     },
     "interop": {
         *("config", "models", "checkpoint", "placement", "mesh.mesh", "batch", "observe.console", "data.tokenizers"),
@@ -107,22 +122,21 @@ TORCH_FREE = [
     *(
         "errors",
         "records",
+        "targets",
         "cli",
         *("mesh.shape", "mesh.environment"),
-        "layers.rules",
-        "models.profile",
-        "models.activations",
-        "models.stages",
+        *("layers.rules", "layers.spec", "layers.attention_spec", "layers.mlp_spec", "layers.vocabulary_spec"),
+        *("models.config", "models.specs", "models.profile", "models.activations", "models.stages"),
     ),
     *("config.schema", "config.rules", "config.compose", "config.explain"),
     *("pipeline.action", "pipeline.schedule", "pipeline.check", "pipeline.simulate", "pipeline.render"),
-    *("pipeline.split", "pipeline.communication", "pipeline.schedules.registry"),
+    *("pipeline.communication", "pipeline.schedules.registry"),
     *(
         "plan.layout",
         "plan.describe",
         "plan.command",
         "inference.arguments",
-        "interop.names",
+        "interop.weight_map",
         "interop.hub_config",
         "interop.hub_export",
     ),
@@ -134,6 +148,7 @@ DISTRIBUTED = {
     "mesh.store",
     "comm",
     "gradients.fsdp_units",
+    "torch_private",
     "gradients.fully_shard",
     "checkpoint",
     "observe.watchdog",
@@ -199,6 +214,39 @@ def test_torch_distributed_is_used_in_few_places(module: str) -> None:
 @pytest.mark.parametrize("package", [p.parent.relative_to(ROOT) for p in ROOT.rglob("*/__init__.py")], ids=str)
 def test_packages_import_nothing_themselves(package: Path) -> None:
     assert not imports(".".join(package.parts))
+
+
+STANDARD = {"_replace", "_fields", "_asdict", "_exit", "_current_frames", "_getframe"}
+"""Names of the standard library that begin with an underscore and are public."""
+
+
+@cache
+def own_private_names() -> frozenset[str]:
+    """The private names that the package itself defines: functions, classes, variables and attributes of `self`."""
+    found = set[str]()
+    for module in set(modules()) - {"torch_private"}:
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return frozenset(found)
+
+
+def foreign_private_names(module: str) -> set[str]:
+    """The private names of other packages that a module imports, or takes as attributes."""
+    used = {part for name in imports(module) if not name.startswith("megastack") for part in name.split(".")}
+    used |= {node.attr for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)} - own_private_names()
+    return {name for name in used if name.startswith("_") and not name.startswith("__")} - STANDARD
+
+
+def test_private_names_of_torch_are_used_in_one_module() -> None:
+    assert {"_will_engine_execute_node", "_forward_hooks", "_set_pg_timeout"} <= foreign_private_names("torch_private")
+    assert own("torch_private") == {"__init__"} or not own("torch_private"), "it imports torch alone"
+    found = {module: foreign_private_names(module) for module in modules() if module != "torch_private"}
+    assert not {module: names for module, names in found.items() if names}
 
 
 def test_torch_free_parts_do_not_load_torch() -> None:

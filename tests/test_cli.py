@@ -107,5 +107,5 @@ def test_a_faulty_schedule_file_is_refused_with_its_grid(tmp_path, capsys):
     for verb in ("show", "train"):
         assert main([verb, "schedule.name=custom", f"schedule.path={tmp_path}/mine.csv", *sizes]) == 78
         said = capsys.readouterr().err
-        assert said.startswith(f"schedule.path={tmp_path}/mine.csv: rank 0, step 0: 0B0 stands before 0F0")
+        assert said.startswith(f"schedule.path={tmp_path}/mine.csv: rank 0, step 0: 0B0 comes before 0F0")
         assert ">0B0<" in said and "Traceback" not in said

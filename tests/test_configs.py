@@ -1,4 +1,4 @@
-"""Every packaged YAML file composes, every preset is what its name says, and all are legal at sensible degrees."""
+"""Every packaged YAML file composes, matches its name, and is valid at typical degrees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIVEN = {
     "data/jsonl": ["data.paths=[a.jsonl]"],
     "data/bin": ["data.paths=[corpus]"],
 }
-"""What the files that leave a choice open are given."""
+"""Overrides for files that leave a choice open."""
 
 
 def choices(group: str) -> list[str]:
@@ -36,26 +36,26 @@ def choices(group: str) -> list[str]:
 
 @cache
 def composed(file: str) -> TrainConfig:
-    """The configuration with one file of a group chosen; ``train`` for none."""
+    """The configuration with one group file selected; ``train`` selects none."""
     group, _, option = file.rpartition("/")
     return compose([*([f"{group}={option}"] if group else []), *GIVEN.get(file, ())])
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_every_file_composes_and_is_legal(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_composes_and_is_valid(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = composed("train").batch
     build_schedule("gpipe", 1, 1, batch.global_size // batch.micro_size).dump(tmp_path / "mine.csv")
     monkeypatch.chdir(tmp_path)
     assert violations(composed(str(file.with_suffix("")))) == []
 
 
-def test_every_file_says_what_it_is_for() -> None:
+def test_every_file_begins_with_a_comment() -> None:
     assert [str(file) for file in FILES if not (CONFIGS / file).read_text().startswith("#")] == []
 
 
 @pytest.mark.parametrize("layout", choices("parallel"))
 @pytest.mark.parametrize("model", [model for model in choices("model") if model.endswith(("tiny", "byte"))])
-def test_small_models_run_on_every_layout(model: str, layout: str) -> None:
+def test_small_models_are_valid_on_every_layout(model: str, layout: str) -> None:
     config = replace(composed(f"model/{model}"), parallel=composed(f"parallel/{layout}").parallel)
     assert violations(config) == []
 
@@ -67,7 +67,7 @@ def test_layouts_are_named_after_their_degrees(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2_pp2"])
-def test_interleaving_fits_the_small_models(layout: str) -> None:
+def test_interleaving_is_valid_for_the_small_models(layout: str) -> None:
     config = replace(composed("schedule/interleaved"), parallel=composed(f"parallel/{layout}").parallel)
     assert violations(config) == []
 
@@ -82,18 +82,18 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("model", PRESETS)
-def test_real_models_have_their_size_and_are_legal_at_their_usual_degrees(model: str) -> None:
+def test_published_models_have_their_size_and_are_valid_at_typical_degrees(model: str) -> None:
     parameters, degrees = PRESETS[model]
     config = compose([f"model={model}", *degrees.split()])
     assert violations(config) == []
     assert total_parameters(config) == parameters
 
 
-def test_every_large_model_is_among_the_real_ones() -> None:
+def test_every_large_model_is_tested() -> None:
     assert {model for model in choices("model") if not model.endswith(("tiny", "byte"))} == set(PRESETS)
 
 
-def test_the_main_job_is_eight_ranks_on_the_built_in_text() -> None:
+def test_the_laptop_experiment_uses_eight_ranks_and_the_builtin_text() -> None:
     config = composed("experiment/laptop")
     assert (config.parallel.dp, config.parallel.tp, config.parallel.pp) == (2, 2, 2)
     assert (config.data.source, config.data.tokenizer, config.batch.global_size) == ("builtin", "byte", 32)

@@ -1,4 +1,4 @@
-"""JSON records: one object or one kind of error, whatever the bytes."""
+"""Any bytes are a JSON record or raise ``RecordError``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megastack.records import (
     string,
 )
 
-BROKEN = {
+INVALID = {
     "empty": b"",
     "cut": b'{"a": 1',
     "deep": b"[" * 100_000,
@@ -40,8 +40,8 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_what_is_not_a_record_is_one_kind_of_error_that_names_the_file(tmp_path: Path, text: bytes) -> None:
+@pytest.mark.parametrize("text", INVALID.values(), ids=INVALID)
+def test_an_invalid_record_is_an_error_that_names_the_file(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "record.json"
     path.write_bytes(text)
     with pytest.raises(RecordError, match=f"^{path}: ") as error:
@@ -63,7 +63,7 @@ def test_an_integer_is_an_integer_in_range(value: object) -> None:
     assert integer({"a": 2**63 - 1}, "a") == 2**63 - 1 and integers({"a": [0, 3]}, "a") == (0, 3)
 
 
-def test_other_fields_have_their_types() -> None:
+def test_fields_have_their_types() -> None:
     good = {"n": 1.5, "s": "x", "m": {}, "l": []}
     assert (number(good, "n"), string(good, "s"), mapping(good, "m"), sequence(good, "l")) == (1.5, "x", {}, [])
     for read in (number, string, mapping, sequence):

@@ -19,7 +19,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.models.recompute import recompute
 from megastack.testing.ranks import run_ranks
-from megastack.weight_gradients import WhenStored
+from megastack.weight_gradients import AccumulationHook, deferring, weight_gradient_scope
 from tests.layers.layer_parity import randn, randomised, split_like
 
 B, S, D, F = 2, 4, 6, 8
@@ -35,16 +35,18 @@ def gradients(
         tensor.grad = torch.full_like(tensor, 0.5) if held and tensor.requires_grad else None
     begun = [None if t.grad is None else t.grad.clone() for t in tensors]
     places = [None if t.grad is None else t.grad.data_ptr() for t in tensors]
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         out = function(leaf).square().sum()
         if split:
-            with mesh.weight_gradients.collecting() as put_off:
+            with deferring() as deferred:
                 out.backward()
             pairs = zip(tensors, begun, strict=True)
             untouched = [t.grad is b or (b is not None and torch.equal(t.grad, b)) for t, b in pairs]
-            awaited = put_off.parameters
-            assert untouched == [t in awaited or not t.requires_grad for t in tensors], "only what was put off is left"
-            put_off.run()
+            pending = deferred.parameters
+            assert untouched == [t in pending or not t.requires_grad for t in tensors], (
+                "only deferred gradients are pending"
+            )
+            deferred.accumulate()
         else:
             out.backward()
     if held:
@@ -83,11 +85,11 @@ def test_parameters_views_casts_and_shared_weights() -> None:
         return row_product(torch.tanh(h + g), cast, None, group) + row_product(h, plain, None, group)
 
     assert_equal_every_way(mesh, function, [plain, viewed, cast, bias, norm], randn(B, S, D))
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         out = function(randn(B, S, D)).sum()
-        with mesh.weight_gradients.collecting() as put_off:
+        with deferring() as deferred:
             out.backward()
-    assert put_off.parameters == {plain, viewed, cast}
+    assert deferred.parameters == {plain, viewed, cast}
 
 
 class Operations(TorchDispatchMode):
@@ -112,13 +114,13 @@ def test_what_is_added_in_place_has_no_tensor_of_its_own(split: bool) -> None:
     ids_BS = torch.tensor([[1, 3, 3, 8], [0, 1, 1, 1]])
     embedding = VocabParallelEmbedding(9, D, mesh, vocab_multiple=1, weight=table)
     weight.grad, table.grad = torch.zeros_like(weight), torch.zeros_like(table)
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         out = row_product(embedding(ids_BS), weight, None, mesh[Axis.TP]).square().sum()
         with Operations() as operations:
             if split:
-                with mesh.weight_gradients.collecting() as put_off:
+                with deferring() as deferred:
                     out.backward()
-                put_off.run()
+                deferred.accumulate()
             else:
                 out.backward()
     assert operations.made and not {(5, D), (9, D)} & operations.made
@@ -126,9 +128,9 @@ def test_what_is_added_in_place_has_no_tensor_of_its_own(split: bool) -> None:
 
 
 def backward_in_parts(mesh: Mesh, out: Tensor) -> None:
-    with mesh.weight_gradients.collecting() as put_off:
+    with deferring() as deferred:
         out.backward()
-    put_off.run()
+    deferred.accumulate()
 
 
 @pytest.mark.parametrize("on_a_view", [False, True])
@@ -151,7 +153,7 @@ def test_a_hook_on_a_gradient_sees_it_once_and_changes_it(on_a_view: bool) -> No
             weight.register_hook(double)
         return row_product(x, weight, None, mesh[Axis.TP]).sum()
 
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         out().backward()
         backward_in_parts(mesh, out())
     assert len(seen) == 2
@@ -164,7 +166,7 @@ def test_a_hook_behind_the_accumulation_runs_once_a_backward() -> None:
     weight.grad = torch.zeros_like(weight)
     weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
     x = randn(B, S, D)
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         row_product(x, weight, None, mesh[Axis.TP]).sum().backward()
         backward_in_parts(mesh, row_product(x, weight, None, mesh[Axis.TP]).sum())
     assert len(calls) == 2
@@ -192,7 +194,7 @@ def test_gradients_that_a_layer_takes_for_itself_are_stored_nowhere(split: bool)
     results = []
     for on in (False, True):
         weight.grad, table.grad, leaf = torch.zeros_like(weight), torch.zeros_like(table), x.clone().requires_grad_()
-        with mesh.weight_gradients.on() if on else contextlib.nullcontext():
+        with weight_gradient_scope() if on else contextlib.nullcontext():
             out = layer(leaf).square().sum()
             if split and on:
                 backward_in_parts(mesh, out)
@@ -204,7 +206,7 @@ def test_gradients_that_a_layer_takes_for_itself_are_stored_nowhere(split: bool)
         torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
 
 
-def test_weights_that_are_computed_or_frozen_are_not_put_off() -> None:
+def test_weights_that_are_computed_or_frozen_are_not_deferred() -> None:
     mesh = Mesh.single()
     group = mesh[Axis.TP]
     direction, scale, frozen = parameter(D, D), parameter(D, 1), parameter(D, D).requires_grad_(False)
@@ -219,12 +221,12 @@ def test_weights_that_are_computed_or_frozen_are_not_put_off() -> None:
 def test_an_input_without_gradient() -> None:
     mesh = Mesh.single()
     weight = parameter(D, D)
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         out = row_product(randn(B, S, D), weight, None, mesh[Axis.TP]).square().sum()
-        with mesh.weight_gradients.collecting() as put_off:
+        with deferring() as deferred:
             out.backward()
         assert weight.grad is None
-        put_off.run()
+        deferred.accumulate()
     reference = (randn(B, S, D) @ weight.T).square().sum()
     torch.testing.assert_close(weight.grad, torch.autograd.grad(reference, weight)[0])
 
@@ -242,18 +244,18 @@ def test_each_parameter_is_stored_once(split: bool, held: bool) -> None:
         if tensor.grad is not None and tensor.grad.any():
             stored.append(tensor.grad.clone())
 
-    class Note(WhenStored):
+    class Note(AccumulationHook):
         def __call__(self, tensor: Tensor) -> None:
             note(tensor)
 
     weight.register_post_accumulate_grad_hook(Note())
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         out = row_product(row_product(randn(B, S, D), weight, None, group), weight, None, group).sum()
         if split:
-            with mesh.weight_gradients.collecting() as put_off:
+            with deferring() as deferred:
                 out.backward()
             assert not stored
-            put_off.run()
+            deferred.accumulate()
         else:
             out.backward()
     assert len(stored) == 1
@@ -264,7 +266,7 @@ def test_a_backward_that_does_not_collect_is_whole() -> None:
     """A schedule may split some backwards and not others."""
     mesh = Mesh.single()
     weight = parameter(D, D)
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         row_product(randn(B, S, D), weight, None, mesh[Axis.TP]).square().sum().backward()
     whole = weight.grad
     weight.grad = None
@@ -272,15 +274,15 @@ def test_a_backward_that_does_not_collect_is_whole() -> None:
     torch.testing.assert_close(whole, weight.grad)
 
 
-def test_nothing_is_put_off_unless_it_is_asked_for() -> None:
+def test_nothing_is_deferred_unless_it_is_asked_for() -> None:
     mesh = Mesh.single()
     out = row_product(randn(B, S, D), parameter(D, D), None, mesh[Axis.TP])
-    with mesh.weight_gradients.collecting() as put_off:
+    with deferring() as deferred:
         out.sum().backward()
-    assert not put_off.parameters
+    assert not deferred.parameters
 
 
-def test_with_recompute_what_is_computed_again_is_put_off() -> None:
+def test_with_recompute_what_is_computed_again_is_deferred() -> None:
     mesh = Mesh.single()
     mlp = randomised(ParallelMLP(D, F, mesh, activation="gelu", bias=True))
     again: Function = lambda x: recompute(mlp.forward, x, None)  # noqa: E731
@@ -292,11 +294,11 @@ def test_an_embedding() -> None:
     embedding = randomised(VocabParallelEmbedding(16, D, mesh, vocab_multiple=1))
     ids_BS = torch.tensor([[1, 3, 3, 15], [0, 1, 1, 1]])
     assert_equal_every_way(mesh, lambda x: x + embedding(ids_BS), [embedding.weight], randn(B, S, D))
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         out = embedding(ids_BS).sum()
-        with mesh.weight_gradients.collecting() as put_off:
+        with deferring() as deferred:
             out.backward()
-    assert put_off.parameters == {embedding.weight}
+    assert deferred.parameters == {embedding.weight}
 
 
 def split_backward(tp: int, sequence_parallel: bool) -> dict[str, int]:
@@ -317,13 +319,13 @@ def split_backward(tp: int, sequence_parallel: bool) -> dict[str, int]:
     mesh.ledger.reset()
     out.backward()
     count("whole")
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         out = mlp(x.clone().requires_grad_()).sum()
         mesh.ledger.reset()
-        with mesh.weight_gradients.collecting() as put_off:
+        with deferring() as deferred:
             out.backward()
         count("I")
-        put_off.run()
+        deferred.accumulate()
         count("W")
     return counts
 

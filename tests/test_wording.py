@@ -28,11 +28,11 @@ NEVER_ONE = {
     ("layers/loss.py", "group.size"),  # one rank has all columns
     ("config/overrides.py", "MOST_JOBS"),
     ("config/overrides.py", "jobs"),  # more than the limit
-    ("config/text_rules.py", "LONGEST_NAME"),
+    ("config/value_rules.py", "LONGEST_NAME"),
     ("launch/weights.py", "vocab"),
-    ("config/elastic.py", "replica"),  # does not fit in the ranks, of which there is one
-    ("config/layout_rules.py", "count"),  # more stages than layers
-    ("config/phase_rules.py", "BYTE_IDS"),
+    ("config/rules.py", "replica"),  # does not fit in the ranks, of which there is one
+    ("config/layout_rules.py", "stages"),  # more stages than layers
+    ("config/phases.py", "BYTE_IDS"),
     ("config/value_rules.py", "BYTE_IDS"),
     ("corpus/command.py", "counts.tokens / seconds"),  # a rate
     ("data/blend_weights.py", "drawn"),  # more than a period
@@ -44,9 +44,9 @@ NEVER_ONE = {
     ("interop/proof.py", "SEQUENCES"),
     ("launch/local.py", "RANKS_PER_CPU * cpus"),
     ("launch/weights.py", "shape.world_size"),  # one has a text of its own
-    ("mesh/mesh.py", "seen"),  # several GPUs
+    ("mesh/device.py", "seen"),  # several GPUs
     ("mesh/mesh.py", "shape.world_size"),  # one needs no launcher
-    ("pipeline/split.py", "stages"),  # more than blocks
+    ("models/stages.py", "stages"),  # more than blocks
     ("placement/boxes.py", "shard.copies"),  # only where there are several
     ("plan/describe.py", "human(layout.parameters)"),
     ("testing/layouts.py", "schedule.chunks"),  # only where there are several
@@ -54,8 +54,6 @@ NEVER_ONE = {
 }
 
 NOT_A_COUNT = {
-    ("config/layout_rules.py", "zero.stage"),
-    ("config/value_rules.py", "source"),
     ("interop/hub_config.py", "absent"),
     ("testing/parity.py", "classes.label(faulty.module)"),
     ("data/indexed.py", "self.dtype"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megastack.config.data_phases import PhaseConfig, phase_configs
+from megastack.config.phases import PhaseConfig, phase_configs
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import DataPhase, Dataset, DatasetSpec, Streams, build_dataset
 from megastack.data.loader import Loader
@@ -41,7 +41,7 @@ def _read_later(phase: PhaseConfig, index: int, streams: Streams) -> DataPhase:
     try:
         return DataPhase(phase.from_step, _read_phase(phase.config, streams, require_validation=False))
     except DataError as error:
-        raise DataError(f"data.stages[{index}], after step {phase.from_step}: {error}") from error
+        raise DataError(f"data.phases[{index}], after step {phase.from_step}: {error}") from error
 
 
 def _read_phase(config: TrainConfig, streams: Streams, *, require_validation: bool) -> Dataset:

@@ -10,8 +10,8 @@ import torch
 from megastack.config.schema import RecomputeOptions, TrainConfig
 from megastack.inference.generate import Generator
 from megastack.mesh.mesh import Mesh
+from megastack.models.config import ModelConfig
 from megastack.models.decoder import Decoder
-from megastack.models.profile import max_positions
 from megastack.pipeline.schedule import Schedule
 from megastack.placement.buffers import share_buffers_
 
@@ -44,4 +44,4 @@ def build_generator(config: TrainConfig, mesh: Mesh, stages: Sequence[Decoder], 
 
 def longest_text(config: TrainConfig) -> int | None:
     """The longest sequence of a model with learned positions; None for computed positions, which have no limit."""
-    return max_positions(config) if config.model.positions == "learned" else None
+    return ModelConfig.of(config).max_positions if config.model.positions == "learned" else None

@@ -9,10 +9,9 @@ from pathlib import Path
 from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.inference import longest_text
 from megastack.assemble.training import Training
-from megastack.checkpoint.dump import write_dump
-from megastack.checkpoint.items import StateItem
 from megastack.checkpoint.manager import CheckpointManager
-from megastack.config.data_phases import phase_at, phase_configs
+from megastack.checkpoint.state import StateItem, write_dump
+from megastack.config.phases import phase_at, phase_configs
 from megastack.data.validation import bigram_loss
 from megastack.errors import ConfigError
 from megastack.inference.generate import check_prompts

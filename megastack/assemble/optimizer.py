@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megastack.assemble.stages import DTYPES
-from megastack.checkpoint.collect import stage_placements
+from megastack.checkpoint.state import stage_placements
 from megastack.comm.objects import all_gather_objects
 from megastack.config.schema import TrainConfig
 from megastack.gradients.buckets import GradientBuckets

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megastack.checkpoint.collect import model_items
-from megastack.checkpoint.items import State
 from megastack.checkpoint.load import load
+from megastack.checkpoint.state import State, model_items
 from megastack.config.schema import TrainConfig
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis

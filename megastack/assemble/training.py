@@ -10,9 +10,16 @@ from megastack.assemble.data import build_loader, identity, read_dataset
 from megastack.assemble.inference import build_generator
 from megastack.assemble.optimizer import build_gradients, learning_rate, loss_scale, optimizer_options
 from megastack.assemble.stages import build_stages
-from megastack.checkpoint.collect import buffer_items, items_of, optimizer_items, part_items, stage_placements
-from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
+from megastack.checkpoint.state import (
+    State,
+    StateItem,
+    box_items,
+    buffer_items,
+    items_of,
+    optimizer_items,
+    stage_placements,
+)
 from megastack.config.convert import to_plain
 from megastack.config.schema import TrainConfig
 from megastack.data.blend_weights import History
@@ -78,7 +85,7 @@ class Training:
         """Weights and persistent buffers as checkpoint items, after waiting for pending gathers of parameters."""
         self.step.buckets.wait_parameters()
         placements = stage_placements(self.stages)
-        weights = part_items("model", self.step.buckets.weights(), placements, self.mesh)
+        weights = box_items("model", self.step.buckets.weights(), placements, self.mesh)
         return [*weights, *buffer_items(self.stages, self.mesh)]
 
     def gradient_items(self) -> list[StateItem]:

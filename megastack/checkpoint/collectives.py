@@ -1,13 +1,13 @@
-"""Ranks that agree: gather a small value from every rank, plan together, and fail on all ranks with the same error.
+"""Collectives of a save or load: agree on a flag, make a global plan, and fail on all ranks with the same error.
 
-``torch.distributed.checkpoint`` already brings a failure of any rank to all of them; what it raises buries the cause,
-so it is turned here into one :class:`CheckpointError` with the ranks' own messages, the same text everywhere.
+``torch.distributed.checkpoint`` already brings a failure of any rank to all of them, but its exception hides the cause.
+Here it becomes one :class:`CheckpointError` with the message of each failed rank, the same text on all ranks.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -18,20 +18,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megastack.comm.group import AxisGroup
+from megastack.comm.objects import gather_objects
 from megastack.errors import CheckpointError, counted
 
 T = TypeVar("T")
-_SHOWN = 8
-
-
-def gather(value: T, world: AxisGroup) -> list[T]:
-    """Every rank's value, by rank, on every rank."""
-    if world.group is None:
-        return [value]
-    values: list[T | None] = [None] * world.size
-    with world.blocks("all_gather_object"):
-        dist.all_gather_object(values, value, group=world.group)
-    return [found for found in values if found is not None]
+_MOST_RANKS_SHOWN = 8
 
 
 def all_true(value: bool, world: AxisGroup) -> bool:
@@ -47,56 +38,52 @@ def all_true(value: bool, world: AxisGroup) -> bool:
 
 @dataclass(frozen=True)
 class _Failed:
-    """What a rank sends instead of a value."""
+    """What a rank sends instead of a value: the error of each failed rank."""
 
     by_rank: Mapping[int, str]
 
 
-def plan_together(task: str, world: AxisGroup, own: Callable[[], T], everyone: Callable[[list[T]], list[T]]) -> T:
-    """Make a plan on every rank, let the first rank turn all of them into the final ones, and return this rank's.
+def make_global_plan(
+    task: str, world: AxisGroup, local_plan: Callable[[], T], global_plan: Callable[[list[T]], list[T]]
+) -> T:
+    """Gather the local plan of every rank, turn them into final plans on the first rank, and return this rank's.
 
     Raises:
-        CheckpointError: the same on every rank, when ``own`` fails on any rank or ``everyone`` on the first.
+        CheckpointError: the same on every rank, if ``local_plan`` fails on any rank or ``global_plan`` on the first.
     """
-    plans = _to_first(_attempt(world.rank, own), world)
-    final: list[Any] = []
+    plans = gather_objects(_attempt(world.rank, local_plan), world)
+    final: Sequence[T | _Failed] = []
     if world.rank == 0:
         failed = {rank: text for plan in plans if isinstance(plan, _Failed) for rank, text in plan.by_rank.items()}
-        outcome = _Failed(failed) if failed else _attempt(0, lambda: everyone(plans))
+        valid = [plan for plan in plans if not isinstance(plan, _Failed)]
+        outcome = _Failed(failed) if failed else _attempt(0, lambda: global_plan(valid))
         final = [outcome] * world.size if isinstance(outcome, _Failed) else outcome
-    mine = _from_first(final, world)
-    if isinstance(mine, _Failed):
-        raise CheckpointError(f"{task}: {described(mine.by_rank)}").about(mine.by_rank)
-    return mine
+    plan = _scatter(final, world)
+    if isinstance(plan, _Failed):
+        raise CheckpointError(f"{task}: {describe_failures(plan.by_rank)}").about(plan.by_rank)
+    return plan
 
 
-def _attempt(rank: int, make: Callable[[], Any]) -> Any:
+def _attempt(rank: int, make: Callable[[], T]) -> T | _Failed:
     try:
         return make()
     except Exception as error:
-        return _Failed({rank: said(error)})
+        return _Failed({rank: describe_error(error)})
 
 
-def _to_first(value: Any, world: AxisGroup) -> list[Any]:
-    if world.group is None:
-        return [value]
-    values = [None] * world.size if world.rank == 0 else None
-    with world.blocks("gather_object"):
-        dist.gather_object(value, values, dst=world.ranks[0], group=world.group)
-    return values or []
-
-
-def _from_first(values: list[Any], world: AxisGroup) -> Any:
+def _scatter(values: Sequence[T], world: AxisGroup) -> T:
+    """This rank's value of those that the first rank passes; the others pass none."""
     if world.group is None:
         return values[0]
-    received = [None]
+    received: list[Any] = [None]
     with world.blocks("scatter_object"):
-        dist.scatter_object_list(received, values or None, src=world.ranks[0], group=world.group)
-    return received[0]
+        dist.scatter_object_list(received, list(values) or None, src=world.ranks[0], group=world.group)
+    value: T = received[0]
+    return value
 
 
 def local_work(method: Callable[..., T]) -> Callable[..., T]:
-    """A method that torch calls on the way, as this rank's own work: the others may wait for it meanwhile."""
+    """Mark a method that torch calls between its collectives as local work: other ranks may be waiting for it."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:
@@ -107,25 +94,25 @@ def local_work(method: Callable[..., T]) -> Callable[..., T]:
 
 
 @contextmanager
-def one_error(task: str) -> Iterator[None]:
-    """Turn a failure that torch reports from some ranks into one CheckpointError that says what failed where."""
+def checkpoint_errors(task: str) -> Iterator[None]:
+    """Convert torch's CheckpointException into one CheckpointError with the error of each failed rank."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        causes = {rank: said(wrapped[0]) for rank, wrapped in error.failures.items()}
-        raise CheckpointError(f"{task}: {described(causes)}").about(causes) from error
+        causes = {rank: describe_error(wrapped[0]) for rank, wrapped in error.failures.items()}
+        raise CheckpointError(f"{task}: {describe_failures(causes)}").about(causes) from error
 
 
-def described(failures: Mapping[int, str]) -> str:
-    """What failed on which rank, one line each."""
+def describe_failures(failures: Mapping[int, str]) -> str:
+    """The error of each failed rank, one line each."""
     by_rank = sorted(failures.items())
-    lines = [f"rank {rank}: {text}" for rank, text in by_rank[:_SHOWN]]
-    more = [f"and {counted(len(by_rank) - _SHOWN, 'more rank')}"] if len(by_rank) > _SHOWN else []
-    return "\n".join(lines + more)
+    lines = [f"rank {rank}: {text}" for rank, text in by_rank[:_MOST_RANKS_SHOWN]]
+    rest = len(by_rank) - _MOST_RANKS_SHOWN
+    return "\n".join(lines + ([f"and {counted(rest, 'more rank')}"] if rest > 0 else []))
 
 
-def said(error: BaseException) -> str:
-    """An error as one line of a report."""
+def describe_error(error: BaseException) -> str:
+    """An error as text, with its class unless it is a CheckpointError."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -16,8 +16,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megastack.checkpoint.find import checkpoints_folder, find_checkpoint, is_checkpoint
-from megastack.checkpoint.folder import list_checkpoints, read_latest
+from megastack.checkpoint.folder import (
+    checkpoints_folder,
+    find_checkpoint,
+    is_checkpoint,
+    list_checkpoints,
+    read_latest,
+)
+from megastack.checkpoint.integrity import checkpoint_error
 from megastack.checkpoint.manifest import (
     ITEM_SIZES,
     Manifest,
@@ -26,7 +32,6 @@ from megastack.checkpoint.manifest import (
     read_trainer,
     size_errors,
 )
-from megastack.checkpoint.usable import checkpoint_error
 from megastack.errors import CheckpointError, counted
 from megastack.observe.printable import printable
 

@@ -1,25 +1,47 @@
-"""The checkpoints of a run: list them, find the newest that is whole, decide where to resume, remove old ones.
+"""The checkpoints of a run: list them, find the one that a path refers to, decide where to resume, remove old ones.
 
-Torch-free, so that a launcher can settle all of this before any rank starts. ``checkpoints/step_00000010`` is named for
-the optimizer steps that are done; what is in it counts only if it is usable (:mod:`megastack.checkpoint.usable`).
+Torch-free, so that a launcher can do this before any rank starts. ``checkpoints/step_00000010`` is named for the number
+of completed optimizer steps; it counts only if it is usable (:mod:`megastack.checkpoint.integrity`). Every command and
+key that accepts a path finds its checkpoint with :func:`find_checkpoint`, which only reads, so it is safe on the folder
+of a running job.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megastack.checkpoint.find import CHECKPOINTS, NoCheckpointError, find_checkpoint, is_imported
-from megastack.checkpoint.manifest import MANIFEST
-from megastack.checkpoint.publish import LATEST, listed, retire, step_of
-from megastack.checkpoint.recovery import recover, standing, step_folders
-from megastack.checkpoint.usable import Verified, checkpoint_error, in_a_line, soon
+from megastack.checkpoint.integrity import VerifiedFiles, checkpoint_error, join_lines, list_names
+from megastack.checkpoint.manifest import MANIFEST, read_trainer
+from megastack.checkpoint.publish import LATEST, locate, recover, remove_checkpoint, step_folders, step_of
 from megastack.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+IMPORTED = "weights"
+"""The folder of the checkpoint in an imported folder."""
+RUN_CONFIG, HUB_CONFIG = "config.yaml", "config.json"
+_MOST_NAMES = 4
+
+
+class NoCheckpointError(CheckpointError):
+    """A path that does not lead to a usable checkpoint.
+
+    Args:
+        path: the path.
+        found: what was found there.
+        advice: what to use instead.
+    """
+
+    def __init__(self, path: Path, found: str, advice: str = "the folder of a checkpoint or of a run") -> None:
+        super().__init__(f"{path}: no usable checkpoint ({found}); use {advice}")
+        self.rule = f"is not a usable checkpoint ({found})"
+        self.advice = advice
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A folder named for a step, and what is wrong with it (``None``: nothing)."""
+class CheckpointEntry:
+    """A folder named for a step, and its error (``None`` if there is none)."""
 
     path: Path
     step: int
@@ -27,19 +49,19 @@ class Entry:
 
     @property
     def complete(self) -> bool:
-        """Whether it can be resumed from, as far as was checked."""
+        """Whether it is usable, as far as it was checked."""
         return self.error is None
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where to start.
+    """Where a run starts.
 
     Attributes:
-        checkpoint: the folder to load; ``None`` to start fresh. It has a hidden name where a replacement was cut short,
+        checkpoint: the folder to load; ``None`` to start fresh. It has a hidden name if a replacement was interrupted,
             until the run that owns the folder recovers it.
         run_dir: the run folder to continue in; ``None`` to make a new one.
-        skipped: faults of newer checkpoints that were passed over.
+        skipped: errors of newer checkpoints that were skipped.
     """
 
     checkpoint: Path | None = None
@@ -47,20 +69,79 @@ class Resume:
     skipped: tuple[str, ...] = ()
 
 
-def list_checkpoints(folder: Path, *, content: bool = False) -> list[Entry]:
-    """The checkpoints in a ``checkpoints`` folder, complete or not, by rising step; none where there is no folder."""
+def find_checkpoint(path: Path, *, content: bool = False) -> Path:
+    """The checkpoint that ``path`` refers to.
+
+    Args:
+        path: a checkpoint, a run folder, a ``checkpoints`` folder or an imported folder.
+        content: read every byte of the checkpoint.
+
+    Raises:
+        NoCheckpointError: there is none, or it is not usable; the error says what was found.
+    """
+    chosen = _resolve(path)
+    if error := checkpoint_error(chosen, content=content):
+        usable = _newest_usable(chosen, content) if chosen != path else None
+        advice = str(usable or "the folder of another checkpoint or run")
+        raise NoCheckpointError(path, join_lines(error), advice)
+    return chosen
+
+
+def checkpoints_folder(path: Path) -> Path:
+    """The ``checkpoints`` folder of a run folder; the path itself if it has none."""
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint by its name or content, damaged or not."""
+    return (path / MANIFEST).is_file() or (path.is_dir() and step_of(path) is not None)
+
+
+def is_imported(checkpoint: Path) -> bool:
+    """Whether a checkpoint comes from an import, which has weights but no run."""
+    return "imported" in read_trainer(checkpoint)
+
+
+def _resolve(path: Path) -> Path:
+    """The checkpoint that a path refers to, usable or not."""
+    if is_checkpoint(path):
+        return path
+    if not path.is_dir():
+        raise NoCheckpointError(path, "is a file" if path.exists() else "no such folder")
+    if found := step_folders(checkpoints_folder(path)):
+        return locate(found[-1])
+    if (path / IMPORTED / MANIFEST).is_file():
+        return path / IMPORTED
+    if (path / RUN_CONFIG).is_file():
+        raise NoCheckpointError(path, "the run has written none", "checkpoint.at_end=true or checkpoint.every to train")
+    if (path / HUB_CONFIG).is_file():
+        raise NoCheckpointError(path, "a Hugging Face folder", f"the output of megastack import {path} --out DIR")
+    inside = list_names(sorted(entry.name for entry in path.iterdir()), _MOST_NAMES)
+    raise NoCheckpointError(path, f"it holds {inside}" if inside else "an empty folder")
+
+
+def _newest_usable(chosen: Path, content: bool) -> Path | None:
+    """The newest usable checkpoint in the same folder."""
+    for path in reversed(step_folders(chosen.parent)):
+        if checkpoint_error(place := locate(path), content=content) is None:
+            return place
+    return None
+
+
+def list_checkpoints(folder: Path, *, content: bool = False) -> list[CheckpointEntry]:
+    """The checkpoints in a ``checkpoints`` folder by increasing step, complete or not; empty without a folder."""
     paths = [path for path in step_folders(folder) if path.is_dir()]
-    return [Entry(path, step_of(path) or 0, checkpoint_error(path, content=content)) for path in paths]
+    return [CheckpointEntry(path, step_of(path) or 0, checkpoint_error(path, content=content)) for path in paths]
 
 
 def newest_complete(folder: Path, *, content: bool = True) -> Path | None:
-    """The whole checkpoint with the highest step, ``None`` where there is none."""
+    """The usable checkpoint with the highest step; ``None`` if there is none."""
     newest_first = reversed([path for path in step_folders(folder) if path.is_dir()])
     return next((path for path in newest_first if checkpoint_error(path, content=content) is None), None)
 
 
 def read_latest(folder: Path) -> Path | None:
-    """What the file ``latest`` points to; ``None`` where there is no such file or folder."""
+    """The checkpoint that the file ``latest`` names; ``None`` if the file or the folder does not exist."""
     try:
         name = (folder / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -72,17 +153,17 @@ def read_latest(folder: Path) -> Path | None:
 def resolve_resume(
     resume: str | None, run_dir: str | Path | None, root: str | Path, *, on_corrupt: str = "previous"
 ) -> Resume:
-    """Decide what a run starts from; called once, by the launcher. Nothing is changed.
+    """Decide what a run starts from; called once, by the launcher. Reads only.
 
     Args:
-        resume: ``None`` starts fresh, ``auto`` takes the newest complete checkpoint of ``run_dir`` if there is one,
-            ``last`` the newest run under ``root``; anything else is a path, as :func:`find_checkpoint` takes it.
-        run_dir: the run folder that was asked for, if any.
+        resume: ``None`` starts fresh, ``auto`` resumes the newest usable checkpoint of ``run_dir`` if there is one,
+            ``last`` that of the newest run under ``root``; anything else is a path for :func:`find_checkpoint`.
+        run_dir: the requested run folder, if any.
         root: the folder of all runs.
-        on_corrupt: ``previous`` passes over damaged checkpoints (auto and last), ``refuse`` does not.
+        on_corrupt: ``previous`` skips damaged checkpoints (auto and last), ``refuse`` raises.
 
     Raises:
-        CheckpointError: there is nothing to resume from where there must be, or a fresh run would mix with an old one.
+        CheckpointError: there is no checkpoint where one is required, or a fresh run would mix with an old one.
     """
     if resume is None:
         return _fresh(None if run_dir is None else Path(run_dir))
@@ -99,47 +180,49 @@ def keep_last(
     *,
     every: int | None = None,
     upto: int | None = None,
-    verified: Verified | None = None,
+    verified: VerifiedFiles | None = None,
     limit_s: float | None = None,
 ) -> list[Path]:
-    """Remove all but the newest ``count`` usable checkpoints, on one rank; returns the folders that are gone.
+    """Remove all but the newest ``count`` usable checkpoints, on one rank; returns the removed folders.
 
-    A checkpoint counts if ``resume=auto`` would take it: its content is read unless ``verified`` knows it. Nothing is
-    removed before ``count`` of them are found. Kept besides: steps that ``every`` divides, what ``latest`` points to,
-    damaged checkpoints (they are not ours to judge), and folders that hold a file no checkpoint has.
+    A checkpoint counts if ``resume=auto`` would accept it: its content is read unless ``verified`` holds it. Nothing is
+    removed before ``count`` usable ones are found. Also kept: multiples of ``every``, the checkpoint that ``latest``
+    names, damaged checkpoints (for the user to inspect), and folders with foreign files.
 
     Args:
         folder: the ``checkpoints`` folder.
-        count: how many stay.
-        every: steps that this divides stay.
-        upto: the last step of the run as it is; later ones are left over from before it went back. They neither count,
-            since the run may not reach them again, nor are they removed.
+        count: how many to keep.
+        every: also keep steps that are multiples of this.
+        upto: the run's current step. Later checkpoints are left over from before it resumed from an older one; they do
+            not count, since the run may not reach them again, and are not removed.
         verified: files that need not be read.
-        limit_s: how long to read; what could not be read by then does not count yet, so that more is kept.
+        limit_s: how long to read; a checkpoint that is not verified by then does not count, so more are kept.
     """
     if count < 1:
         raise CheckpointError(f"keep_last={count}: must be at least 1; use null to keep all")
     recover(folder)
-    deadline, known = soon(limit_s), Verified() if verified is None else verified
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    known = VerifiedFiles() if verified is None else verified
     old = [path for path in reversed(step_folders(folder)) if upto is None or (step_of(path) or 0) <= upto]
     found = 0
     while old and found < count:
         found += checkpoint_error(old.pop(0), verified=known, deadline=deadline) is None
     latest = read_latest(folder)
-    superfluous = [
+    removable = [
         path
         for path in reversed(old)
         if not (every and (step_of(path) or 0) % every == 0)
         and path != latest
         and checkpoint_error(path, content=False, verified=known) is None
     ]
-    return [path for path in superfluous if retire(path)]
+    return [path for path in removable if remove_checkpoint(path)]
 
 
 def _fresh(run_dir: Path | None) -> Resume:
     if run_dir is not None and (found := step_folders(run_dir / CHECKPOINTS)):
+        names = list_names([path.name for path in found], _MOST_NAMES)
         raise CheckpointError(
-            f"resume=null: run.dir={run_dir} already holds checkpoints ({listed([path.name for path in found], 4)}); "
+            f"resume=null: run.dir={run_dir} already holds checkpoints ({names}); "
             "use resume=auto to continue, or another run.dir"
         )
     return Resume()
@@ -161,7 +244,7 @@ def _last(root: Path, on_corrupt: str) -> Resume:
     path, skipped = _pick(folder, on_corrupt)
     if path is None:
         raise CheckpointError(
-            f"resume=last: no checkpoint of the newest run {folder.parent} is usable ({in_a_line(*skipped)}); "
+            f"resume=last: no checkpoint of the newest run {folder.parent} is usable ({join_lines(*skipped)}); "
             "use the path of another one, or null"
         )
     return Resume(path, folder.parent, skipped)
@@ -173,22 +256,22 @@ def _named(path: Path) -> Resume:
     except NoCheckpointError as error:
         raise CheckpointError(f"resume={path}: {error.rule}; use {error.advice}, or null") from None
     if is_imported(found):
-        rule = "is an import, which holds weights and nothing of a run to continue"
+        rule = "is an import, which holds weights but no run to continue"
         raise CheckpointError(f"resume={path}: {rule}; use checkpoint.load_weights={path}")
     return Resume(found)
 
 
 def _pick(folder: Path, on_corrupt: str) -> tuple[Path | None, tuple[str, ...]]:
-    """The newest usable of a run's checkpoints and the faults of those passed over."""
+    """The newest usable checkpoint of a run, and the errors of newer ones."""
     skipped: list[str] = []
     for path in reversed(step_folders(folder)):
-        place = standing(path)
+        place = locate(path)
         error = checkpoint_error(place)
         if error is None:
             return place, tuple(skipped)
         if on_corrupt == "refuse":
             raise CheckpointError(
-                f"checkpoint.on_corrupt=refuse: {path} is damaged ({in_a_line(error)}); "
+                f"checkpoint.on_corrupt=refuse: {path} is damaged ({join_lines(error)}); "
                 "use previous to resume from the one before it"
             )
         skipped.append(error)
@@ -196,8 +279,8 @@ def _pick(folder: Path, on_corrupt: str) -> tuple[Path | None, tuple[str, ...]]:
 
 
 def _written_at(path: Path) -> int:
-    """When a checkpoint was written, in ns; 0 where it has just been removed."""
-    place = standing(path)
+    """When a checkpoint was written, in ns; 0 if it has just been removed."""
+    place = locate(path)
     for candidate in (place / MANIFEST, place):
         try:
             return candidate.stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""A run's checkpoints: written when the run says so, reported once they are published, thinned out by policy."""
+"""The checkpoint manager of a run: saves blocking or asynchronously, reports what is published, removes old ones."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megastack.checkpoint.folder import keep_last
-from megastack.checkpoint.items import State
+from megastack.checkpoint.integrity import VerifiedFiles
 from megastack.checkpoint.publish import Guard, step_name
 from megastack.checkpoint.save import SaveHandle, save
-from megastack.checkpoint.usable import Verified
+from megastack.checkpoint.state import State
 from megastack.mesh.mesh import Mesh
 
-VERIFIES_S = 30.0
-"""For how long a save may read checkpoints of earlier processes to find out whether they count."""
+VERIFY_LIMIT_S = 30.0
+"""How long one save may spend on reading checkpoints of earlier processes to verify them."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class PublishedCheckpoint:
     """A published checkpoint.
 
     Attributes:
-        step: the step it is named for.
+        step: the step that it is named for.
         path: its folder.
-        seconds: the wall time that it added to the run on this rank, waiting for it included.
-        write_seconds: from the call until this rank had nothing left to write.
+        seconds: wall time that it added to the run on this rank, waiting included.
+        write_seconds: time from the call until this rank finished writing.
     """
 
     step: int
@@ -35,16 +35,16 @@ class Saved:
 
 
 class CheckpointManager:
-    """Saves into one ``checkpoints`` folder, blocking or not.
+    """Saves the steps of a run into one ``checkpoints`` folder.
 
     Args:
-        folder: where ``step_…`` folders go.
+        folder: the folder of the ``step_…`` folders.
         mesh: all of its ranks make the same calls.
-        asynchronous: write while training goes on; one checkpoint at a time.
-        keep: how many of the newest complete checkpoints stay; ``None`` keeps all.
-        every: steps that this divides stay as well.
-        guard: raises where this run may no longer write, called on the first rank before it does.
-        loaded: a checkpoint that was read in full just now, and need not be read again to count.
+        asynchronous: write while training continues; one checkpoint is in flight at a time.
+        keep: how many of the newest usable checkpoints to keep; ``None`` keeps all.
+        every: also keep steps that are multiples of this.
+        guard: raises if this run may no longer write; called on the first rank before it writes.
+        loaded: a checkpoint that was just read in full and need not be verified again.
     """
 
     def __init__(
@@ -64,32 +64,32 @@ class CheckpointManager:
         self._keep = keep
         self._every = every
         self._guard = guard
-        self._verified = Verified()
+        self._verified = VerifiedFiles()
         if keep is not None and loaded is not None and mesh.rank == 0:
-            self._verified.trust(loaded)
+            self._verified.add(loaded)
         self._pending: tuple[int, SaveHandle] | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether this rank still writes."""
+        """Whether this rank is still writing."""
         return self._pending is not None and not self._pending[1].done
 
-    def save(self, step: int, state: State) -> list[Saved]:
-        """Save a step; returns what was published by now: this step, or an earlier one that was still being written.
+    def save(self, step: int, state: State) -> list[PublishedCheckpoint]:
+        """Save a step; returns the checkpoints published by now: this step's, or that of an earlier asynchronous save.
 
         Raises:
-            CheckpointError: on every rank, when any rank failed, with this checkpoint or the one before.
+            CheckpointError: on every rank, if any rank failed in this save or in the previous one.
         """
-        earlier = self.settle()
+        earlier = self.wait()
         path = self._folder / step_name(step)
         self._pending = step, save(path, state, self._mesh, asynchronous=self._asynchronous, guard=self._guard)
-        return earlier if self._asynchronous else [*earlier, *self.settle()]
+        return earlier if self._asynchronous else [*earlier, *self.wait()]
 
-    def settle(self) -> list[Saved]:
-        """Wait for what is being written and return it; all ranks call.
+    def wait(self) -> list[PublishedCheckpoint]:
+        """Wait for the pending save and return its checkpoint; empty if none is pending. All ranks call.
 
         Raises:
-            CheckpointError: on every rank, when any rank failed.
+            CheckpointError: on every rank, if any rank failed.
         """
         if self._pending is None:
             return []
@@ -98,14 +98,16 @@ class CheckpointManager:
         path = handle.wait()
         waited = time.perf_counter() - began
         if self._mesh.rank == 0:
-            self._thin_out(step, path)
-        return [Saved(step, path, handle.held_up_s + waited, handle.seconds)]
+            self._remove_old(step, path)
+        return [PublishedCheckpoint(step, path, handle.blocked_s + waited, handle.seconds)]
 
-    def _thin_out(self, step: int, path: Path) -> None:
-        """Remove what the policy does not keep; what this process wrote or loaded is not read again."""
+    def _remove_old(self, step: int, path: Path) -> None:
+        """Remove checkpoints that the policy does not keep; those that this process wrote or loaded are not reread."""
         if self._keep is None:
             return
         if self._guard is not None:
             self._guard()
-        self._verified.trust(path)
-        keep_last(self._folder, self._keep, every=self._every, upto=step, verified=self._verified, limit_s=VERIFIES_S)
+        self._verified.add(path)
+        keep_last(
+            self._folder, self._keep, every=self._every, upto=step, verified=self._verified, limit_s=VERIFY_LIMIT_S
+        )

@@ -1,11 +1,13 @@
-"""The manifest of a checkpoint: which files it has, and in which bytes of which file each box of each tensor lies.
+"""The manifest of a checkpoint: its files, and which bytes of which file hold each box of each tensor.
 
-``manifest.json`` is plain JSON, needs no torch to read, and carries a checksum of itself, the size and crc32 of every
-other file, and the dtype, global shape and boxes of every tensor. A checkpoint is complete when its manifest is there
-and the files are what it says: it is written last, inside a folder that is published afterwards.
+``manifest.json`` is plain JSON that needs no torch to read. It holds a checksum of itself, the size and crc32 of every
+other file, and the dtype, global shape and boxes of every tensor. It is written last, inside a folder that is published
+afterwards. A checkpoint is complete if its manifest exists and its files match it.
 
-Reading a manifest proves that it is consistent: file names stay in the folder, each box lies in its file, and the boxes
-of a tensor are the whole tensor, each element once. So a reader needs no further checks than those of the files.
+Reading a manifest checks that it is consistent: file names stay in the folder, each box lies within its file, and the
+boxes of a tensor cover it exactly once. A reader then only has to check the files. ``trainer.json`` holds the trainer's
+state, any JSON object; the fields that a training run writes are checked for their types here, since the trainer and
+the data rely on them.
 """
 
 from __future__ import annotations
@@ -22,12 +24,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megastack.checkpoint.cover import cover_error
-from megastack.checkpoint.trainer import check_trainer
 from megastack.errors import CheckpointError, counted
-from megastack.placement.boxes import Box
+from megastack.placement.boxes import Box, coverage_error
 from megastack.records import (
-    MOST,
+    MAX_INTEGER,
     RecordError,
     integer,
     integers,
@@ -43,7 +43,7 @@ MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
 RANK_FILE = re.compile(r"rank_[0-9]{5,}\.safetensors")
 REPORT_FILE = re.compile(r"rank_[0-9]{5,}\.(json|part)")
-"""What a rank leaves beside its file until the checkpoint is published."""
+"""The report that a rank writes next to its file during an asynchronous save; removed before publishing."""
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1} | {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1
 }  # fmt: skip
@@ -55,11 +55,12 @@ _CRC32 = re.compile(r"[0-9a-f]{8}")
 _LAST_TIME = 253_402_300_799
 """The end of the year 9999, in unix seconds."""
 _MOST_DIMS = 64
+_TRAINER_COUNTS = ("step", "consumed_tokens", "consumed_samples", "skipped")
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file of the checkpoint must be."""
+    """The expected size and crc32 of a file of the checkpoint."""
 
     name: str
     size: int
@@ -68,7 +69,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class BoxRecord:
-    """A box of a tensor and where its bytes, row-major, begin."""
+    """A box of a tensor and the file offset of its bytes, which are row-major."""
 
     box: Box
     file: str
@@ -77,7 +78,7 @@ class BoxRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A global tensor: safetensors dtype name, shape, and the boxes that together are it."""
+    """A global tensor: safetensors dtype name, shape, and the boxes that cover it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -126,13 +127,13 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
     Raises:
-        CheckpointError: it is missing, not a manifest, or not consistent; the message names the file.
+        CheckpointError: it is missing, not a manifest, or inconsistent; the message names the file.
     """
     path = folder / MANIFEST
     try:
         return _parse(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing; the folder holds no complete checkpoint") from None
+        raise CheckpointError(f"{path}: missing; the folder does not hold a complete checkpoint") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (OSError, RecordError, RecursionError) as error:
@@ -140,12 +141,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def size_errors(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files at first sight (missing, or of another size), one message a file."""
+    """Files that are missing or have the wrong size, one message each."""
     return [error for file in manifest.files.values() if (error := size_error(folder, file))]
 
 
 def size_error(folder: Path, file: FileRecord) -> str | None:
-    """What is wrong with a file at first sight, naming it."""
+    """An error that names the file if it is missing or has the wrong size."""
     path = folder / file.name
     try:
         size = path.stat().st_size
@@ -156,14 +157,14 @@ def size_error(folder: Path, file: FileRecord) -> str | None:
 
 
 class OutOfTimeError(Exception):
-    """A file could not be read in the time that there was."""
+    """A file could not be read before the deadline."""
 
 
 def file_error(folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
-    """What is wrong with a file's size or content, naming it; ``None`` when it is what the manifest says.
+    """An error that names the file if its size or content differs from the manifest, else ``None``.
 
     Raises:
-        OutOfTimeError: it could not be read before ``deadline``, of the monotonic clock.
+        OutOfTimeError: it could not be read before ``deadline`` (monotonic clock).
     """
     path = folder / file.name
     if problem := size_error(folder, file):
@@ -191,21 +192,46 @@ def crc32_of(path: Path, deadline: float | None = None) -> int:
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """The trainer state of a checkpoint; the caller has checked the file.
+    """The trainer's state in a checkpoint; the caller has checked the file.
 
     Raises:
-        CheckpointError: the file is missing, not a JSON object, or has a known field of another type; by name.
+        CheckpointError: the file is missing, not a JSON object, or has a known field of the wrong type.
     """
     path = folder / TRAINER
     try:
         trainer = parse_record(path.read_bytes())
-        check_trainer(trainer)
+        _check_trainer(trainer)
     except (OSError, RecordError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     return trainer
 
 
-def _checksum(body: Any) -> int:
+def _check_trainer(trainer: Mapping[str, Any]) -> None:
+    """Check the types of the fields that a training run writes.
+
+    Raises:
+        RecordError: a field has the wrong type.
+    """
+    for name in set(_TRAINER_COUNTS) & set(trainer):
+        integer(trainer, name)
+    if trainer.get("batch") is not None:
+        mapping(trainer, "batch")
+    _check_blend(trainer)
+    for phase in sequence(trainer, "stages") if "stages" in trainer else ():
+        record = mapping({"stages": phase}, "stages")
+        integer(record, "from_step")
+        _check_blend(record)
+
+
+def _check_blend(record: Mapping[str, Any]) -> None:
+    for stretch in sequence(record, "blend") if "blend" in record else ():
+        entry = mapping({"blend": stretch}, "blend")
+        integer(entry, "begin")
+        for weight in mapping(entry, "weights").values():
+            number({"weights": weight}, "weights")
+
+
+def _checksum(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -223,7 +249,7 @@ def _parse(text: bytes) -> Manifest:
     _require(body.get("format") == _FORMAT, f"format {shown(body.get('format'))} is not {_FORMAT!r}")
     version = integer(body, "version")
     _require(version <= _VERSION, f"version {version} is newer than {_VERSION}; upgrade megastack")
-    _require(_checksum(body) == _crc32(outer), "its checksum does not fit its content (corrupt)")
+    _require(_checksum(body) == _crc32(outer), "its checksum does not match its content (corrupt)")
     files = {name: _parse_file(name, mapping(body["files"], name)) for name in mapping(body, "files")}
     _require(TRAINER in files, f"{TRAINER} is not among its files")
     tensors = {name: _parse_tensor(name, mapping(body["tensors"], name)) for name in mapping(body, "tensors")}
@@ -234,7 +260,7 @@ def _parse(text: bytes) -> Manifest:
 
 
 def _parse_file(name: str, file: dict[str, Any]) -> FileRecord:
-    _require(name == TRAINER or RANK_FILE.fullmatch(name) is not None, f"{shown(name)} is no file of a checkpoint")
+    _require(name == TRAINER or RANK_FILE.fullmatch(name) is not None, f"{shown(name)} is not a file of a checkpoint")
     return FileRecord(name, integer(file, "size"), _crc32(file))
 
 
@@ -256,10 +282,10 @@ def _crc32(record: Mapping[str, Any]) -> int:
 def _tensor_errors(files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
     for name, tensor in tensors.items():
         if tensor.dtype not in ITEM_SIZES:
-            yield f"{shown(name)}: dtype {shown(tensor.dtype)} is not known"
-        elif len(tensor.shape) > _MOST_DIMS or _allocated(tensor) > MOST:
+            yield f"{shown(name)}: dtype {shown(tensor.dtype)} is not supported"
+        elif len(tensor.shape) > _MOST_DIMS or _allocated(tensor) > MAX_INTEGER:
             yield f"{shown(name)}: shape {shown(list(tensor.shape))} is too large"
-        elif error := cover_error(tensor.shape, [record.box for record in tensor.boxes]):
+        elif error := coverage_error(tensor.shape, [record.box for record in tensor.boxes]):
             yield f"{name}: {error}"
         else:
             ends = ((r, r.begin + _nbytes(tensor, r)) for r in tensor.boxes)
@@ -267,7 +293,7 @@ def _tensor_errors(files: Mapping[str, FileRecord], tensors: Mapping[str, Tensor
 
 
 def _file_errors(tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
-    """Boxes that share bytes of a file."""
+    """Boxes whose bytes overlap in a file."""
     spans = defaultdict(list)
     for name, tensor in tensors.items():
         for record in tensor.boxes:
@@ -281,7 +307,7 @@ def _file_errors(tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
 
 
 def _allocated(tensor: TensorRecord) -> int:
-    """What torch computes strides and sizes from, also where an extent is 0."""
+    """Bytes of the tensor with extents of 0 counted as 1, as torch computes strides."""
     return prod(max(1, extent) for extent in tensor.shape) * ITEM_SIZES[tensor.dtype]
 
 

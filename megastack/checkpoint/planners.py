@@ -1,10 +1,9 @@
-"""Who writes and who reads which box: planners for ``torch.distributed.checkpoint``.
+"""Planners for ``torch.distributed.checkpoint``: which rank writes and which rank reads which box.
 
-The default planners accept tensors of torch's own kinds only; these accept :class:`StateItem` values, whose boxes may
-be any parts of a tensor. When saving, the coordinator sees the boxes of all ranks, keeps one copy of each (on the rank
-with the fewest bytes so far), and refuses a plan that does not cover every tensor exactly once, or in which replicas
-that must be identical are not. When loading, each rank intersects its boxes with the stored ones; ranks need not agree
-on anything.
+The default planners accept torch's own tensor types only; these accept :class:`StateItem` values with any boxes. When
+saving, the coordinator receives the boxes of all ranks, assigns each box to one of the ranks that hold it (the one with
+the fewest bytes so far), and rejects a plan that does not cover every tensor exactly once or in which replicas differ.
+When loading, each rank intersects its boxes with the stored ones; no coordination is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -38,80 +37,87 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megastack.checkpoint.collectives import local_work
-from megastack.checkpoint.cover import cover_error, overlap, within
-from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.state import State, StateItem
 from megastack.comm.flight_recorder import FlightRecorder
 from megastack.errors import CheckpointError
-from megastack.placement.boxes import Box
+from megastack.placement.boxes import Box, coverage_error, intersect, relative_to
+
+_Replicas = dict[MetadataIndex, dict[int, WriteItem]]
+"""The write items of each box by rank."""
 
 
 @dataclass(frozen=True)
-class _Beside:
-    """What a rank tells beside its boxes: items of which it has none, and checksums of boxes with where it is."""
+class _PlannerData:
+    """What a local plan carries besides its boxes.
 
-    absent: set[str]
+    Attributes:
+        empty: names of items of which this rank holds no box.
+        checksums: the checksum of each box whose replicas are compared, with this rank's coordinates.
+    """
+
+    empty: set[str]
     checksums: Mapping[MetadataIndex, tuple[str, str | None]]
 
 
 class BoxSavePlanner(SavePlanner):
-    """Plans the writing of every rank's items; each box is written by one of the ranks that hold it."""
+    """Plans the writes of all ranks; each box is written by one of the ranks that hold it."""
 
     def __init__(self, state: State, flight_recorder: FlightRecorder | None = None) -> None:
         self.flight_recorder = flight_recorder or FlightRecorder()
         self._state = state
         self._tensors: dict[MetadataIndex, Tensor] = {}
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Check this rank's items; what torch passes is not needed."""
+    def set_up_planner(self, state_dict: object, storage_meta: object = None, is_coordinator: bool = False) -> None:
+        """Check this rank's items; torch's arguments are not used."""
         self._items = self._state.by_name().values()
 
     @local_work
     def create_local_plan(self) -> SavePlan:
-        """All boxes of this rank; items that have none here travel by name, so that nothing vanishes."""
+        """All boxes of this rank, and the names of items without one, so that the coordinator notices missing items."""
         writes = [self._write_item(item, box, tensor) for item in self._items for box, tensor in item.filled_boxes()]
-        absent = {item.name for item in self._items if not any(item.filled_boxes())}
+        empty = {item.name for item in self._items if not any(item.filled_boxes())}
         checksums = {
             MetadataIndex(item.name, box.offset): (checksum, item.replica)
             for item in self._items
             for box, checksum in item.checksums()
         }
-        return SavePlan(writes, planner_data=_Beside(absent, checksums))
+        return SavePlan(writes, planner_data=_PlannerData(empty, checksums))
 
     @local_work
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Keep one copy of each box and describe the whole.
+        """Assign each box to one rank and describe all tensors.
 
         Raises:
-            CheckpointError: ranks disagree about a tensor, their boxes are not the whole tensor exactly once, or
-                replicas that must be identical differ.
+            CheckpointError: ranks disagree on a tensor, their boxes do not cover it exactly once, or replicas that must
+                be identical differ.
         """
-        copies = _copies_by_index(all_plans)
-        beside: list[_Beside] = [plan.planner_data for plan in all_plans]
-        errors = _disagreements(copies) or _unlike_replicas([each.checksums for each in beside])
-        kept = _share_out(copies, len(all_plans))
-        tensors = _describe(kept)
+        replicas = _replicas_by_index(all_plans)
+        data: list[_PlannerData] = [plan.planner_data for plan in all_plans]
+        errors = _mismatches(replicas) or _differing_replicas([each.checksums for each in data])
+        assigned = _assign(replicas, len(all_plans))
+        tensors = _tensor_metadata(assigned)
         errors += [
             f"{name}: {error}"
             for name, tensor in tensors.items()
-            if (error := cover_error(tensor.size, [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]))
+            if (error := coverage_error(tensor.size, [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]))
         ]
-        absent = {name for each in beside for name in each.absent} - set(tensors)
-        errors += [f"{name}: no rank holds any of it" for name in sorted(absent)]
+        missing = {name for each in data for name in each.empty} - set(tensors)
+        errors += [f"{name}: no rank holds any of it" for name in sorted(missing)]
         if errors:
             raise CheckpointError("\n".join(errors))
-        plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, kept, strict=True)]
+        plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, assigned, strict=True)]
         return plans, Metadata(dict(tensors))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The coordinator's plan, as it is."""
+        """Return the coordinator's plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The tensor behind a planned box, in torch's terms."""
+        """The tensor of a planned box, for torch."""
         return self.tensor(write_item)
 
     def tensor(self, write_item: WriteItem) -> Tensor:
-        """The tensor behind a planned box."""
+        """The tensor of a planned box."""
         return self._tensors[write_item.index]
 
     def _write_item(self, item: StateItem, box: Box, tensor: Tensor) -> WriteItem:
@@ -123,10 +129,10 @@ class BoxSavePlanner(SavePlanner):
 
 
 class BoxLoadPlanner(LoadPlanner):
-    """Plans the reading of one rank's items: each of its boxes from the stored boxes that share elements with it.
+    """Plans the reads of one rank: each of its boxes is filled from the stored boxes that intersect it.
 
     Args:
-        items: what to load, by name; every one of them is in the checkpoint, with the same shape.
+        items: the items to load, by name; the checkpoint holds all of them, with the same shapes.
     """
 
     def __init__(self, items: dict[str, StateItem]) -> None:
@@ -137,8 +143,10 @@ class BoxLoadPlanner(LoadPlanner):
             for box, tensor in item.filled_boxes()
         }
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take the description of the checkpoint."""
+    def set_up_planner(
+        self, state_dict: object, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Store the metadata of the checkpoint."""
         assert metadata is not None
         self._stored = metadata.state_dict_metadata
 
@@ -154,73 +162,70 @@ class BoxLoadPlanner(LoadPlanner):
         return LoadPlan(reads)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Each rank reads for itself."""
+        """Return the plans unchanged: ranks read independently."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The plan, as it is."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        """Checkpoints hold tensors and JSON only."""
-        raise CheckpointError(f"{read_item.dest_index.fqn}: a checkpoint holds no pickled objects")
+        """Raise: checkpoints hold tensors and JSON only."""
+        raise CheckpointError(f"{read_item.dest_index.fqn}: a checkpoint does not hold pickled objects")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of this rank's tensor that a read fills."""
+        """The view of this rank's tensor that a read fills."""
         tensor = self._tensors[read_item.dest_index].detach()
-        return narrow(tensor, tuple(read_item.dest_offsets), tuple(read_item.lengths))
+        return tensor[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: reads go straight into place."""
-
-
-def narrow(tensor: Tensor, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    """The view of a box of a tensor."""
-    return tensor[Box(offset, size).slices]
+        """Do nothing: data is read straight into the tensor."""
 
 
 def _reads(name: str, box: Box, chunks: list[Box]) -> list[ReadItem]:
-    shared = ((chunk, common) for chunk in chunks if (common := overlap(box, chunk)))
+    shared = ((chunk, common) for chunk in chunks if (common := intersect(box, chunk)))
     return [
         ReadItem(
             LoadItemType.TENSOR,
             MetadataIndex(name, box.offset),
-            torch.Size(within(common, box).offset),
+            torch.Size(relative_to(common, box).offset),
             MetadataIndex(name, chunk.offset),
-            torch.Size(within(common, chunk).offset),
+            torch.Size(relative_to(common, chunk).offset),
             torch.Size(common.size),
         )
         for chunk, common in shared
     ]
 
 
-def _copies_by_index(plans: list[SavePlan]) -> dict[MetadataIndex, dict[int, WriteItem]]:
-    copies: dict[MetadataIndex, dict[int, WriteItem]] = defaultdict(dict)
+def _replicas_by_index(plans: list[SavePlan]) -> _Replicas:
+    replicas: _Replicas = defaultdict(dict)
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            copies[item.index][rank] = item
-    return copies
+            replicas[item.index][rank] = item
+    return replicas
 
 
-def _disagreements(copies: dict[MetadataIndex, dict[int, WriteItem]]) -> list[str]:
-    """Copies of a box that are not alike, and boxes of a tensor that differ in dtype or global shape."""
+def _mismatches(replicas: _Replicas) -> list[str]:
+    """Replicas of a box that differ in size, and boxes of a tensor that differ in dtype or global shape."""
     errors: list[str] = []
     first: dict[str, tuple[tuple[tuple[int, ...], str], int]] = {}
-    for index, holders in copies.items():
+    for index, holders in replicas.items():
         for rank, item in holders.items():
             data = _data(item)
             here = (tuple(data.size), str(data.properties.dtype).removeprefix("torch."))
             there, other = first.setdefault(index.fqn, (here, rank))
             if here != there:
-                errors.append(f"{index.fqn}: rank {other} has {_said(there)}, rank {rank} {_said(here)}")
+                errors.append(
+                    f"{index.fqn}: rank {other} has {_shape_and_dtype(*there)}, rank {rank} {_shape_and_dtype(*here)}"
+                )
         sizes = {tuple(_data(item).chunk.sizes) for item in holders.values()}
         if len(sizes) > 1:
             errors.append(f"{index.fqn}: ranks {sorted(holders)} hold boxes of sizes {sorted(sizes)} at one offset")
     return errors
 
 
-def _unlike_replicas(checksums: Sequence[Mapping[MetadataIndex, tuple[str, str | None]]]) -> list[str]:
-    """Boxes of which two ranks hold other bits, one message a tensor."""
+def _differing_replicas(checksums: Sequence[Mapping[MetadataIndex, tuple[str, str | None]]]) -> list[str]:
+    """Boxes of which two ranks hold different bits, one message per tensor."""
     errors: dict[str, str] = {}
     first: dict[MetadataIndex, tuple[str, int, str | None]] = {}
     for rank, own in enumerate(checksums):
@@ -230,29 +235,29 @@ def _unlike_replicas(checksums: Sequence[Mapping[MetadataIndex, tuple[str, str |
                 errors.setdefault(
                     index.fqn,
                     f"{index.fqn}: rank {other} ({there}) and rank {rank} ({where}) hold different values of this "
-                    "buffer, which must be identical on all ranks that hold it; compute it from what they share or "
+                    "buffer, which must be identical on all ranks that hold it; compute it from values they share or "
                     "all-reduce it, declare its shards in placements(), or register it with persistent=False",
                 )
     return list(errors.values())
 
 
-def _said(shape_and_dtype: tuple[tuple[int, ...], str]) -> str:
-    return f"shape {shape_and_dtype[0]} {shape_and_dtype[1]}"
+def _shape_and_dtype(shape: tuple[int, ...], dtype: str) -> str:
+    return f"shape {shape} {dtype}"
 
 
-def _share_out(copies: dict[MetadataIndex, dict[int, WriteItem]], ranks: int) -> list[list[WriteItem]]:
-    """Give each box to the holder with the fewest bytes so far, large boxes first; the same for the same plans."""
-    kept: list[list[WriteItem]] = [[] for _ in range(ranks)]
+def _assign(replicas: _Replicas, ranks: int) -> list[list[WriteItem]]:
+    """Assign each box to the holder with the fewest bytes so far, large boxes first; deterministic."""
+    assigned: list[list[WriteItem]] = [[] for _ in range(ranks)]
     load = [0] * ranks
-    ordered = sorted(copies.items(), key=lambda pair: (-_nbytes(next(iter(pair[1].values()))), pair[0].fqn))
+    ordered = sorted(replicas.items(), key=lambda pair: (-_nbytes(next(iter(pair[1].values()))), pair[0].fqn))
     for _, holders in ordered:
         rank = min(holders, key=lambda holder: (load[holder], holder))
-        kept[rank].append(holders[rank])
+        assigned[rank].append(holders[rank])
         load[rank] += _nbytes(holders[rank])
-    return kept
+    return assigned
 
 
-def _describe(plans: list[list[WriteItem]]) -> dict[str, TensorStorageMetadata]:
+def _tensor_metadata(plans: list[list[WriteItem]]) -> dict[str, TensorStorageMetadata]:
     tensors: dict[str, TensorStorageMetadata] = {}
     for item in (item for items in plans for item in items):
         data = _data(item)

@@ -1,25 +1,34 @@
-"""How a checkpoint appears and disappears on disk.
+"""How a checkpoint appears on disk, how it is removed, and how a crash in between is recovered from.
 
-A checkpoint is written into a hidden sibling of its folder and published by one rename, so that a folder with its final
-name is always whole. What a crash leaves behind is a hidden folder, which the next start or save of the run puts in
-order (:mod:`megastack.checkpoint.recovery`). Only files that megastack writes are ever deleted: a folder that holds
-anything else is refused or left alone.
+A checkpoint is written into a hidden folder next to its final path and published by one rename, so a folder with its
+final name is complete. Only files that megastack writes are ever deleted: a folder with any other content is an error
+or left alone.
+
+Replacing a checkpoint takes two renames: the old one becomes ``.step_….replaced``, the new one, ``.step_….writing``,
+gets the final name, and the old one is removed. A process that is killed between them leaves no checkpoint of that name
+but two complete ones with hidden names. While ``.replaced`` exists, the checkpoint of that name is the first usable one
+of the final name, the new one and the old one. :func:`locate` finds it; :func:`recover` renames it back and removes the
+rest. A ``.writing`` without a ``.replaced`` was never published and is removed. The next start or save of the run
+recovers.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from megastack.checkpoint.integrity import checkpoint_error, list_names
 from megastack.checkpoint.manifest import MANIFEST, RANK_FILE, REPORT_FILE, TRAINER
+from megastack.errors import CheckpointError
 
 LATEST = "latest"
 Guard = Callable[[], None]
-"""Raises where this run may no longer write; called by the rank that makes and publishes folders."""
+"""Raises if this run may no longer write; called by the rank that makes and publishes folders."""
 _STEP_FOLDER = re.compile(r"step_([0-9]{8,})")
+_HIDDEN = re.compile(r"\.(step_[0-9]{8,})\.(writing|replaced|removed)")
 
 
 def step_name(step: int) -> str:
@@ -34,70 +43,88 @@ def step_of(path: Path) -> int | None:
 
 
 def writing_folder(path: Path) -> Path:
-    """Where the checkpoint at ``path`` is written before it is published."""
+    """The folder into which the checkpoint at ``path`` is written before it is published."""
     return path.with_name(f".{path.name}.writing")
 
 
 def replaced_folder(path: Path) -> Path:
-    """Where a former checkpoint at ``path`` is until the new one has its name."""
+    """The hidden name of the old checkpoint at ``path`` while the new one is published."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def removed_folder(path: Path) -> Path:
-    """Where the checkpoint at ``path`` is while it is removed."""
+    """The hidden name of the checkpoint at ``path`` while it is removed."""
     return path.with_name(f".{path.name}.removed")
 
 
-def publish(path: Path) -> None:
-    """Give the written checkpoint its name, in one rename; a former checkpoint of that name goes afterwards.
+def make_writing_folder(path: Path, guard: Guard | None = None) -> None:
+    """Make the empty folder into which the checkpoint at ``path`` will be written; one rank calls.
 
-    :func:`note_latest` flushes the rename.
+    Raises:
+        CheckpointError: something other than a checkpoint is in the way.
+        OSError: the folder cannot be made.
     """
-    written, former = writing_folder(path), replaced_folder(path)
+    if guard is not None:
+        guard()
+    for folder in (path, writing_folder(path)):
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise CheckpointError(f"{folder}: is not a folder; remove it or save elsewhere")
+        if foreign := foreign_content(folder):
+            raise CheckpointError(f"{folder}: is not a checkpoint, it holds {list_names(foreign, 4)}; save elsewhere")
+    recover_one(path)
+    writing_folder(path).mkdir(parents=True)
+
+
+def publish(path: Path) -> None:
+    """Rename the written checkpoint to its final name, then remove the checkpoint that it replaces.
+
+    :func:`update_latest` flushes the rename.
+    """
+    written, replaced = writing_folder(path), replaced_folder(path)
     sync_folder(written)
     if path.exists():
-        remove(former)
-        os.rename(path, former)
+        remove_folder(replaced)
+        os.rename(path, replaced)
     try:
         os.rename(written, path)
     except OSError:
-        if former.exists():
-            os.rename(former, path)
+        if replaced.exists():
+            os.rename(replaced, path)
         raise
-    remove(former)
+    remove_folder(replaced)
 
 
-def note_latest(path: Path) -> None:
-    """Point ``latest`` beside a published checkpoint to it, and flush both renames to disk.
+def update_latest(path: Path) -> None:
+    """Point ``latest`` to the published checkpoint next to it, and flush both renames to disk.
 
-    A folder that is not named for a step has no such file. What ``latest`` says is no more than a hint, so it is not
-    flushed for itself: each flush waits for everything that the disk has to write.
+    Folders that are not named for a step have no such file. ``latest`` is only a hint, so it is not flushed separately:
+    each flush waits for everything that the disk has to write.
     """
     if step_of(path) is not None:
-        fresh = path.with_name(f".{LATEST}.{os.getpid()}")
-        fresh.write_text(path.name + "\n", encoding="utf-8")
-        os.replace(fresh, path.with_name(LATEST))
+        new = path.with_name(f".{LATEST}.{os.getpid()}")
+        new.write_text(path.name + "\n", encoding="utf-8")
+        os.replace(new, path.with_name(LATEST))
     sync_folder(path.parent)
 
 
-def withdraw(path: Path, guard: Guard | None = None) -> None:
-    """Remove what was written for a checkpoint that is not published; a run that may not write leaves it."""
+def discard(path: Path, guard: Guard | None = None) -> None:
+    """Remove the files of a checkpoint that will not be published, unless the guard raises."""
     if guard is not None:
         guard()
-    remove(writing_folder(path))
+    remove_folder(writing_folder(path))
 
 
-def retire(path: Path) -> bool:
-    """Remove a published checkpoint, first from sight and then from disk; False where it holds foreign files."""
+def remove_checkpoint(path: Path) -> bool:
+    """Hide a published checkpoint by a rename, then delete it; False if it holds foreign files."""
     hidden = removed_folder(path)
-    if path.is_symlink() or foreign_content(path) or not remove(hidden):
+    if path.is_symlink() or foreign_content(path) or not remove_folder(hidden):
         return False
     os.rename(path, hidden)
-    return remove(hidden)
+    return remove_folder(hidden)
 
 
-def remove(folder: Path) -> bool:
-    """Remove a folder that holds nothing but files of a checkpoint; False where it holds more and so stays."""
+def remove_folder(folder: Path) -> bool:
+    """Remove a folder that holds only files of a checkpoint; False if it holds anything else and is left alone."""
     if not folder.exists():
         return True
     if folder.is_symlink() or not folder.is_dir() or foreign_content(folder):
@@ -109,20 +136,78 @@ def remove(folder: Path) -> bool:
 
 
 def foreign_content(folder: Path) -> list[str]:
-    """The names in a folder that no checkpoint has."""
+    """The names in a folder that are not files of a checkpoint."""
     if not folder.is_dir():
         return []
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or not _is_ours(entry.name))
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or not _is_checkpoint_file(entry.name))
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """The final paths of the checkpoints in a folder by increasing step, interrupted replacements included.
+
+    Reads only; :func:`locate` returns where one of them is.
+    """
+    try:
+        paths = list(folder.iterdir())
+    except OSError:
+        return []
+    found = {path for path in paths if step_of(path) is not None and path.is_dir()}
+    found |= {folder / name for name, kind in _hidden(paths) if kind == "replaced"}
+    return sorted(found, key=lambda path: (step_of(path) or 0, path.name))
+
+
+def locate(path: Path) -> Path:
+    """Where the checkpoint named ``path`` is now: at that path, or at the hidden one that it will be recovered from."""
+    replaced, written = replaced_folder(path), writing_folder(path)
+    if not replaced.is_dir() or replaced.is_symlink():
+        return path
+    options = [option for option in (path, written, replaced) if option.is_dir() and not option.is_symlink()]
+    usable = (option for option in options if checkpoint_error(option) is None)
+    return next(usable, path if path.is_dir() else replaced)
+
+
+def recover(folder: Path) -> dict[Path, Path]:
+    """Finish interrupted replacements in a ``checkpoints`` folder and remove leftovers; only the owning run calls.
+
+    Returns:
+        The final path of each recovered checkpoint, by its hidden path.
+
+    Raises:
+        OSError: a folder cannot be renamed or removed.
+    """
+    recovered = {}
+    if folder.is_dir():
+        for name in sorted({name for name, _ in _hidden(list(folder.iterdir()))}):
+            if (source := recover_one(folder / name)) is not None:
+                recovered[source] = folder / name
+    return recovered
+
+
+def recover_one(path: Path) -> Path | None:
+    """Recover a single checkpoint; returns the hidden path that it was renamed from, ``None`` if it was not.
+
+    If this is killed at any point, the next call finishes it.
+    """
+    replaced, written, removed = replaced_folder(path), writing_folder(path), removed_folder(path)
+    source = locate(path)
+    remove_folder(removed)
+    if source != path:
+        if path.is_dir():
+            os.rename(path, removed)  # damaged, while another one is complete
+        os.rename(source, path)
+    for leftover in (replaced, written, removed):
+        remove_folder(leftover)
+    return source if source != path else None
 
 
 def write_text(path: Path, text: str) -> int:
-    """Write a new file, flushed to disk; returns its size in bytes."""
+    """Write a new file and flush it to disk; returns its size in bytes."""
     write_texts(path.parent, {path.name: text})
     return len(text.encode("utf-8"))
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write new files by name and flush them to disk; together, since the first flush brings the others along."""
+    """Write new files by name, then flush them all: the first flush makes the others cheap."""
     with ExitStack() as stack:
         files = [stack.enter_context(open(folder / name, "xb")) for name in texts]
         for file, text in zip(files, texts.values(), strict=True):
@@ -141,12 +226,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def listed(names: Iterable[str], limit: int = 8) -> str:
-    """Some names for a message, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
-def _is_ours(name: str) -> bool:
+def _is_checkpoint_file(name: str) -> bool:
     return name in (MANIFEST, TRAINER) or any(kind.fullmatch(name) for kind in (RANK_FILE, REPORT_FILE))
+
+
+def _hidden(paths: list[Path]) -> list[tuple[str, str]]:
+    """The final name and the kind of each hidden folder."""
+    return [(match[1], match[2]) for path in paths if (match := _HIDDEN.fullmatch(path.name))]

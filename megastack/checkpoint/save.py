@@ -1,9 +1,9 @@
-"""Save a training state as one checkpoint, from all ranks together.
+"""Save a training state as one checkpoint from all ranks.
 
-Every rank calls :func:`save` with its own items. Planning gathers the boxes of all ranks on rank 0 and sends each its
-share; then every rank writes its file, rank 0 collects the checksums and publishes. Two object collectives and one
-broadcast over the whole mesh; tensors never travel. An asynchronous save plans in the same way and leaves the rest to
-a thread.
+Every rank calls :func:`save` with its own items. Planning gathers the boxes of all ranks on rank 0, which assigns each
+box to one rank; then every rank writes its file, and rank 0 collects the checksums and publishes. This takes two object
+collectives and one broadcast over the whole mesh; tensors are not sent. An asynchronous save plans in the same way and
+leaves the rest to a thread.
 """
 
 from __future__ import annotations
@@ -16,101 +16,102 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed.checkpoint as dcp
 
-from megastack.checkpoint.asynchronous import AsynchronousSave
-from megastack.checkpoint.collectives import gather, one_error
-from megastack.checkpoint.items import State
+from megastack.checkpoint.asynchronous import AsynchronousSave, SaveCache
+from megastack.checkpoint.collectives import checkpoint_errors
 from megastack.checkpoint.planners import BoxSavePlanner
-from megastack.checkpoint.publish import Guard, withdraw
-from megastack.checkpoint.staging import Kept
-from megastack.checkpoint.storage import BoxWriter
+from megastack.checkpoint.publish import Guard, discard
+from megastack.checkpoint.state import State
+from megastack.checkpoint.writer import BoxWriter
+from megastack.comm.objects import all_gather_objects
 from megastack.errors import CheckpointError, MegastackError
 from megastack.mesh.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class SaveHandle:
-    """A checkpoint that was saved, or is being written.
+    """A checkpoint that was saved or is being written.
 
     Attributes:
         path: its folder.
-        held_up_s: how long the call to :func:`save` took.
+        blocked_s: how long the call to :func:`save` took.
     """
 
     path: Path
-    held_up_s: float = 0.0
+    blocked_s: float = 0.0
     _writing: AsynchronousSave | None = None
 
     @property
     def done(self) -> bool:
-        """Whether this rank has nothing left to write; the checkpoint is whole when that is so on all ranks."""
+        """Whether this rank has finished writing; the checkpoint is complete once all ranks have."""
         return self._writing is None or self._writing.done
 
     @property
-    def told(self) -> bool:
-        """Whether all ranks know how it ended."""
-        return self._writing is None or self._writing.told
+    def settled(self) -> bool:
+        """Whether all ranks know the outcome."""
+        return self._writing is None or self._writing.settled
 
     @property
     def seconds(self) -> float:
-        """From the call to the end of the writing, on this rank."""
-        return self.held_up_s if self._writing is None else self._writing.seconds
+        """Time from the call until this rank finished writing."""
+        return self.blocked_s if self._writing is None else self._writing.seconds
 
     def wait(self) -> Path:
-        """Return the folder once it is published; after an asynchronous save all ranks call, and all come back.
+        """Wait until the checkpoint is published and return its folder; after an asynchronous save all ranks call.
 
         Raises:
-            CheckpointError: the same on every rank, when any rank failed; nothing was published then.
+            CheckpointError: the same on every rank, if any rank failed; nothing is published then.
         """
         return self.path if self._writing is None else self._writing.wait()
 
 
 @dataclass
-class _Writer:
-    """What an asynchronous save of a mesh leaves behind for the next."""
+class _MeshSaves:
+    """What the saves of one mesh share: buffers and plan of asynchronous saves, and the last of them."""
 
-    kept: Kept = field(default_factory=Kept)
+    cache: SaveCache = field(default_factory=SaveCache)
     last: SaveHandle | None = None
 
 
-_WRITERS: WeakKeyDictionary[Mesh, _Writer] = WeakKeyDictionary()
-"""By mesh, which goes with it: two saves at a time would not know of each other's folders and failures."""
+_SAVES: WeakKeyDictionary[Mesh, _MeshSaves] = WeakKeyDictionary()
+"""By mesh. A save waits for the previous one, since two in flight would miss each other's folders and errors."""
 
 
 def save(
     path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = False, guard: Guard | None = None
 ) -> SaveHandle:
-    """Write ``state`` as the checkpoint folder ``path``, which appears whole or not at all.
+    """Write ``state`` as the checkpoint folder ``path``, which appears complete or not at all.
 
-    A checkpoint that is already there is replaced once the new one is complete; a folder that holds anything else is
-    refused. For a folder called ``step_…`` the file ``latest`` beside it is moved last.
+    An existing checkpoint at ``path`` is replaced once the new one is complete; a folder with any other content is an
+    error. For a folder named ``step_…`` the file ``latest`` next to it is updated last.
 
     Args:
-        path: the folder, ``…/checkpoints/step_00000010``; the same on all ranks, on a file system that all of them see.
+        path: the folder, ``…/checkpoints/step_00000010``; the same on all ranks, on a shared file system.
         state: this rank's items, and the trainer's state (rank 0's is written).
         mesh: all of its ranks call.
-        asynchronous: return when this rank's share is copied, and write while training goes on. An earlier one is
-            waited for first.
-        guard: called on the first rank before the folder is made and before it is published; what it raises is an error
-            of the save.
+        asynchronous: return when this rank's boxes are copied, and write in the background while training continues. An
+            earlier asynchronous save is waited for first.
+        guard: called on the first rank before the folder is made and again before it is published; an exception it
+            raises becomes an error of the save.
 
     Raises:
-        CheckpointError: on every rank and with the same message, when any rank fails; nothing is published then and
-            what was written is removed. Also when the mesh's earlier asynchronous save failed and nobody was told.
+        CheckpointError: on every rank and with the same message, if any rank fails; nothing is published then and the
+            files written so far are removed. Also if an earlier asynchronous save of the mesh failed and this was not
+            reported yet.
     """
     began, target, world = time.perf_counter(), Path(path).absolute(), mesh.world
-    writer = _WRITERS.setdefault(mesh, _Writer())
-    if writer.last is not None and not writer.last.told:
-        writer.last.wait()
+    saves = _SAVES.setdefault(mesh, _MeshSaves())
+    if saves.last is not None and not saves.last.settled:
+        saves.last.wait()
     if asynchronous:
-        writing = AsynchronousSave(target, state, world, writer.kept, guard)
-        writer.last = SaveHandle(target, time.perf_counter() - began, writing)
-        return writer.last
-    storage = BoxWriter(target, world, state.trainer, guard)
+        writing = AsynchronousSave(target, state, world, saves.cache, guard)
+        saves.last = SaveHandle(target, time.perf_counter() - began, writing)
+        return saves.last
+    writer = BoxWriter(target, world, state.trainer, guard)
     try:
-        with one_error(f"{target}: was not saved"), world.blocks("checkpoint_save"):
+        with checkpoint_errors(f"{target}: was not saved"), world.blocks("checkpoint_save"):
             dcp.save(
                 {},
-                storage_writer=storage,
+                storage_writer=writer,
                 planner=BoxSavePlanner(state, world.flight_recorder),
                 process_group=world.group,
                 no_dist=world.group is None,
@@ -118,7 +119,7 @@ def save(
     except CheckpointError:
         if world.rank == 0:
             with suppress(OSError, MegastackError):
-                withdraw(target, guard)
-        gather(True, world)
+                discard(target, guard)
+        all_gather_objects(True, world)  # no rank returns before the files are removed
         raise
     return SaveHandle(target, time.perf_counter() - began)

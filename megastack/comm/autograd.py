@@ -1,8 +1,8 @@
 """Collectives that gradients flow through: three conjugate pairs.
 
-Under tensor parallelism a tensor is either *replicated* (every rank of the group holds the same values, and the same
-gradient), *partial* (the value is the sum over the ranks) or *split* along a dim. Each function moves a tensor from one
-state to another; its backward is the function that moves the gradient the opposite way:
+Under tensor parallelism a tensor is *replicated* (the values and the gradient are identical on every rank of the
+group), *partial* (the value is the sum over the ranks) or *split* along a dim. Each function converts a tensor from one
+state to another; its backward is the function that converts the gradient in the opposite direction:
 
 ==================================  ================================  ======================
 forward                             backward                          sends, per rank
@@ -11,16 +11,16 @@ forward                             backward                          sends, per
 :func:`reduce_from`: all-reduce     :func:`copy_to`: identity         2 (n-1)/n · S / 0
 :func:`gather_from`: all-gather     :func:`scatter_to`                (n-1)/n · S both ways
 :func:`scatter_to`: reduce-scatter  :func:`gather_from`               (n-1)/n · S both ways
-:func:`slice_to`: own slice         :func:`gather_replicated`         0 / (n-1)/n · S
+:func:`slice_to`: local slice       :func:`gather_replicated`         0 / (n-1)/n · S
 :func:`gather_replicated`: gather   :func:`slice_to`                  (n-1)/n · S / 0
 ==================================  ================================  ======================
 
-``S`` is the whole (gathered) tensor. Whether to gather with :func:`gather_from` or :func:`gather_replicated` depends on
-what follows. After the first, ranks do different work on the whole tensor (a column-parallel product), so its gradient
-is partial; after the second, all do the same work, and each needs only its own slice of a gradient that is whole.
+``S`` is the whole (gathered) tensor. Whether to use :func:`gather_from` or :func:`gather_replicated` depends on what
+follows. After the first, ranks do different work on the whole tensor (a column-parallel product), so its gradient is
+partial. After the second, all ranks do the same work, so the gradient is complete and each needs only its slice.
 
-The idea of conjugate operators is Megatron-LM's (Shoeybi et al. 2019; Korthikanti et al. 2022 for the split sequence).
-A group of one rank returns its input and adds no node to the graph.
+The conjugate operators follow Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022 for the split sequence). A
+group of one rank returns its input and adds no node to the graph.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from megastack.comm.group import AxisGroup
 
 
 def copy_to(x: Tensor, group: AxisGroup) -> Tensor:
-    """``x`` as it is, replicated, for different work on each rank; the gradient is summed over the group."""
+    """The replicated ``x``, for different work on each rank; the gradient is summed over the group."""
     return x if group.size == 1 else _CopyTo.apply(x, group)
 
 
 def reduce_from(x: Tensor, group: AxisGroup) -> Tensor:
-    """The sum of the partial ``x`` over the group, replicated; the gradient passes as it is."""
+    """The sum of the partial ``x`` over the group, replicated; the gradient is unchanged."""
     return x if group.size == 1 else _ReduceFrom.apply(x, group)
 
 
@@ -64,7 +64,7 @@ def gather_replicated(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
     return x if group.size == 1 else _GatherReplicated.apply(x, group, dim)
 
 
-# The backward of each function calls its conjugate, so second derivatives work as well.
+# The backward of each function calls its conjugate, so second derivatives work too.
 
 
 class _CopyTo(torch.autograd.Function):

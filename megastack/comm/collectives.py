@@ -1,29 +1,33 @@
 """Collectives as functions: a tensor and a group in, a new tensor out.
 
-Three rules hold for all of them. The input is never changed (those that work in place, on buffers that the caller owns,
-end in an underscore). A group of one rank returns its input and counts nothing. Every call is counted in the group's
-ledger. The ``start_…`` forms return a :class:`Pending` at once, so that work can run while bytes move.
+Three rules hold for all of them. The input is never modified; functions that work in place, on buffers that the caller
+owns, end in an underscore. A group of one rank returns its input and reports nothing. Every other call is reported to
+the group's observer. The ``start_…`` forms return a :class:`Pending` at once, so that work can run during transfers.
 
-None of these is differentiable; the conjugate pairs are in :mod:`megastack.comm.autograd`.
+None of these is differentiable; the conjugate pairs are in :mod:`megastack.comm.autograd`. What depends on the device
+is in :mod:`megastack.comm.backend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastack.comm.flight_recorder import Operation, Waited
+from megastack.comm.backend import Work, backend_of
+from megastack.comm.flight_recorder import Operation
 from megastack.comm.group import AxisGroup
+from megastack.comm.observer import ObservedWork
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class Pending:
-    """A collective under way; :meth:`wait` returns its result, any number of times."""
+    """A collective in progress; :meth:`wait` returns its result, any number of times."""
 
     def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
         self._work = work
@@ -36,77 +40,73 @@ class Pending:
             if self._work is not None:
                 self._work.wait()
             self._result = self._finish()
-            self._work = self._finish = None  # with the buffers that they hold
+            self._work = self._finish = None  # release their buffers
         assert self._result is not None
         return self._result
 
     def then(self, finish: Callable[[Tensor], Tensor]) -> Pending:
-        """The same operation, whose result goes through ``finish`` at the end."""
+        """The same operation with ``finish`` applied to its result."""
         return Pending(None, lambda: finish(self.wait()))
 
 
 def done(result: Tensor) -> Pending:
-    """A pending operation that is complete already."""
+    """A pending operation that is already complete."""
     return Pending(None, lambda: result)
 
 
-def _record(group: AxisGroup, op: str, payload: Tensor) -> Operation:
-    """Count an operation in the ledger and put it on the trail."""
-    group.ledger.record(group.axis, op, group.size, payload.numel() * payload.element_size())
-    return group.begin(op, tuple(payload.shape))
+def _begin(group: AxisGroup, op: str, payload: Tensor) -> Operation | None:
+    return group.begin(op, tuple(payload.shape), payload.numel() * payload.element_size())
 
 
-def _pending(work: Any, group: AxisGroup, operation: Operation, finish: Callable[[], Tensor]) -> Pending:
-    return Pending(Waited(work, group.flight_recorder, operation), finish)
+def _pending(work: Work | None, group: AxisGroup, operation: Operation | None, finish: Callable[[], Tensor]) -> Pending:
+    return Pending(ObservedWork(work, group.observer, operation), finish)
 
 
 def start_all_reduce_(buffer: Tensor, group: AxisGroup, op: str = "sum") -> Pending:
-    """Reduce ``buffer`` over the group in place; the caller owns it and leaves it alone until :meth:`Pending.wait`."""
+    """Reduce ``buffer`` over the group in place; the caller owns it and must not use it until :meth:`Pending.wait`."""
     if group.size == 1:
         return done(buffer)
-    operation = _record(group, "all_reduce", buffer)
+    operation = _begin(group, "all_reduce", buffer)
     work = dist.all_reduce(buffer, op=_OPS[op], group=group.group, async_op=True)
     return _pending(work, group, operation, lambda: buffer)
 
 
 def start_reduce_scatter_(buffer: Tensor, group: AxisGroup, out: Tensor | None = None) -> Pending:
-    """Sum a flat ``buffer`` over the group, of which this rank keeps its own equal piece, in place or in ``out``.
+    """Sum a flat ``buffer`` over the group; this rank keeps its equal piece of the sum, in place or in ``out``.
 
     The result is the view of that piece, or ``out``; the rest of the buffer has no meaning afterwards. The caller owns
-    the buffer, whose size is a multiple of the group's, and leaves it alone until :meth:`Pending.wait`. On the CPU
-    pieces are exchanged and added here, which takes gloo half the time of a reduce-scatter, and one more buffer until
-    then.
+    the buffer, whose size is a multiple of the group's, and must not use it until :meth:`Pending.wait`.
     """
     if group.size == 1:
         return done(buffer if out is None else out.copy_(buffer))
     piece = own_piece(buffer, group) if out is None else out
-    operation = _record(group, "reduce_scatter", buffer)
-    if buffer.device.type != "cpu":
-        work = _reduce_scatter_into(piece, buffer, group=group.group, async_op=True)
-        return _pending(work, group, operation, lambda: piece)
-    return _exchange(buffer.view(group.size, -1), group, operation).then(lambda pieces: torch.sum(pieces, 0, out=piece))
+    operation = _begin(group, "reduce_scatter", buffer)
+    work, finish = backend_of(buffer.device).start_sum(piece, buffer.view(group.size, -1), group)
+    return _pending(work, group, operation, finish)
 
 
 def start_all_gather_(buffer: Tensor, group: AxisGroup) -> Pending:
-    """Fill a flat ``buffer``, of which each rank has its own equal piece, with the pieces of all, in place.
-
-    On the CPU each rank broadcasts its piece, straight from and into the buffer: gloo's own gather goes through a copy
-    and takes about one and a half times as long.
-    """
+    """Fill a flat ``buffer``, of which each rank has its own equal piece, with the pieces of all ranks, in place."""
     if group.size == 1:
         return done(buffer)
-    operation = _record(group, "all_gather", buffer)
-    return _pending(_gather_pieces_(buffer, group), group, operation, lambda: buffer)
+    operation = _begin(group, "all_gather", buffer)
+    work = backend_of(buffer.device).start_gather_(_pieces(buffer, group), group)
+    return _pending(work, group, operation, lambda: buffer)
 
 
 def own_piece(buffer: Tensor, group: AxisGroup) -> Tensor:
     """This rank's equal piece of a flat buffer, a view."""
+    return _pieces(buffer, group)[group.rank]
+
+
+def _pieces(buffer: Tensor, group: AxisGroup) -> Tensor:
+    """A flat buffer as its equal pieces ``(size, n)``, a view."""
     assert buffer.numel() % group.size == 0, f"{buffer.numel()} elements are not a multiple of {group.size}"
-    return buffer.view(group.size, -1)[group.rank]
+    return buffer.view(group.size, -1)
 
 
 def start_all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Pending:
-    """Begin :func:`all_reduce`."""
+    """Start :func:`all_reduce`."""
     if group.size == 1:
         return done(x)
     return start_all_reduce_(x.clone(memory_format=torch.contiguous_format), group, op)
@@ -118,13 +118,14 @@ def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
 
 
 def start_all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
-    """Begin :func:`all_gather`."""
+    """Start :func:`all_gather`."""
     if group.size == 1:
         return done(x)
     pieces = x.new_empty((group.size, *x.shape))
     pieces[group.rank] = x
-    operation = _record(group, "all_gather", pieces)
-    return _pending(_gather_pieces_(pieces.view(-1), group), group, operation, lambda: _join(pieces, dim))
+    operation = _begin(group, "all_gather", pieces)
+    work = backend_of(x.device).start_gather_(pieces.view(group.size, -1), group)
+    return _pending(work, group, operation, lambda: _join(pieces, dim))
 
 
 def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
@@ -133,17 +134,14 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
-    """Begin :func:`reduce_scatter`; on the CPU pieces are exchanged and added here, as above."""
+    """Start :func:`reduce_scatter`."""
     if group.size == 1:
         return done(x)
     assert x.shape[dim] % group.size == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size}"
     pieces = _cut(x, group.size, dim)
-    operation = _record(group, "reduce_scatter", pieces)
-    if x.device.type == "cpu":
-        return _exchange(pieces, group, operation).then(lambda arrived: arrived.sum(0, dtype=arrived.dtype))
-    result = x.new_empty(pieces.shape[1:])
-    work = _reduce_scatter_into(result.view(-1), pieces.view(-1), group=group.group, async_op=True)
-    return _pending(work, group, operation, lambda: result)
+    operation = _begin(group, "reduce_scatter", pieces)
+    work, finish = backend_of(x.device).start_sum(x.new_empty(pieces.shape[1:]), pieces, group)
+    return _pending(work, group, operation, finish)
 
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
@@ -152,48 +150,13 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def broadcast(x: Tensor, group: AxisGroup, source: int = 0) -> Tensor:
-    """The ``x`` of the group's member ``source``, on every rank; shapes must agree."""
+    """The ``x`` of rank ``source`` of the group, on every rank; shapes must agree."""
     if group.size == 1:
         return x
     result = x.clone(memory_format=torch.contiguous_format)
-    if group.rank == source:
-        group.ledger.record(group.axis, "broadcast", group.size, result.numel() * result.element_size())
-    with group.blocks("broadcast"):
+    with group.blocks("broadcast", result.numel() * result.element_size() if group.rank == source else None):
         dist.broadcast(result, src=group.ranks[source], group=group.group)
     return result
-
-
-def _exchange(pieces: Tensor, group: AxisGroup, operation: Operation) -> Pending:
-    """Send each rank its piece, the first dim; the result has what each rank sent here."""
-    arrived = torch.empty_like(pieces)
-    work = dist.all_to_all_single(arrived.view(-1), pieces.view(-1), group=group.group, async_op=True)
-    return _pending(work, group, operation, lambda: arrived)
-
-
-class _Together:
-    """Several works as one; to wait is to wait for all of them."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-def _gather_pieces_(buffer: Tensor, group: AxisGroup) -> Any:
-    """The work that fills a flat buffer, which has this rank's own piece, with the pieces of all."""
-    if buffer.device.type != "cpu":
-        return _all_gather_into(buffer, own_piece(buffer, group), group=group.group, async_op=True)
-    pieces = buffer.view(group.size, -1)
-    return _Together(
-        [
-            dist.broadcast(piece, src=rank, group=group.group, async_op=True)
-            for rank, piece in zip(group.ranks, pieces, strict=True)
-        ]
-    )
 
 
 def _cut(x: Tensor, size: int, dim: int) -> Tensor:
@@ -210,5 +173,61 @@ def _join(pieces: Tensor, dim: int) -> Tensor:
     return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim)
 
 
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The same for FSDP2, so that its communication is counted as well.
+
+
+class _Collective:
+    """FSDP2's interface for custom communication."""
+
+    def __init__(self, group: AxisGroup, dtype: torch.dtype | None = None) -> None:
+        self._group, self._dtype = group, dtype
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedGather(_Collective):
+    """The all-gather; its input already lies in its output.
+
+    Where waiting blocks the host, the wait comes when the parameters are used. On a GPU the gather runs on the stream
+    that FSDP2 has chosen, which waits at once.
+    """
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        gathering = start_all_gather_(output_tensor, self._group)
+        if backend_of(output_tensor.device).wait_blocks_host:
+            return _Gathering(gathering)
+        gathering.wait()
+        return None
+
+
+class _Gathering(dist.Work):
+    """A gather in progress, as FSDP2 waits for one."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._pending.wait()
+        return True
+
+
+class CountedReduce(_Collective):
+    """The reduce-scatter, in the dtype of the communication."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        sent = input_tensor.to(self._dtype or input_tensor.dtype)
+        if sent is input_tensor:
+            start_reduce_scatter_(sent, self._group, output_tensor).wait()
+        else:
+            output_tensor.copy_(start_reduce_scatter_(sent, self._group).wait())

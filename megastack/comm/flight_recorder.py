@@ -1,9 +1,9 @@
-"""The trail of a rank: the operations it started last, and the one that it waits for now.
+"""Flight recorder of one rank: the operations it issued most recently and the one it is blocked on.
 
-The ledger counts; the trail remembers, so that a rank which waits in vain can say for what, and for whom. Operations
-of a group are numbered from 1 in the order in which this rank starts them, messages by their line (source to
-destination): the same number on two ranks is the same operation. It costs less than a microsecond an operation and is
-never reset.
+Counters measure traffic; the recorder lets a hung rank report what it is waiting for, and on which peer. Operations are
+numbered from 1 in the order in which this rank starts them, collectives by group and messages by channel (source to
+destination), so the same number on two ranks is the same operation. Recording costs less than a microsecond an
+operation. The recorder is never reset.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 KEPT = 32
-"""How many operations, and how many actions, are remembered."""
+"""How many operations, and how many actions, are kept."""
 MESSAGES = {"send": "receive", "receive": "send"}
-"""Operations between two ranks, and what the other one of them does."""
+"""Operations between two ranks, and the operation of the peer."""
 
 
 class Operation(NamedTuple):
-    """One collective or message; ``ranks`` are the global ranks that take part, of a message (source, destination)."""
+    """One collective or message; ``ranks`` are the global ranks that take part, (source, destination) for a message."""
 
     axis: str
     op: str
@@ -30,13 +30,13 @@ class Operation(NamedTuple):
     ranks: tuple[int, ...]
 
     @property
-    def line(self) -> str:
-        """What counts the operations that this one is one of."""
-        return line_of(self.axis, self.op, self.ranks)
+    def channel(self) -> str:
+        """The name of the sequence that :attr:`number` counts: a group, or a channel between two ranks."""
+        return channel_of(self.axis, self.op, self.ranks)
 
     @property
     def other(self) -> Operation:
-        """The same operation as a rank sees it that takes part as well."""
+        """The same operation as its peers see it."""
         return self._replace(op=MESSAGES.get(self.op, self.op))
 
     def __str__(self) -> str:
@@ -48,28 +48,28 @@ class Operation(NamedTuple):
         return f"{text} {'to' if self.op == 'send' else 'from'} rank {self.ranks[self.op == 'send']}"
 
 
-def line_of(axis: str, op: str, ranks: tuple[int, ...]) -> str:
-    """The name of a line of operations, the same on every rank."""
+def channel_of(axis: str, op: str, ranks: tuple[int, ...]) -> str:
+    """The name of a group or channel, the same on every rank."""
     if op in MESSAGES:
         return f"{axis} {op} {ranks[0]}>{ranks[1]}"
     return f"{axis} {ranks[0]}-{ranks[-1]}/{len(ranks)}"
 
 
 def _key(axis: str, op: str, ranks: tuple[int, ...]) -> tuple[Hashable, ...]:
-    """What a trail counts a line by; cheaper than its name."""
+    """Identifies a group or channel; cheaper than its name."""
     return axis, op in MESSAGES and op, ranks[0], ranks[-1], len(ranks)
 
 
 class FlightRecorder:
-    """What one rank did last.
+    """The last operations and actions of one rank.
 
     Attributes:
         layer: the layer being computed, where that is known.
-        waiting: the operation that this rank waits for; it stays after a wait that failed.
+        waiting: the operation that this rank is blocked on; it stays set after a wait that failed.
         since: when (``time.monotonic``) the transport began to wait for it.
-        moved: when this rank last started, waited for or got anything.
-        operations: the last ones, the newest last.
-        actions: likewise, of the pipeline.
+        moved: when this rank last started an operation, began to wait or finished waiting.
+        operations: the last operations, the newest last.
+        actions: the last actions of the pipeline, the newest last.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class FlightRecorder:
         self._numbers: dict[tuple[Hashable, ...], int] = {}
 
     def start(self, axis: str, op: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> Operation:
-        """Note that this rank takes part in an operation from now on."""
+        """Record that this rank starts an operation."""
         key = _key(axis, op, ranks)
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         operation = Operation(axis, op, number, shape, ranks)
@@ -90,28 +90,28 @@ class FlightRecorder:
         return operation
 
     def act(self, action: object) -> None:
-        """Note the action of the pipeline that begins; its layer is not known yet."""
+        """Record that an action of the pipeline begins; its layer is not known yet."""
         self.actions.append(action)
         self.layer = None
         self.moved = time.monotonic()
 
     @contextmanager
     def waits(self, operation: Operation) -> Iterator[None]:
-        """While this rank waits for an operation."""
+        """The context waits for an operation."""
         self.begin_wait(operation)
         yield
         self.end_wait()
 
-    def begin_wait(self, operation: Operation, since: float | None = None) -> None:
-        """This rank waits from now on, and the transport since then, if it began earlier."""
+    def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
+        """Record that this rank blocks from now on; ``since`` is when the transport began to wait, if earlier."""
         self.waiting, self.moved = operation, time.monotonic()
         self.since = self.moved if since is None else since
 
     @contextmanager
     def local_work(self) -> Iterator[None]:
-        """This rank's own work inside an operation of several rounds, which it has not arrived at until that is done.
+        """The context is local work inside an operation of several rounds, which this rank joins when it is done.
 
-        Nothing changes where no operation is waited for.
+        Without effect where no operation is waited for.
         """
         operation = self.waiting
         if operation is None:
@@ -127,35 +127,12 @@ class FlightRecorder:
             self.begin_wait(operation)
 
     def end_wait(self) -> None:
-        """What this rank waited for has come."""
+        """Record that the operation is complete."""
         self.waiting, self.moved = None, time.monotonic()
 
     def counts(self) -> dict[str, int]:
-        """How many operations were started, by line."""
+        """The number of operations started, by group or channel."""
         return {
             f"{axis} {op} {first}>{last}" if op else f"{axis} {first}-{last}/{size}": number
             for (axis, op, first, last, size), number in list(self._numbers.items())
         }
-
-
-class Waited:
-    """Work of the backend whose wait shows on the trail."""
-
-    __slots__ = ("_operation", "_started", "_trail", "_work")
-
-    def __init__(self, work: Any, flight_recorder: FlightRecorder, operation: Operation) -> None:
-        self._work, self._trail, self._operation = work, flight_recorder, operation
-        self._started = None if operation.op in MESSAGES else time.monotonic()
-
-    def wait(self) -> None:
-        """Block until the work is complete.
-
-        The time-out of a collective counts from its start, the time-out of a message from here.
-        """
-        self._trail.begin_wait(self._operation, self._started)
-        self._work.wait()
-        self._trail.end_wait()
-
-    def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return bool(self._work.is_completed())

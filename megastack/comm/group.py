@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from megastack.comm.flight_recorder import FlightRecorder, Operation
-from megastack.comm.ledger import Ledger
-from megastack.weight_gradients import WeightGradients
+from megastack.comm.observer import NO_OBSERVER, Observer
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,12 @@ class AxisGroup:
     """One rank's view of its peers along an axis.
 
     Attributes:
-        rank: this rank's place among its peers, 0-based.
+        rank: this rank's index among its peers, from 0.
         size: the number of peers, this rank included.
         ranks: their global ranks, in order.
         group: torch's process group; ``None`` when ``size`` is 1, where nothing is ever communicated.
-        axis: the ledger's label (``dp`` stands for fused ``dp·cp`` as well).
-        ledger: where operations on this group are counted.
-        weight_gradients: what layers that are split over the group do with the gradients of their weights.
+        axis: the label of the group in counters and reports (``dp`` stands for fused ``dp·cp`` as well).
+        observer: what operations on this group are reported to.
     """
 
     rank: int
@@ -31,23 +30,25 @@ class AxisGroup:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     axis: str
-    ledger: Ledger
-    weight_gradients: WeightGradients = field(default_factory=WeightGradients, compare=False)
+    observer: Observer = field(default=NO_OBSERVER, compare=False)
 
     @property
     def flight_recorder(self) -> FlightRecorder:
-        """What this rank did last, on any group of its mesh."""
-        return self.ledger.flight_recorder
+        """The flight recorder of this rank, for all groups of its mesh."""
+        return self.observer.flight_recorder
 
-    def begin(self, op: str, shape: tuple[int, ...] = ()) -> Operation:
-        """Note on the trail that this rank takes part in a collective of this group."""
-        return self.ledger.flight_recorder.start(self.axis, op, shape, self.ranks)
+    def begin(self, op: str, shape: tuple[int, ...] = (), payload_bytes: int | None = None) -> Operation | None:
+        """Report that a collective of this group starts; ``payload_bytes`` where this rank counts it."""
+        return self.observer.on_operation(self.axis, op, self.ranks, shape, payload_bytes)
 
-    def blocks(self, op: str) -> AbstractContextManager[None]:
-        """Note a collective that blocks until it is done, which the context is about to call."""
-        return self.flight_recorder.waits(self.begin(op))
+    @contextmanager
+    def blocks(self, op: str, payload_bytes: int | None = None) -> Iterator[None]:
+        """Report a collective that the context runs and that blocks until it is complete."""
+        self.observer.begin_wait(self.begin(op, (), payload_bytes))
+        yield
+        self.observer.end_wait()
 
     @staticmethod
-    def single(axis: str, ledger: Ledger, rank: int = 0, weight_gradients: WeightGradients | None = None) -> AxisGroup:
+    def single(axis: str, observer: Observer = NO_OBSERVER, rank: int = 0) -> AxisGroup:
         """A group of this rank alone."""
-        return AxisGroup(0, 1, (rank,), None, axis, ledger, weight_gradients or WeightGradients())
+        return AxisGroup(0, 1, (rank,), None, axis, observer)

@@ -1,4 +1,4 @@
-"""Small Python values exchanged between ranks, for set-up and reports; never inside a step."""
+"""Collectives on small Python values, for set-up and reports; not used inside a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def all_gather_objects(value: T, group: AxisGroup) -> list[T]:
-    """Every rank's value, in group order, on every rank; values travel by pickle between the ranks of one job."""
+    """Every rank's value, in group order, on every rank; values are pickled."""
     if group.size == 1:
         return [value]
     values: list[T | None] = [None] * group.size

@@ -1,7 +1,7 @@
-"""Which errors report a secondary (peer) failure: another rank is gone or late, and its own report says why.
+"""Which errors are secondary (peer) failures: another rank is gone or late, and its own report gives the cause.
 
-The transport has many texts for that, and some name no transport at all, so texts alone do not decide. An error counts
-as a peer failure where it was raised: inside a collective, a message, a wait for either, or the store.
+The transport has many texts for that, and some do not name a transport, so the text alone does not decide. An error is
+a peer failure by where it was raised: inside a collective, a message, a wait for either, or the store.
 """
 
 from __future__ import annotations
@@ -9,26 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
+from megastack.torch_private import DISPATCH_FILE, TRANSPORT_FILES
+
 _OWN = f"{Path(__file__).parent}/"
-_TORCH = f"{Path(torch.__file__).parent}/"
-_TRANSPORT = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distributed/_functional_collectives.py")
-_DISPATCH = f"{_TORCH}_ops.py"
 _TEXTS = ("gloo/", "caused pair closure", "NCCL")
-"""For waits in code that is neither torch's nor megastack's, where the call itself leaves no frame."""
+"""For waits in code outside of torch and megastack, where the call itself leaves no frame."""
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an error, or one that led to it, says no more than that other ranks cannot be reached (any longer)."""
+    """Whether an error, or one of its causes, only means that other ranks cannot be reached."""
     return any(_signals_peer_failure(cause) for cause in _causes(error))
 
 
 def _signals_peer_failure(error: BaseException) -> bool:
-    """An error of torch's own class for it, or a plain ``RuntimeError`` of the transport.
+    """An error of torch's class for it, or a plain ``RuntimeError`` of the transport.
 
-    Subclasses have meanings of their own: out of memory, not implemented, a failed kernel.
+    Subclasses of ``RuntimeError`` mean something else: out of memory, not implemented, a failed kernel.
     """
     if isinstance(error, dist.DistError):
         return True
@@ -36,7 +34,7 @@ def _signals_peer_failure(error: BaseException) -> bool:
 
 
 def _in_transport(error: BaseException) -> bool:
-    """Whether an error comes from torch's communication, or from one of megastack's waits for it."""
+    """Whether an error was raised in torch's communication, or in one of megastack's waits for it."""
     calls = []
     trace = error.__traceback__
     while trace is not None:
@@ -47,8 +45,8 @@ def _in_transport(error: BaseException) -> bool:
 
 def is_transport(calls: Sequence[tuple[str, str]]) -> bool:
     """Whether a stack, as files and functions, ends in torch's communication, or in one of megastack's waits for it."""
-    file, name = next((call for call in reversed(calls) if call[0] != _DISPATCH), ("", ""))
-    return file in _TRANSPORT or (file.startswith(_OWN) and name == "wait")
+    file, name = next((call for call in reversed(calls) if call[0] != DISPATCH_FILE), ("", ""))
+    return file in TRANSPORT_FILES or (file.startswith(_OWN) and name == "wait")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

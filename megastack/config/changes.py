@@ -1,8 +1,8 @@
-"""What changes between the run of a checkpoint and the run that resumes from it.
+"""Differences between the configuration of a checkpoint and that of the run that resumes from it.
 
-Compared are the keys that enter the mathematics: model, loss, optimizer, learning rate, precision, data. Where and on
-what grid a run works, what it saves and what it reports may change freely. Seed, batch and data are refused elsewhere
-(:mod:`megastack.data.resume`); what is found here is reported. Imports no torch.
+Only keys that affect the computed values are compared: model, loss, optimizer, learning rate, precision, data. The
+folder, the parallel layout, checkpoints and records may change freely. Differences found here are reported;
+:mod:`megastack.data.resume` rejects changes of seed, batch and data. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megastack.config.convert import to_plain
+from megastack.config.convert import to_plain, with_current_names
 from megastack.config.fields import keys
 from megastack.config.schema import TrainConfig
 from megastack.errors import spell
@@ -34,44 +34,44 @@ WITHOUT_EFFECT = (
     "data.paths",
     "data.tokenizer",
 )
-"""Sections and keys that leave the mathematics alone, or whose effect is compared by the samples that they give."""
+"""Sections and keys that do not affect the computed values, or whose samples are compared instead."""
 
 WITH_EFFECT = ("run.on_nonfinite",)
-"""Keys of those sections that do not."""
+"""Exceptions: keys in these sections that do."""
 
 NULL_MEANS = {
     "lr.total_steps": "run.steps",
     "model.kv_groups": "model.heads",
     "model.max_positions": "batch.sequence_length",
 }
-"""The key whose value one has that is null."""
+"""The key whose value a null stands for."""
 
-SHAPE_OF_THE_RATE = ("lr.total_steps", "lr.decay_steps", "lr.floor")
-"""Keys that a constant learning rate does not read."""
+DECAY_KEYS = ("lr.total_steps", "lr.decay_steps", "lr.floor")
+"""Keys without effect on a constant learning rate."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key and its two values, printed as ``key: old -> new``."""
+    """A key with two values, printed as ``key: old -> new``."""
 
     key: str
-    old: Any
-    new: Any
+    old: object
+    new: object
 
     def __str__(self) -> str:
         return f"{self.key}: {spell(self.old)} -> {spell(self.new)}"
 
 
 def changes(before: Mapping[str, Any], config: TrainConfig) -> list[Change]:
-    """The keys with an effect on the mathematics whose values differ, in the order of the schema.
+    """The keys that affect the computed values and differ, in the order of the schema.
 
     Args:
-        before: the configuration of the checkpoint's run as nested plain values; keys that it lacks have defaults.
-        config: a legal configuration.
+        before: the configuration of the checkpoint's run as nested plain values; missing keys have their defaults.
+        config: a valid configuration.
     """
-    old, new = _flat(before), _flat(to_plain(config))
-    unread = SHAPE_OF_THE_RATE if old["lr.schedule"] == new["lr.schedule"] == "constant" else ()
-    names = [name for name in new if _has_effect(name) and name not in unread]
+    old, new = _flat(with_current_names(before)[0]), _flat(to_plain(config))
+    unused = DECAY_KEYS if old["lr.schedule"] == new["lr.schedule"] == "constant" else ()
+    names = [name for name in new if _has_effect(name) and name not in unused]
     return [Change(name, old[name], new[name]) for name in names if _content(old[name]) != _content(new[name])]
 
 
@@ -82,11 +82,10 @@ def _has_effect(name: str) -> bool:
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """The value of every key of the schema."""
     found = {key.name: _at(values, key.name, to_plain(key.default)) for key in keys(TrainConfig) if not key.is_section}
-    meant = {name: found[other] for name, other in NULL_MEANS.items() if found[name] is None}
-    return found | meant
+    return found | {name: found[other] for name, other in NULL_MEANS.items() if found[name] is None}
 
 
-def _at(values: Any, name: str, default: Any) -> Any:
+def _at(values: object, name: str, default: object) -> Any:
     for part in name.split("."):
         if not isinstance(values, Mapping) or part not in values:
             return default
@@ -94,8 +93,8 @@ def _at(values: Any, name: str, default: Any) -> Any:
     return values
 
 
-def _content(value: Any) -> Any:
-    """A value without the places of files: those of a blend may have moved."""
+def _content(value: object) -> object:
+    """A value without the paths and source of blend entries, because files may have moved."""
     if isinstance(value, list):
         return [_content(item) for item in value]
     if isinstance(value, Mapping) and "weight" in value:

@@ -1,7 +1,7 @@
-"""The enumerations of the configuration: the values that a key with a fixed set of choices can take.
+"""Enumerations of the configuration: the values of keys with a fixed set of choices.
 
-``StrEnum`` with lower-case member names equal to their values, so ``config.model.norm == "rms"`` and a YAML file writes
-``norm: rms``. Names that a registry adds to, such as schedules, are strings instead.
+Members of these ``StrEnum`` classes are lower-case and equal to their values, so ``config.model.norm == "rms"`` holds
+and YAML files contain ``norm: rms``. Open sets of names, such as registered schedules, are strings instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Device(StrEnum):
-    """Where a rank computes."""
+    """Device of a rank."""
 
     auto = "auto"
     cpu = "cpu"
@@ -18,7 +18,7 @@ class Device(StrEnum):
 
 
 class OnNonfinite(StrEnum):
-    """What to do about a step whose gradient norm is not finite."""
+    """Action on a step whose gradient norm is not finite."""
 
     stop = "stop"
     skip = "skip"
@@ -32,35 +32,35 @@ class Period(StrEnum):
 
 
 class Family(StrEnum):
-    """The decoder family."""
+    """Model family."""
 
     llama = "llama"
     gpt2 = "gpt2"
 
 
 class Norm(StrEnum):
-    """The normalisation layer."""
+    """Normalization layer."""
 
     rms = "rms"
     layer = "layer"
 
 
 class Activation(StrEnum):
-    """The MLP's non-linearity."""
+    """Activation function of the MLP."""
 
     swiglu = "swiglu"
     gelu = "gelu"
 
 
 class Positions(StrEnum):
-    """How a token's position enters the model."""
+    """Position encoding."""
 
     rope = "rope"
     learned = "learned"
 
 
 class RopeScaling(StrEnum):
-    """How rotary frequencies are stretched to longer contexts."""
+    """Scaling of rotary frequencies for longer contexts."""
 
     none = "none"
     linear = "linear"
@@ -68,14 +68,14 @@ class RopeScaling(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """The optimizer."""
+    """Optimizer."""
 
     adamw = "adamw"
     sgd = "sgd"
 
 
 class LearningRateSchedule(StrEnum):
-    """The shape of the learning rate after warm-up."""
+    """Learning-rate schedule after warm-up; ``wsd`` is warmup-stable-decay."""
 
     constant = "constant"
     cosine = "cosine"
@@ -84,7 +84,7 @@ class LearningRateSchedule(StrEnum):
 
 
 class ComputeDtype(StrEnum):
-    """The number format of weights and activations in the forward and backward."""
+    """Data type of weights and activations in the forward and backward."""
 
     fp64 = "fp64"
     fp32 = "fp32"
@@ -93,7 +93,7 @@ class ComputeDtype(StrEnum):
 
 
 class ReduceDtype(StrEnum):
-    """The number format in which gradients accumulate and are reduced."""
+    """Data type in which gradients are accumulated and reduced."""
 
     fp64 = "fp64"
     fp32 = "fp32"
@@ -101,7 +101,7 @@ class ReduceDtype(StrEnum):
 
 
 class RecomputeMode(StrEnum):
-    """What the backward computes again instead of keeping."""
+    """Activations that the backward recomputes."""
 
     none = "none"
     selective = "selective"
@@ -110,7 +110,7 @@ class RecomputeMode(StrEnum):
 
 
 class DataSource(StrEnum):
-    """Where documents come from."""
+    """Source of documents."""
 
     builtin = "builtin"
     text = "text"
@@ -119,7 +119,7 @@ class DataSource(StrEnum):
 
 
 class OnCorrupt(StrEnum):
-    """What to do about a corrupt or incomplete checkpoint."""
+    """Action on a corrupt or incomplete checkpoint."""
 
     previous = "previous"
     refuse = "refuse"

@@ -1,8 +1,8 @@
-"""Plain values into configuration classes, and back, with every fault collected.
+"""Conversion of plain values to configuration classes and back, with every error collected.
 
-The types of the schema are enforced here and only here, alike for YAML files, overrides, interpolations and a stored
-configuration. A text that spells a number becomes that number (``'2'`` is 2); nothing else is coerced: ``2.0``,
-``true`` and ``two`` are no integers. Whether values make sense together is for ``rules.py``.
+The types of the schema are enforced only here, in the same way for YAML files, overrides, interpolations and recorded
+configurations. A text that spells a number becomes that number (``'2'`` is 2); nothing else is coerced: ``2.0``,
+``true`` and ``two`` are not integers. ``rules.py`` checks whether values are consistent. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,58 +18,58 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
-from megastack.config.fields import REQUIRED, hints, keys, without_null
-from megastack.config.names import suggest
-from megastack.config.schema import TrainConfig
-from megastack.errors import Violation
+from megastack.config.fields import RENAMED, REQUIRED, hints, keys, without_null
+from megastack.config.schema import ScheduleOptions, TrainConfig
+from megastack.config.suggestions import suggest
+from megastack.errors import ConfigError, Violation
 
 Section = TypeVar("Section")
 
 
-class UnusableError(Exception):
-    """A rule looked at a value that could not be converted, so it has nothing to say."""
+class InvalidValueError(Exception):
+    """A check used an invalid value, so its result is unknown."""
 
 
-class Unusable:
-    """Stands for a value that is missing or of the wrong type, so that the rules about other keys can still be asked.
+class InvalidValue:
+    """Placeholder for a value that is missing or has the wrong type, so that other keys can still be checked.
 
-    Every use raises :class:`UnusableError`, which whoever asks the rules takes as "cannot tell".
+    Every use raises :class:`InvalidValueError`; checks that raise it are skipped.
     """
 
-    def _refuse(self, *_: Any) -> Any:
-        raise UnusableError
+    def _raise(self, *_: object) -> Any:
+        raise InvalidValueError
 
-    __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _refuse
-    __getattr__ = __iter__ = __len__ = __contains__ = __getitem__ = __int__ = __float__ = __str__ = _refuse
+    __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _raise
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
+    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _raise
+    __getattr__ = __iter__ = __len__ = __contains__ = __getitem__ = __int__ = __float__ = __str__ = _raise
 
 
-UNUSABLE = Unusable()
+INVALID = InvalidValue()
 
 
 @dataclass
 class Conversion:
-    """Turns nested plain values into one configuration object; afterwards ``errors`` lists what was wrong.
+    """Converts nested plain values to a configuration object and collects the errors.
 
     Attributes:
-        faults: what was wrong so far.
-        strict: a text is no number and no truth value, whatever it spells.
+        errors: the errors so far.
+        strict: do not convert text to numbers or booleans.
     """
 
     errors: list[Violation] = field(default_factory=list)
     strict: bool = False
 
     def section(self, cls: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
-        """An object of ``cls``, with :data:`UNUSABLE` for each value that is missing or of the wrong type."""
-        known = hints(cls)
+        """An object of ``cls``, with :data:`INVALID` for each value that is missing or has the wrong type."""
+        known, values = hints(cls), _collect_options(cls, values)
         for name, value in values.items():
             if name not in known:
                 self._unknown(f"{prefix}{name}", value, tuple(prefix + other for other in known))
         found = {
             member.name: self._member(member, known[member.name], values, prefix)
             for member in dataclasses.fields(cls)  # type: ignore[arg-type]
-            if member.name in values or _needs_building(member, known[member.name])
+            if member.name in values or _is_always_set(member, known[member.name])
         }
         return cls(**found)
 
@@ -80,10 +80,10 @@ class Conversion:
         return self.section(cast(type, kind), {}, key + ".") if dataclasses.is_dataclass(kind) else self._missing(key)
 
     def value(self, kind: Any, value: Any, key: str) -> Any:
-        """``value`` as the type ``kind``, or :data:`UNUSABLE` with a fault under ``key``."""
+        """``value`` converted to the type ``kind``; :data:`INVALID`, with an error under ``key``, if that fails."""
         bare, nullable = without_null(kind)
-        if value is UNUSABLE:
-            return UNUSABLE
+        if value is INVALID:
+            return INVALID
         if isinstance(value, str) and value == REQUIRED:
             return self._missing(key)
         if value is None and nullable:
@@ -100,25 +100,25 @@ class Conversion:
             return self._choice(bare, value, key, nullable)
         return self._scalar(bare, value, key, nullable)
 
-    def _list(self, item: Any, value: Any, key: str) -> Any:
+    def _list(self, item: Any, value: object, key: str) -> Any:
         if not isinstance(value, list | tuple):
             return self._wrong(key, value, "must be a list", (f"[{value}]",) if not isinstance(value, Mapping) else ())
         items = [self.value(item, each, f"{key}[{at}]") for at, each in enumerate(value)]
-        return UNUSABLE if any(each is UNUSABLE for each in items) else items
+        return INVALID if any(each is INVALID for each in items) else items
 
-    def _choice(self, kind: type[StrEnum], value: Any, key: str, nullable: bool) -> Any:
+    def _choice(self, kind: type[StrEnum], value: object, key: str, nullable: bool) -> Any:
         for choice in kind:
             if value == choice.value or isinstance(value, kind):
                 return kind(value)
         return self._wrong(key, value, "not one of the choices", (*kind, None) if nullable else tuple(kind))
 
-    def _scalar(self, kind: type, value: Any, key: str, nullable: bool) -> Any:
+    def _scalar(self, kind: type, value: object, key: str, nullable: bool) -> Any:
         read, rule = SCALARS[kind]
         found = read(value)
         misplaced = self.strict and isinstance(value, str) and kind is not str
         if found is not None and not misplaced:
             return found
-        advice: tuple[Any, ...] = ("quotes around it",) if kind is str else ()
+        advice: tuple[object, ...] = ("quotes around it",) if kind is str else ()
         if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             advice = (int(value),)
         if misplaced and found is not None:
@@ -127,25 +127,36 @@ class Conversion:
             advice += next((each.null_hint for each in keys(TrainConfig) if each.name == key), ())
         return self._wrong(key, value, f"{rule} or null" if nullable else rule, advice)
 
-    def _missing(self, key: str) -> Unusable:
+    def _missing(self, key: str) -> InvalidValue:
         self.errors.append(Violation(key, REQUIRED, "has to be given and is not", (f"{key}=…",)))
-        return UNUSABLE
+        return INVALID
 
-    def _unknown(self, key: str, value: Any, siblings: tuple[str, ...]) -> None:
+    def _unknown(self, key: str, value: object, siblings: tuple[str, ...]) -> None:
         close = suggest(key, siblings if "[" in key else None)
         self.errors.append(Violation(key, value, "no such key", (close,) if close else ()))
 
-    def _wrong(self, key: str, value: Any, rule: str, legal: tuple[Any, ...] = ()) -> Unusable:
+    def _wrong(self, key: str, value: object, rule: str, legal: tuple[object, ...] = ()) -> InvalidValue:
         self.errors.append(Violation(key, value, rule, legal))
-        return UNUSABLE
+        return INVALID
 
 
-def _needs_building(member: dataclasses.Field[Any], kind: Any) -> bool:
+def _collect_options(cls: type, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of a section; keys beside the ``_target_`` of a schedule become its options."""
+    if cls is not ScheduleOptions or values.get("_target_") is None:
+        return values
+    own = {name: value for name, value in values.items() if name not in hints(cls)}
+    given = values.get("options")
+    options = own or None if given is None else {**given, **own} if isinstance(given, Mapping) else given
+    return {name: value for name, value in values.items() if name not in own} | {"options": options}
+
+
+def _is_always_set(member: dataclasses.Field[Any], kind: object) -> bool:
+    """Whether a member is constructed even when no value is given: sections and required values."""
     no_default = member.default is dataclasses.MISSING and member.default_factory is dataclasses.MISSING
     return no_default or dataclasses.is_dataclass(kind)
 
 
-def _integer(value: Any) -> int | None:
+def _integer(value: object) -> int | None:
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
         try:
             return int(value)
@@ -154,7 +165,7 @@ def _integer(value: Any) -> int | None:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, Real | str):
         return None
     try:
@@ -164,19 +175,19 @@ def _number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _truth(value: Any) -> bool | None:
+def _truth(value: object) -> bool | None:
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.strip().lower())
     return value if isinstance(value, bool) else None
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     if isinstance(value, str | PurePath):
         return str(value)
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-SCALARS: Mapping[type, tuple[Callable[[Any], Any], str]] = {
+SCALARS: Mapping[type, tuple[Callable[[object], object], str]] = {
     int: (_integer, "must be a whole number"),
     float: (_number, "must be a finite number"),
     bool: (_truth, "must be true or false"),
@@ -184,8 +195,33 @@ SCALARS: Mapping[type, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+def with_current_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
+    """Nested plain values with renamed keys under their present names, and an error for each key given under both.
+
+    An empty list under the old name does not count as given: recorded configurations contain every default.
+    """
+    found, errors = dict(values), list[Violation]()
+    for old, new in RENAMED.items():
+        section, _, old_name = old.partition(".")
+        inner, new_name = found.get(section), new.partition(".")[2]
+        if not isinstance(inner, Mapping) or old_name not in inner:
+            continue
+        given = inner[old_name]
+        if new_name in inner and given != []:
+            errors.append(given_twice(old, given))
+        renamed = {new_name: given} | {name: value for name, value in inner.items() if name != old_name}
+        found[section] = renamed
+    return found, errors
+
+
+def given_twice(old: str, value: object) -> Violation:
+    """The error for a renamed key that is set under both names."""
+    rule = f"must not be given together with {RENAMED[old]}, its present name"
+    return Violation(old, value, rule, (f"{RENAMED[old]} only",))
+
+
 def to_plain(config: Any) -> Any:
-    """A configuration object as nested dicts, lists and scalars, enumerations as their text."""
+    """A configuration object as nested dicts, lists and scalars; enumeration members as text."""
     if dataclasses.is_dataclass(config):
         return {member.name: to_plain(getattr(config, member.name)) for member in dataclasses.fields(config)}
     if isinstance(config, StrEnum):
@@ -198,14 +234,14 @@ def to_plain(config: Any) -> Any:
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value at a dotted key of a configuration object; unusable where what it is part of is.
+    """The value at a dotted key of a configuration object; :data:`INVALID` if its section is.
 
     Raises:
         KeyError: there is no such key.
     """
     for name in key.split("."):
-        if config is UNUSABLE:
-            return UNUSABLE
+        if config is INVALID:
+            return INVALID
         if not dataclasses.is_dataclass(config) or name not in hints(type(config)):
             raise KeyError(key)
         config = getattr(config, name)
@@ -213,7 +249,7 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def replace_values(config: Section, values: Mapping[str, Any]) -> Section:
-    """A copy of a configuration object with the values at some dotted keys exchanged.
+    """A copy of a configuration object with the values at some dotted keys replaced.
 
     Raises:
         KeyError: there is no such key.
@@ -227,7 +263,7 @@ def replace_values(config: Section, values: Mapping[str, Any]) -> Section:
 
 
 def defaults() -> dict[str, Any]:
-    """The schema's defaults as nested plain values, ``???`` where a value has to be given."""
+    """The schema's defaults as nested plain values; ``???`` for required values."""
     root: dict[str, Any] = {}
     for key in keys(TrainConfig):
         *path, last = key.name.split(".")
@@ -236,3 +272,21 @@ def defaults() -> dict[str, Any]:
             at = at[name]
         at[last] = {} if key.is_section else to_plain(key.default)
     return root
+
+
+def coerce(config: object) -> tuple[TrainConfig, list[Violation]]:
+    """A configuration changed in Python, with each value converted to its key's type, and the errors of the others.
+
+    ``dataclasses.replace`` checks no types. Every function that accepts a configuration from a user calls this first,
+    so that a value of the wrong type is an error under its key, as it is in a YAML file. NumPy numbers, tuples, paths
+    and the names of choices are converted; a text that spells a number is not. A value that cannot be converted
+    becomes :data:`INVALID`.
+
+    Raises:
+        ConfigError: the argument is not a :class:`TrainConfig`.
+    """
+    if not isinstance(config, TrainConfig):
+        rule = "must be a TrainConfig"
+        raise ConfigError.of([Violation("config", type(config).__name__, rule, ("megastack.compose(overrides)",))])
+    conversion = Conversion(strict=True)
+    return conversion.section(TrainConfig, to_plain(config)), conversion.errors

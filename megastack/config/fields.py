@@ -1,8 +1,8 @@
-"""How a configuration field is written and read back: default, meaning and range beside its type.
+"""Configuration fields: how the schema declares a key's default, meaning and range, and how they are read back.
 
-A field made by :func:`option` or :func:`required` carries everything the reference page, ``megastack show KEY`` and
-the range checks need; :func:`keys` lists all of a class's fields, nested ones by dotted key. Not for dataclasses in
-general.
+The reference page, ``megastack show KEY`` and the range checks use what :func:`option` and :func:`required` store in a
+field; :func:`keys` lists the keys of a configuration class, nested ones by dotted name. :data:`RENAMED` lists keys that
+are also accepted under an older name. Not for dataclasses in general.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from functools import cache
 from typing import Any
 
 REQUIRED = "???"
-"""How a value that has to be given is written, in YAML and in the reference."""
+"""A value that must be given, as written in YAML and in the reference."""
+
+RENAMED: Mapping[str, str] = {"data.stages": "data.phases"}
+"""Older names of keys, still accepted, to their present names."""
 
 COMPARISONS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
     "least": ("at least", lambda value, bound: value >= bound),
@@ -27,23 +30,23 @@ COMPARISONS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
     "below": ("below", lambda value, bound: value < bound),
     "limit": ("at most", lambda value, bound: value <= bound),
 }
-"""Each kind of bound in words, and whether a value keeps it."""
+"""Each kind of bound: in words, and as a test of a value."""
 
-LIMITS: Mapping[Any, float] = {int: 10**11, float: 1e6}
-"""The limit of a number whose field states no upper bound, by type. So many steps of the largest batch are a number of
-samples that int64 holds, and no half precision or time overflows by a factor of a million."""
+LIMITS: Mapping[object, float] = {int: 10**11, float: 1e6}
+"""Upper limit, by type, of a number whose field states no upper bound. With these, steps times the largest batch fits
+in int64, and scaling by a million does not overflow half precision or a time."""
 
 
 def option(default: Any, doc: str, **bounds: float) -> Any:
     """A field with a default.
 
     Args:
-        default: the value when neither YAML nor the command line names the key; a list is copied, a class is called.
-        doc: its meaning, with the unit.
-        bounds: ``least`` (value ≥), ``above`` (value >), ``most`` (value ≤), ``below`` (value <); applied to each item
-            of a list, not to null. ``limit`` is a ``most`` without a meaning of its own: what lies beyond it would
-            overflow somewhere; a number without ``most``, ``below`` or ``limit`` has that of :data:`LIMITS`. Checked by
-            ``rules.py``.
+        default: the value when neither YAML nor the command line sets the key; a list is copied, a class is called.
+        doc: what the key means, with its unit.
+        bounds: ``least`` (value ≥), ``above`` (value >), ``most`` (value ≤), ``below`` (value <); they apply to each
+            item of a list and not to null. ``limit`` is an upper bound that only prevents overflow and is not
+            documented; a number without ``most``, ``below`` or ``limit`` has the limit of its type in :data:`LIMITS`.
+            ``rules.py`` checks them.
     """
     metadata = {"doc": doc, "bounds": bounds}
     if isinstance(default, type):
@@ -54,7 +57,7 @@ def option(default: Any, doc: str, **bounds: float) -> Any:
 
 
 def required(doc: str, **bounds: float) -> Any:
-    """A field without a default: some YAML file or override has to name it."""
+    """A field without a default: a YAML file or an override must set it."""
     return field(metadata={"doc": doc, "bounds": bounds})
 
 
@@ -65,7 +68,7 @@ class Key:
     Args:
         name: the dotted key, e.g. ``parallel.zero.stage``.
         type: its resolved type hint.
-        default: its default, ``???`` where there is none; for a section, the section's class.
+        default: its default, ``???`` if it has none; for a section, the section's class.
         doc: its meaning.
         bounds: its range, see :func:`option`.
     """
@@ -78,12 +81,12 @@ class Key:
 
     @property
     def null_hint(self) -> tuple[str, ...]:
-        """What null is for, as its meaning says it: ``null for no limit``; empty where it does not."""
+        """The meaning of null if the documentation states it, such as ``null for no limit``; otherwise empty."""
         return tuple(re.findall(r"\bnull for [^.;,]+", self.doc)[:1])
 
     @property
     def is_section(self) -> bool:
-        """Whether this is a group of keys and no value."""
+        """Whether the key is a section of keys rather than a value."""
         return dataclasses.is_dataclass(self.type)
 
 
@@ -108,8 +111,16 @@ def keys(cls: type, prefix: str = "") -> Iterator[Key]:
             yield from keys(typing.cast(type, kind), name + ".")
 
 
+def current_name(key: str) -> str:
+    """The present name of a dotted key that is, or lies below, a renamed one; any other key unchanged."""
+    for old, new in RENAMED.items():
+        if key == old or key.startswith((old + ".", old + "[")):
+            return new + key.removeprefix(old)
+    return key
+
+
 def _limited(bounds: Mapping[str, float], kind: Any) -> Mapping[str, float]:
-    """The bounds of a field, with an upper one if it is a number or a list of numbers."""
+    """The bounds of a field, with an upper limit if it is a number or a list of numbers."""
     bare, _ = without_null(kind)
     item = typing.get_args(bare)[0] if typing.get_origin(bare) is list else bare
     if item not in LIMITS or {"most", "below", "limit"} & bounds.keys():
@@ -134,7 +145,7 @@ def without_null(kind: Any) -> tuple[Any, bool]:
 
 
 def describe_type(kind: Any) -> str:
-    """A type as the reference page writes it: ``int``, ``list of int or null``, ``a, b or c``."""
+    """A type in words: ``int``, ``list of int or null``, ``a, b or c``."""
     bare, nullable = without_null(kind)
     if bare is Any:
         return "mapping or null"
@@ -150,6 +161,6 @@ def describe_type(kind: Any) -> str:
 
 
 def describe_bounds(bounds: Mapping[str, float]) -> str:
-    """A range in words: ``at least 0 and below 1``; empty where there is none, and without a mere limit."""
+    """A range in words: ``at least 0 and below 1``; empty without bounds. A ``limit`` is not part of it."""
     stated = {bound: limit for bound, limit in bounds.items() if bound != "limit"}
     return " and ".join(f"{COMPARISONS[bound][0]} {limit}" for bound, limit in stated.items())

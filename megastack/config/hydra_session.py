@@ -1,7 +1,8 @@
-"""The only contact with Hydra: where YAML files are found, how overrides are read, what was merged in which order.
+"""The interface to Hydra: finding YAML files, parsing overrides, merging, and the order of merging.
 
-Hydra composes untyped values from files and overrides. Types, unknown keys and rules are ours, because Hydra stops at
-the first fault and checks no interpolation. A session restores Hydra's global state when it ends.
+This is the only module that imports Hydra. Hydra composes untyped values from files and overrides. Types, unknown keys
+and rules are checked elsewhere, because Hydra stops at the first error and does not check interpolations. A session
+restores Hydra's global state when it ends.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from hydra.errors import HydraException as HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from megastack.config.fields import current_name
 from megastack.errors import ConfigError, Violation
 
 COMMAND_LINE = "the command line"
 _NOT_HYDRAS = tuple(f"~hydra/{group}" for entry in HydraConf().defaults for group, option in entry.items() if option)
-"""Hydra's settings of its own programs, which would be read and merged with each configuration for nothing."""
+"""Removes Hydra's own settings, which megastack does not use, from every composition."""
 
 
 def packaged_configs() -> Path:
-    """The folder of YAML files that come with megastack: in a checkout ``configs/``, else inside the package."""
+    """The folder of the packaged YAML files: ``configs/`` in a checkout, otherwise inside the package."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parent / "configs"
     return checkout if (checkout / "train.yaml").is_file() else package / "configs"
@@ -39,13 +41,18 @@ def packaged_configs() -> Path:
 
 @dataclass(frozen=True)
 class Layer:
-    """One file or override in the order of merging: where it is, and the dotted keys it sets."""
+    """One file or override that was merged.
 
-    where: str
-    values: Mapping[str, Any]
+    Args:
+        location: the file, or ``the command line``.
+        values: the values it sets, by dotted key; renamed keys under their present names.
+    """
+
+    location: str
+    values: Mapping[str, object]
 
     def sets(self, key: str) -> bool:
-        """Whether this gives ``key`` a value, by itself or as part of something larger."""
+        """Whether this sets ``key`` or a section that contains it."""
         path = key.split(".")
         above = (".".join(path[:depth]) for depth in range(1, len(path)))
         return key in self.values or any(
@@ -54,18 +61,18 @@ class Layer:
 
 
 class Session:
-    """Composes from one set of folders; made by :func:`session`."""
+    """Composes from one set of folders; created by :func:`session`."""
 
     def __init__(self, loader: ConfigLoader, own: Path | None) -> None:
         self._loader, self._own = loader, own
 
     @property
     def has_own_files(self) -> bool:
-        """Whether there is a folder of the user's."""
+        """Whether the user passed a folder."""
         return self._own is not None
 
     def undecodable(self) -> list[Path]:
-        """The files of the user's folder that are no text."""
+        """The files of the user's folder that are not UTF-8 text."""
         files = () if self._own is None else sorted(self._own.rglob("*.yaml"))
         return [path for path in files if path.is_file() and not _is_text(path)]
 
@@ -78,26 +85,26 @@ class Session:
         return [option for option in self._loader.get_group_options(group) if not option.startswith("_")]
 
     def exists(self, config_name: str) -> bool:
-        """Whether there is a primary configuration of that name."""
+        """Whether a primary configuration of this name exists."""
         return config_name in self.options("")
 
     def parse(self, override: str) -> Override:
-        """One override, with globs resolved against the files.
+        """Parse one override, with globs resolved against the files.
 
         Raises:
-            HydraException: it is not of the form ``key=value``.
+            HydraException: the text does not have the form ``key=value``.
         """
         return OverridesParser.create(config_loader=self._loader).parse_overrides([override])[0]
 
     def compose(self, config_name: str, overrides: Sequence[str]) -> DictConfig:
-        """Hydra's merged values, interpolations unresolved."""
+        """The merged values, with interpolations unresolved."""
         return compose(config_name, overrides=[*_NOT_HYDRAS, *overrides])
 
     def layers(self, config_name: str, overrides: Sequence[str]) -> Iterator[Layer]:
-        """What :meth:`compose` merges, first to last.
+        """The files and overrides that :meth:`compose` merges, first to last.
 
         Raises:
-            ConfigError: a file is no mapping of keys.
+            ConfigError: a file is not a mapping of keys.
         """
         chosen = self._loader.compute_defaults_list(config_name, [*_NOT_HYDRAS, *overrides], RunMode.RUN)
         for default in chosen.defaults:
@@ -106,24 +113,24 @@ class Session:
         for override in chosen.config_overrides:
             key = override.key_or_group
             if not key.startswith("hydra."):
-                yield Layer(COMMAND_LINE, dict(flat({key: override.value()})))
+                yield Layer(COMMAND_LINE, dict(_flat({key: override.value()})))
 
     def _file(self, config_name: str, path: str, package: str) -> Layer:
         for source in self._loader.get_sources():
             if source.is_config(path):
                 values = OmegaConf.to_container(source.load_config(path).config, resolve=False)
                 place = Path(source.path.removeprefix("file://")) / path
-                where = str(place.with_name(place.name.removesuffix(".yaml") + ".yaml"))
+                file = str(place.with_name(place.name.removesuffix(".yaml") + ".yaml"))
                 if not isinstance(values, dict):
-                    rule = f"a file that it takes in is a list, not a mapping of keys: {where}"
+                    rule = f"it includes a file that is a list, not a mapping of keys: {file}"
                     raise ConfigError.of([Violation("--config-name", config_name, rule)])
                 chosen = values.pop("defaults", None)
-                return Layer(where, {**dict(flat(values, package)), **dict(_groups_of_hydra(chosen))})
-        raise AssertionError(f"{path} was composed but is in no source")
+                return Layer(file, {**dict(_flat(values, package)), **dict(_groups_of_hydra(chosen))})
+        raise AssertionError(f"{path} was composed but no source contains it")
 
 
-def _groups_of_hydra(defaults: Any) -> Iterator[tuple[str, Any]]:
-    """The options of groups of Hydra's own that a defaults list chooses."""
+def _groups_of_hydra(defaults: object) -> Iterator[tuple[str, Any]]:
+    """The options of Hydra's own config groups that a defaults list selects."""
     for entry in defaults if isinstance(defaults, list) else ():
         named = entry if isinstance(entry, Mapping) else dict([str(entry).rpartition("/")[::2]])
         for group, option in named.items():
@@ -140,21 +147,21 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested mappings as dotted keys, outer ones before inner ones."""
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested mappings as dotted keys, outer ones before inner ones; renamed keys under their present names."""
     for name, value in values.items():
-        key = f"{prefix}.{name}" if prefix else str(name)
+        key = current_name(f"{prefix}.{name}" if prefix else str(name))
         yield key, value
         if isinstance(value, Mapping):
-            yield from flat(value, key)
+            yield from _flat(value, key)
 
 
 @contextmanager
 def session(config_dir: str | Path | None = None) -> Iterator[Session]:
-    """A session over the packaged files and, searched before them, the user's folder.
+    """A session over the packaged files and the user's folder, which is searched first.
 
     Raises:
-        ConfigError: the user's folder does not exist, or is no folder.
+        ConfigError: the user's folder does not exist or is not a folder.
     """
     packaged = packaged_configs()
     own = packaged if config_dir is None else Path(config_dir).expanduser().resolve()

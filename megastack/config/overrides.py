@@ -1,7 +1,7 @@
-"""Overrides as given on a command line: which name a group, which a key, which nothing, and what a sweep of them means.
+"""Command-line overrides: which select a group file, which set a key, which are invalid; and the jobs of a sweep.
 
-Hydra refuses to override a key that no YAML file names; here the schema says which keys there are, so a plain
-``key=value``, ``+key=value`` and ``++key=value`` all set it.
+Hydra only overrides keys that some YAML file sets. Here the schema defines the keys, so ``key=value``, ``+key=value``
+and ``++key=value`` all set a key.
 """
 
 from __future__ import annotations
@@ -13,47 +13,75 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megastack.config.fields import keys
+from megastack.config.convert import given_twice
+from megastack.config.fields import RENAMED, current_name, keys
 from megastack.config.hydra_session import HydraException, Override, Session, ValueType, session
-from megastack.config.names import known_keys, suggest
 from megastack.config.schema import TrainConfig
+from megastack.config.suggestions import known_keys, suggest
 from megastack.errors import ConfigError, Violation
 
 
 @dataclass
 class Overrides:
-    """Overrides sorted into those that Hydra is given and the faults of the others."""
+    """Overrides sorted into valid ones, as passed to Hydra, and the errors of the others."""
 
-    legal: list[str] = field(default_factory=list)
+    valid: list[str] = field(default_factory=list)
     errors: list[Violation] = field(default_factory=list)
 
 
 def read_overrides(overrides: Sequence[str], hydra: Session) -> Overrides:
-    """Sort overrides; each faulty one becomes a violation."""
+    """Sort overrides; each invalid one becomes a violation.
+
+    A renamed key may be set under either name, but not under both. An override of it replaces what files set under
+    either name.
+    """
     result, groups = Overrides(), hydra.groups()
+    renamed: dict[str, Override] = {}
     for text in overrides:
         try:
             override = hydra.parse(text)
         except (HydraException, ValueError):  # ValueError: a number of thousands of digits
             advice = ("key=value", "group=option") if text.isascii() else ("quotes within quotes: key='\"text\"'",)
-            result.errors.append(Violation(*_halves(text), "cannot be read", advice))
+            result.errors.append(Violation(*_split(text), "cannot be read", advice))
             continue
-        error = _fault(override, groups, hydra)
-        if error is None:
-            result.legal.append(text if _is_group(override, groups) else "++" + text.lstrip("+"))
-        else:
+        key = override.key_or_group
+        error = _error(override, groups, hydra) or _given_twice(override, renamed)
+        if error is not None:
             result.errors.append(error)
+        elif _is_group(override, groups):
+            result.valid.append(text)
+        else:
+            result.valid += [f"++{old}=[]" for old, new in RENAMED.items() if key in (old, new)]
+            result.valid.append("++" + current_name(key) + text.lstrip("+").removeprefix(key))
     return result
 
 
+def _given_twice(override: Override, renamed: dict[str, Override]) -> Violation | None:
+    """An error if an earlier override set the same key under its other name.
+
+    Args:
+        override: a valid override of a key.
+        renamed: the first override of each renamed key, by present name; updated.
+    """
+    key = override.key_or_group
+    new = current_name(key)
+    if new not in RENAMED.values():
+        return None
+    first = renamed.setdefault(new, override)
+    if first.key_or_group == key:
+        return None
+    old = first if key == new else override
+    return given_twice(old.key_or_group, old.value())
+
+
 def sweep_jobs(overrides: Sequence[str], *, config_dir: str | Path | None = None) -> list[list[str]]:
-    """The overrides of each job of a sweep: the product, as written, of those with several values, the last fastest.
+    """The overrides of each job of a sweep: the product of those with several values, the last varying fastest.
 
     ``parallel.tp=1,2`` and Hydra's ``choice(…)``, ``range(…)``, ``sort(…)``, ``shuffle(…)`` and ``tag(…)`` have several
-    values; ``glob(…)`` chooses files of a config group.
+    values; ``glob(…)`` selects files of a config group.
 
     Raises:
-        ConfigError: an override that cannot be read, a sweep without values, or more jobs than :data:`MOST_JOBS`.
+        ConfigError: an override cannot be read, a sweep has no values, or there are more than :data:`MOST_JOBS` jobs.
     """
     with session(config_dir) as hydra:
         choices, errors = list[list[str]](), list[Violation]()
@@ -72,7 +100,7 @@ def sweep_jobs(overrides: Sequence[str], *, config_dir: str | Path | None = None
 
 
 def _choices(text: str, hydra: Session) -> list[str] | Violation:
-    """An override once for each of its values."""
+    """One override for each value of an override."""
     try:
         override = hydra.parse(text)
         if not override.is_sweep_override():
@@ -80,10 +108,10 @@ def _choices(text: str, hydra: Session) -> list[str] | Violation:
         if override.value_type == ValueType.GLOB_CHOICE_SWEEP and not hydra.options(override.key_or_group):
             return _without_values(text, override, hydra)
         values = list(itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1))
-    except (HydraException, ValueError, TypeError, ArithmeticError):  # Python's own, of a range whose step is 0
-        return Violation(*_halves(text), "cannot be read as a sweep", ("key=1,2", "group=a,b"))
+    except (HydraException, ValueError, TypeError, ArithmeticError):  # such as a range with step 0
+        return Violation(*_split(text), "cannot be read as a sweep", ("key=1,2", "group=a,b"))
     if len(values) > MOST_JOBS:
-        return Violation(*_halves(text), f"has more than {MOST_JOBS:,} values")
+        return Violation(*_split(text), f"has more than {MOST_JOBS:,} values")
     if not values:
         return _without_values(text, override, hydra)
     return [f"{override.get_key_element()}={value}" for value in values]
@@ -91,38 +119,38 @@ def _choices(text: str, hydra: Session) -> list[str] | Violation:
 
 def _without_values(text: str, override: Override, hydra: Session) -> Violation:
     if override.value_type != ValueType.GLOB_CHOICE_SWEEP:
-        return Violation(*_halves(text), "has no values", ("key=1,2", "group=a,b"))
+        return Violation(*_split(text), "has no values", ("key=1,2", "group=a,b"))
     key = override.key_or_group
     if options := hydra.options(key):
-        return Violation(*_halves(text), "no file of this config group matches", tuple(options))
-    return Violation(*_halves(text), "glob chooses files of a config group, and this is none", (f"{key}=1,2",))
+        return Violation(*_split(text), "no file of this config group matches", tuple(options))
+    return Violation(*_split(text), "glob selects files of a config group, and this is not one", (f"{key}=1,2",))
 
 
-def _fault(override: Override, groups: Sequence[str], hydra: Session) -> Violation | None:
+def _error(override: Override, groups: Sequence[str], hydra: Session) -> Violation | None:
     key, value = override.key_or_group, override.value()
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return Violation(key, value, "settings of Hydra are not used", ("run.root", "run.dir", "-m"))
     if override.is_sweep_override():
-        _, text = _halves(override.input_line or "")
+        _, text = _split(override.input_line or "")
         as_list = () if "(" in text else (f"[{text}] for a list",)
         return Violation(key, text, "has several values", ("-m for a sweep", *as_list))
     if _is_group(override, groups):
         return _group_error(override, key, value, groups, hydra)
     if override.is_delete():
-        return Violation("~" + key, value, "a key cannot be taken away", (f"{key}=null",))
+        return Violation("~" + key, value, "a key cannot be removed", (f"{key}=null",))
     if _is_key(key):
         return None
     close = suggest(key)
     return Violation(key, value, "no such key", (close,) if close else ())
 
 
-def _group_error(override: Override, key: str, value: Any, groups: Sequence[str], hydra: Session) -> Violation | None:
+def _group_error(
+    override: Override, key: str, value: object, groups: Sequence[str], hydra: Session
+) -> Violation | None:
     if key not in groups and not hydra.options(key):
         return Violation(key, value, "no such config group", tuple(groups))
     if isinstance(value, Mapping):
-        return Violation(
-            key, value, "a section is chosen by a file of its group or set key by key", (f"{key}.KEY=VALUE",)
-        )
+        return Violation(key, value, "must be the name of a file in this config group", (f"{key}.KEY=VALUE",))
     if value is None or override.is_delete():
         return None
     options = hydra.options(key)
@@ -136,16 +164,19 @@ def _is_group(override: Override, groups: Sequence[str]) -> bool:
 
 
 def _is_key(key: str) -> bool:
-    """Whether the schema has this key, or lets anything stand beneath it."""
-    return key in known_keys() or any(key.startswith(free + ".") for free in FREE_KEYS)
+    """Whether the schema has this key, or accepts any key below a part of it.
+
+    Keys below ``schedule`` may be options of a function; where they are not, the conversion of the values rejects them.
+    """
+    return current_name(key) in known_keys() or any(key.startswith(free + ".") for free in (*FREE_KEYS, "schedule"))
 
 
-def _halves(text: str) -> tuple[str, str]:
+def _split(text: str) -> tuple[str, str]:
     key, _, value = text.partition("=")
     return key, value
 
 
 MOST_JOBS = 10_000
-"""Jobs of a sweep; more is a mistake, not a plan."""
+"""Limit on the jobs of a sweep; more is taken for a mistake."""
 FREE_KEYS = tuple(key.name for key in keys(TrainConfig) if key.type is Any)
-"""Keys whose value is any mapping."""
+"""Keys that accept any mapping."""

@@ -1,19 +1,19 @@
-"""Composed but untyped values into a configuration object, and a configuration object as YAML text and back.
+"""Reading composed, untyped values into a configuration object; and writing and reading a configuration as YAML.
 
-The schema's defaults are laid under the given values, every interpolation is resolved, every value is converted. What
-cannot be read is collected; the caller decides how to report it.
+Reading merges the values over the schema's defaults, resolves every interpolation and converts every value. Errors are
+collected and returned; the caller reports them.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megastack.config.convert import UNUSABLE, Conversion, defaults, to_plain
-from megastack.config.fields import REQUIRED
+from megastack.config.convert import INVALID, Conversion, defaults, to_plain, with_current_names
+from megastack.config.fields import RENAMED, REQUIRED
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, Violation
 
@@ -21,27 +21,37 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def read(values: DictConfig) -> tuple[TrainConfig, list[Violation]]:
-    """The configuration with these values and otherwise the schema's defaults, and what could not be read of it."""
-    conversion = Conversion()
-    raw = _overlaid(defaults(), OmegaConf.to_container(values, resolve=False))
-    plain = _resolved(OmegaConf.create(raw), raw, "", conversion.errors)
-    return conversion.section(TrainConfig, plain), conversion.errors
+    """The configuration with these values over the schema's defaults, and the errors of values that cannot be read."""
+    given, errors = with_current_names(cast(dict[str, Any], OmegaConf.to_container(values, resolve=False)))
+    conversion = Conversion(errors)
+    raw = _overlaid(defaults(), given)
+    plain = _resolved(_with_old_names(raw), raw, "", errors)
+    return conversion.section(TrainConfig, plain), errors
+
+
+def _with_old_names(raw: Any) -> DictConfig:
+    """The values as an OmegaConf node in which interpolations may use the old names of renamed keys."""
+    node = OmegaConf.create(raw)
+    for old, new in RENAMED.items():
+        if OmegaConf.is_dict(node.get(old.partition(".")[0])):
+            OmegaConf.update(node, old, f"${{{new}}}")
+    return node
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The configuration as YAML, every key written out; :func:`from_yaml` gives an equal one back."""
+    """The configuration as YAML with every key; :func:`from_yaml` returns an equal configuration."""
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_plain(config))))
 
 
 def from_yaml(text: str) -> TrainConfig:
-    """The configuration that :func:`to_yaml` wrote; keys left out have the schema's defaults.
+    """Read a configuration that :func:`to_yaml` wrote; missing keys have the schema's defaults.
 
     Raises:
-        ConfigError: no YAML, or values that cannot be read, all in one report.
+        ConfigError: the text is not YAML, or values cannot be read; one report lists them all.
     """
     try:
         values = OmegaConf.create(text)
-    except Exception as error:  # a YAML parser raises classes of its own
+    except Exception as error:  # YAML parsers raise their own classes
         raise ConfigError(f"not a YAML text: {error}") from error
     if not isinstance(values, DictConfig):
         raise ConfigError("not a configuration: a mapping of keys is expected")
@@ -52,24 +62,25 @@ def from_yaml(text: str) -> TrainConfig:
 
 
 def _overlaid(base: Any, over: Any) -> Any:
-    """Nested mappings, the second's values first; unlike in OmegaConf's merge, ``???`` and misfits win too."""
+    """Nested mappings merged, with precedence to the second; unlike OmegaConf's merge, also for ``???`` and misfits."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
     return base | {name: _overlaid(base.get(name), value) for name, value in over.items()}
 
 
 def _resolved(node: Any, raw: Any, key: str, errors: list[Violation]) -> Any:
-    """Plain values with every interpolation resolved; one without an answer is a fault and :data:`UNUSABLE`.
+    """Plain values with every interpolation resolved; one without a value is an error and :data:`INVALID`.
 
     Args:
-        node: a node of OmegaConf's, which resolves what is read from it.
-        raw: the same, unresolved.
-        key: its dotted key.
-        faults: where faults are added.
+        node: an OmegaConf node, which resolves interpolations on access.
+        raw: the same values, unresolved.
+        key: the dotted key of the node.
+        errors: errors are appended to this list.
     """
     if isinstance(node, DictConfig):
         prefix = key + "." if key else ""
-        return {str(name): _child(node, name, _inner(raw, name), prefix + str(name), errors) for name in node}
+        names = raw if isinstance(raw, dict) else node
+        return {str(name): _child(node, name, _inner(raw, name), prefix + str(name), errors) for name in names}
     if isinstance(node, ListConfig):
         return [_child(node, at, _inner(raw, at), f"{key}[{at}]", errors) for at in range(len(node))]
     return node
@@ -83,16 +94,16 @@ def _child(node: Any, name: Any, raw: Any, key: str, errors: list[Violation]) ->
     except (OmegaConfBaseException, RecursionError) as error:
         reason = str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else "it refers to itself"
         errors.append(Violation(key, raw, f"this interpolation has no value: {reason}"))
-        return UNUSABLE
+        return INVALID
 
 
 def _inner(raw: Any, name: Any) -> Any:
-    """The part of an unresolved container; of an interpolation to a whole section, its text."""
+    """An item of an unresolved container; for an interpolation of a whole section, its text."""
     return raw if isinstance(raw, str) else raw[name]
 
 
 def _escaped(value: Any) -> Any:
-    """Plain values whose texts OmegaConf reads as they stand, not as interpolations."""
+    """Plain values with text escaped, so that OmegaConf does not read it as an interpolation."""
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,85 +1,102 @@
-"""Which configurations are legal: every rule of every part, asked once before anything starts.
+"""Validation of a configuration: every rule of every section, checked before anything starts.
 
-:func:`violations` gives all of them as values; :func:`require_legal` raises them as one report. A rule is a generator
-of violations over the configuration and the world size. A key whose value is out of its own range has that said once:
-the rules that would compute with it are left out, the others still asked. What needs the file system (paths,
-checkpoints) is not asked here, but for the file of a custom schedule.
+:func:`violations` returns every violation as a value. A rule is a generator of violations. A value of the wrong type or
+out of range is reported once and then marked invalid, so checks that depend on it are skipped while all others still
+run. Nothing here accesses paths or checkpoints, except for the file of a custom schedule.
+
+:data:`WORKS` lists the keys whose other values belong to features that are not built yet. The schema has these keys
+from the start, so that configurations, plans and documentation keep their shape; building a feature removes its entry.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
-from megastack.config.availability import not_available
-from megastack.config.convert import UNUSABLE, UnusableError, replace_values, value_of
+from megastack.config.convert import INVALID, InvalidValueError, coerce, replace_values, value_of
 from megastack.config.fields import COMPARISONS, Key, describe_bounds, keys
-from megastack.config.layout_rules import LAYOUT_RULES
-from megastack.config.phase_rules import PHASE_RULES
+from megastack.config.layout_rules import LAYOUT_RULES, Degrees, batch_fits
+from megastack.config.phases import PHASE_RULES
 from megastack.config.schema import BlendSource, DataPhaseOptions, OptimGroupOptions, TrainConfig
-from megastack.config.text_rules import texts_name_something
-from megastack.config.typed import typed
-from megastack.config.value_rules import VALUE_RULES
-from megastack.errors import ConfigError
-from megastack.errors import Violation as Violation
+from megastack.config.value_rules import VALUE_RULES, invalid_texts
+from megastack.errors import ConfigError, Violation, counted, spell
 
-Rule = Callable[[TrainConfig, int | None], Iterator[Violation]]
+ITEMS = {"optim.groups": OptimGroupOptions, "data.blend": BlendSource, "data.phases": DataPhaseOptions}
+"""Keys that hold lists of sections, and the class of their items."""
 
-ITEMS = {"optim.groups": OptimGroupOptions, "data.blend": BlendSource, "data.stages": DataPhaseOptions}
-"""Lists of sections, and the class of their items."""
-
-RULES: Sequence[Rule] = (not_available, *LAYOUT_RULES, *VALUE_RULES, *PHASE_RULES)
+WORKS: Mapping[str, tuple[object, ...]] = {
+    "compile": (False,),
+    "parallel.cp": (1,),
+    "parallel.ep": (1,),
+    "schedule.memory_limit": (None,),
+    "loss.chunked": (False,),
+    "observe.trace_steps": ([],),
+}
+"""The values that are available today, by key; a key that is not listed accepts every value of its type and range."""
 
 
 def violations(
     config: TrainConfig, world_size: int | None = None, *, ranks_per_node: int | None = None
 ) -> list[Violation]:
-    """Everything that stands against running this configuration; empty when it is legal.
+    """Every rule that a configuration violates, in the order of the schema; empty for a valid configuration.
 
     Args:
-        config: the configuration, also one that was changed after it was composed; values that stand for something
-            unusable are passed over.
-        world_size: the number of ranks where a launcher has fixed it, None where it follows from the degrees.
-        ranks_per_node: what a launcher has started on each node; ``cluster.ranks_per_node`` comes first.
+        config: the configuration, possibly changed after it was composed; values marked invalid are skipped.
+        world_size: ranks started by a launcher; None if the world size follows from the degrees.
+        ranks_per_node: ranks that a launcher started on each node; ``cluster.ranks_per_node`` takes precedence.
     """
-    config, mistyped = typed(config)
+    config, mistyped = coerce(config)
     if ranks_per_node is not None and config.cluster.ranks_per_node is None:
         config = replace_values(config, {"cluster.ranks_per_node": ranks_per_node})
-    found = [*mistyped, *out_of_range(config), *texts_name_something(config)]
-    broken = {violation.key.partition("[")[0] for violation in found}
-    usable = replace_values(config, {key: UNUSABLE for key in ORDER if key in broken})
-    for rule in RULES:
-        found += _ask(rule, usable, world_size)
+    found = [*mistyped, *out_of_range(config), *invalid_texts(config)]
+    invalid = {violation.key.partition("[")[0] for violation in found}
+    config = replace_values(config, {key: INVALID for key in ORDER if key in invalid})
+    degrees = Degrees(config, world_size)
+    found += _collect(
+        [
+            partial(not_available, config),
+            *(partial(rule, config, degrees) for rule in LAYOUT_RULES),
+            *(partial(rule, config) for rule in (*VALUE_RULES, *PHASE_RULES)),
+        ]
+    )
     return sorted(found, key=lambda violation: ORDER.get(violation.key.partition("[")[0], len(ORDER)))
 
 
-def require_legal(config: TrainConfig, world_size: int | None = None, *, ranks_per_node: int | None = None) -> None:
-    """Nothing for a legal configuration; arguments as for :func:`violations`.
+def _collect(rules: Iterable[Callable[[], Iterator[Violation]]]) -> Iterator[Violation]:
+    """What the rules report; a rule that reads an invalid value ends there."""
+    for rule in rules:
+        try:
+            yield from (violation for violation in rule() if violation.value is not INVALID)
+        except InvalidValueError:
+            continue
+
+
+def validate_sections(config: TrainConfig, *sections: str) -> TrainConfig:
+    """The configuration, with the types and ranges of some sections or keys checked and values coerced.
 
     Raises:
-        ConfigError: every violation, a line each.
+        ConfigError: a value in these sections has the wrong type or is out of range.
     """
-    if found := violations(config, world_size, ranks_per_node=ranks_per_node):
-        raise ConfigError.of(found)
-
-
-def with_legal_values(config: TrainConfig, *sections: str) -> TrainConfig:
-    """The configuration with values of the types of the schema, for who reads only some of its sections or keys.
-
-    Raises:
-        ConfigError: a value in them has another type, or is out of its range.
-    """
-    config, mistyped = typed(config)
+    config, mistyped = coerce(config)
     found = [*mistyped, *out_of_range(config)]
     if read := [each for each in found if any(f"{each.key}.".startswith(f"{name}.") for name in sections)]:
         raise ConfigError.of(read)
     return config
 
 
+def not_available(config: TrainConfig) -> Iterator[Violation]:
+    """A violation for each key that selects a feature which is not built yet."""
+    for key, works in WORKS.items():
+        value = value_of(config, key)
+        if value is not INVALID and value not in works:
+            yield Violation(key, value, "not available yet", works)
+
+
 def out_of_range(config: TrainConfig) -> Iterator[Violation]:
-    """A violation for each number outside the range that its field states."""
+    """A violation for each number outside the range of its key."""
     for key in RANGED:
         yield from _range_violations(key.name, key, value_of(config, key.name))
     for name, kind in ITEMS.items():
@@ -87,7 +104,7 @@ def out_of_range(config: TrainConfig) -> Iterator[Violation]:
 
 
 def _items_out_of_range(name: str, kind: type, items: Any) -> Iterator[Violation]:
-    for at, item in enumerate(items if items is not UNUSABLE else ()):
+    for at, item in enumerate(items if items is not INVALID else ()):
         for key in keys(kind):
             value, inner = value_of(item, key.name), f"{name}[{at}].{key.name}"
             if isinstance(value, list) and value and is_dataclass(value[0]):
@@ -102,7 +119,7 @@ def _range_violations(name: str, key: Key, value: Any) -> Iterator[Violation]:
         if isinstance(item, float) and not math.isfinite(item):
             yield Violation(name, value, f"{each}must be a finite number", key.null_hint)
             return
-        if item is UNUSABLE or item is None or isinstance(item, str):
+        if item is INVALID or item is None or isinstance(item, str):
             continue
         broken = {bound: limit for bound, limit in key.bounds.items() if not COMPARISONS[bound][1](item, limit)}
         if broken:
@@ -112,24 +129,57 @@ def _range_violations(name: str, key: Key, value: Any) -> Iterator[Violation]:
 
 
 def _nearest(broken: Mapping[str, float]) -> tuple[str, ...]:
-    """The bound that was passed, where that is itself legal."""
+    """The bound that was exceeded, if the bound itself is valid."""
     words = {"least": "more", "most": "less", "limit": "less"}
     return tuple(f"{limit} or {words[bound]}" for bound, limit in broken.items() if bound in words)[:1]
-
-
-def _ask(rule: Rule, config: TrainConfig, world_size: int | None) -> list[Violation]:
-    found = []
-    try:
-        for violation in rule(config, world_size):
-            if violation.value is not UNUSABLE:
-                found.append(violation)
-    except UnusableError:
-        pass  # what the rule found so far stands; of the rest nothing can be said
-    return found
 
 
 RANGED = tuple(key for key in keys(TrainConfig) if key.bounds)
 """The keys that hold numbers: each has a bound."""
 
 ORDER = {key.name: at for at, key in enumerate(keys(TrainConfig))}
-"""Where each key stands in the schema; violations are reported in this order."""
+"""Position of each key in the schema."""
+
+MOST_REASONS = 3
+"""Degrees for which an error lists the reason."""
+
+
+def fit_data_parallel(config: TrainConfig, ranks: int) -> TrainConfig:
+    """The configuration with the largest valid ``parallel.dp`` for a number of ranks; some ranks may stay unused.
+
+    An elastic job keeps tp, pp, cp and the global batch. Its data-parallel degree follows the number of ranks, and with
+    it the number of microbatches that each rank accumulates.
+
+    Args:
+        config: its ``parallel.dp`` is the upper limit; null for no limit.
+        ranks: the number of ranks started.
+
+    Raises:
+        ConfigError: no degree is valid, with the reasons.
+    """
+    if list(out_of_range(config)):
+        raise ConfigError.of(violations(config))
+    replica, limit = Degrees(config, None).replica_ranks, config.parallel.dp
+    candidates = range(min(ranks // replica, ranks if limit is None else limit), 0, -1)
+    if not candidates:
+        rule = f"the {counted(ranks, 'rank')} of this start cannot hold pp·cp·tp = {replica}"
+        raise ConfigError.of([Violation("launch.elastic", True, rule, (f"{replica} ranks or more", "other degrees"))])
+    for dp in candidates:
+        fitted = replace_values(config, {"parallel.dp": dp})
+        if not list(batch_fits(fitted, Degrees(fitted, None))) and not violations(fitted, dp * replica):
+            return fitted
+    raise ConfigError.of(_reasons(config, candidates, replica, ranks))
+
+
+def _reasons(config: TrainConfig, candidates: Sequence[int], replica: int, ranks: int) -> list[Violation]:
+    """The violations that all candidates share; if each has others as well, one more that lists some of these."""
+    sample = [*candidates[: MOST_REASONS - 1], candidates[-1]]
+    found = {dp: violations(replace_values(config, {"parallel.dp": dp}), dp * replica) for dp in sample}
+    shared = [error for error in found[sample[-1]] if all(error in errors for errors in found.values())]
+    others = {dp: [error for error in errors if error not in shared] for dp, errors in found.items()}
+    if not all(others.values()):
+        return shared
+    first = {dp: errors[0] for dp, errors in others.items()}
+    reasons = "; ".join(f"dp={dp}: {error.key}={spell(error.value)} {error.rule}" for dp, error in first.items())
+    rule = f"no dp from {candidates[-1]} to {candidates[0]} is legal on {counted(ranks, 'rank')} ({reasons})"
+    return [*shared, Violation("launch.elastic", True, rule, ("another number of ranks", "other values of these keys"))]

@@ -1,25 +1,25 @@
-"""Rules about values that go together outside the grid: positions, optimizer, learning rate, precision, data."""
+"""Rules about values outside the parallel layout: model, optimizer, learning rate, data, resume, paths and names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megastack.config.convert import value_of
 from megastack.config.schema import RopeOptions, TrainConfig
 from megastack.errors import Violation, spell
 
 BYTE_IDS = 256
-"""Ids of the byte tokenizer."""
+"""Number of ids of the byte tokenizer."""
 
 
-def positions_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """Settings of learned positions go with learned positions, rotary ones with rotary ones."""
+def positions_fit(config: TrainConfig) -> Iterator[Violation]:
+    """Settings of learned positions require learned positions; those of rotary embeddings require rotary ones."""
     model, rope, length = config.model, config.model.rope, config.batch.sequence_length
     if model.positions == "rope":
         if model.max_positions is not None:
-            rule = "rotary positions have no table; only for model.positions=learned"
+            rule = "only for model.positions=learned; rotary embeddings have no table"
             yield Violation("model.max_positions", model.max_positions, rule, (None,))
         yield from _rope_fits(rope)
         return
@@ -48,25 +48,25 @@ def _rope_fits(rope: RopeOptions) -> Iterator[Violation]:
 ROPE_STRETCH = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions")
 
 
-def layers_are_named(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """A layer of the user's is a mapping with a dotted ``_target_``."""
+def layers_are_named(config: TrainConfig) -> Iterator[Violation]:
+    """A custom layer is a mapping with a dotted ``_target_``."""
     for name in ("attention", "mlp", "block"):
         spec = getattr(config.model, name)
         if spec is not None and not _names_a_class(spec):
             example = f"{{_target_: my_file.My{name.capitalize()}}}"
-            rule = "must be null or name a class by its module and name under _target_"
+            rule = "must be null or a mapping whose _target_ is module.Class"
             yield Violation(f"model.{name}", spec, rule, (example, None))
 
 
-def _names_a_class(spec: Any) -> bool:
+def _names_a_class(spec: object) -> bool:
     if not isinstance(spec, Mapping) or not all(isinstance(key, str) for key in spec):
         return False
     target = spec.get("_target_")
     return isinstance(target, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", target) is not None
 
 
-def patterns_are_regular(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """Patterns over parameter names are regular expressions that can be compiled."""
+def patterns_are_regular(config: TrainConfig) -> Iterator[Violation]:
+    """Patterns of parameter names are valid regular expressions."""
     for key in ("optim.no_decay", "optim.freeze", "precision.keep_fp32"):
         for at, pattern in enumerate(value_of(config, key)):
             yield from _pattern(f"{key}[{at}]", pattern)
@@ -74,14 +74,14 @@ def patterns_are_regular(config: TrainConfig, world_size: int | None) -> Iterato
         yield from _pattern(f"optim.groups[{at}].pattern", group.pattern)
 
 
-def recompute_is_clear(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """A pattern of modules to recompute belongs to the mode that reads it, and the mode to a pattern."""
+def recompute_is_clear(config: TrainConfig) -> Iterator[Violation]:
+    """``recompute.pattern`` is set exactly if the mode is ``pattern``."""
     mode, pattern = config.recompute.mode, config.recompute.pattern
     if mode == "pattern" and pattern is None:
-        rule = "needs the names of the modules in recompute.pattern"
+        rule = "requires recompute.pattern, the names of the modules"
         yield Violation("recompute.mode", mode, rule, (r"recompute.pattern='blocks\.\d+\.mlp'", "full", "selective"))
     elif mode != "pattern" and pattern is not None:
-        rule = f"is read by recompute.mode=pattern, not by {mode}"
+        rule = f"only for recompute.mode=pattern, not {mode}"
         yield Violation("recompute.pattern", pattern, rule, (None, "recompute.mode=pattern"))
     elif pattern is not None:
         yield from _pattern("recompute.pattern", pattern)
@@ -91,20 +91,20 @@ def _pattern(key: str, pattern: str) -> Iterator[Violation]:
     try:
         re.compile(pattern)
     except re.error as error:
-        yield Violation(key, pattern, f"is no regular expression ({error})", (re.escape(pattern),))
+        yield Violation(key, pattern, f"is not a regular expression ({error})", (re.escape(pattern),))
     if not pattern:
         yield Violation(key, "''", "an empty pattern matches every parameter", (".*",))
 
 
-def betas_fit(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """AdamW has two moments."""
+def betas_fit(config: TrainConfig) -> Iterator[Violation]:
+    """AdamW has two decay rates."""
     betas = config.optim.betas
     if len(betas) != 2:
         yield Violation("optim.betas", betas, "must be two numbers", ([0.9, 0.95],))
 
 
-def learning_rate_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """Warm-up and decay fit into the schedule."""
+def learning_rate_fits(config: TrainConfig) -> Iterator[Violation]:
+    """Warm-up and decay fit within the learning-rate schedule."""
     lr = config.lr
     total, source = (config.run.steps, "run.steps") if lr.total_steps is None else (lr.total_steps, "lr.total_steps")
     if lr.warmup_steps > total:
@@ -114,12 +114,12 @@ def learning_rate_fits(config: TrainConfig, world_size: int | None) -> Iterator[
         rule = f"must fit between lr.warmup_steps={lr.warmup_steps} and {source}={total}"
         yield Violation("lr.decay_steps", lr.decay_steps, rule, (f"{total - lr.warmup_steps} or less",))
     if lr.decay_steps is not None and lr.schedule != "wsd":
-        rule = f"lr.schedule={lr.schedule} has no decay of its own length"
+        rule = f"lr.schedule={lr.schedule} has no separate decay"
         yield Violation("lr.decay_steps", lr.decay_steps, rule, (None, "lr.schedule=wsd"))
 
 
-def data_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """Sources have the paths they read, and the vocabulary holds every byte where bytes are the tokens."""
+def data_fits(config: TrainConfig) -> Iterator[Violation]:
+    """Sources have the paths they need, and the vocabulary matches the tokenizer."""
     yield from source_fits(config, "data.")
     data = config.data
     kinds = {each.source for each in data.blend} or {data.source}
@@ -130,17 +130,22 @@ def data_fits(config: TrainConfig, world_size: int | None) -> Iterator[Violation
         rule = "data.tokenizer=byte has no special tokens"
         yield Violation("data.allow_special_tokens", True, rule, (False, "data.tokenizer=PATH"))
     if "bin" in kinds and not data.pack:
-        yield Violation("data.pack", data.pack, "token files are packed, without a list of their documents", (True,))
+        yield Violation("data.pack", data.pack, "token files are packed and do not list their documents", (True,))
 
 
 def source_fits(config: TrainConfig, prefix: str) -> Iterator[Violation]:
-    """The source or the blend of a configuration without stages, its keys named with this prefix."""
+    """The source or blend of a configuration has the paths it needs.
+
+    Args:
+        config: a configuration, or that of one data phase.
+        prefix: prefix of its data keys in violations.
+    """
     data = config.data
     if not data.blend:
         yield from _paths_fit(prefix, data.source, data.paths)
         return
     if data.paths:
-        yield Violation(f"{prefix}paths", data.paths, f"{prefix}blend names the paths of each of its sources", ([],))
+        yield Violation(f"{prefix}paths", data.paths, f"{prefix}blend lists the paths of each source", ([],))
     for at, each in enumerate(data.blend):
         yield from _paths_fit(f"{prefix}blend[{at}].", each.source, each.paths)
     if not any(each.weight for each in data.blend):
@@ -153,7 +158,7 @@ def _paths_fit(prefix: str, source: str, paths: Sequence[str]) -> Iterator[Viola
         rule = f"{prefix}source=builtin reads no files"
         yield Violation(f"{prefix}paths", paths, rule, ([], *(f"{prefix}source={kind}" for kind in FILES)))
     if source != "builtin" and not paths:
-        rule = f"{prefix}source={source} reads files and none are named"
+        rule = f"{prefix}source={source} needs at least one path"
         yield Violation(f"{prefix}paths", paths, rule, (f"{prefix}paths=[FILE,…]",))
 
 
@@ -161,8 +166,8 @@ FILES = ("text", "jsonl", "bin")
 """Sources that read files."""
 
 
-def continuation_is_clear(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """A run knows which folder it continues in, and starts from one thing only."""
+def continuation_is_clear(config: TrainConfig) -> Iterator[Violation]:
+    """``resume`` has a folder to continue in, and weights come from one place only."""
     if config.resume == "auto" and config.run.dir is None:
         advice = ("run.dir=FOLDER",) if config.launch.elastic else ("run.dir=FOLDER", "last", None)
         yield Violation("resume", "auto", "needs the folder to continue in", advice)
@@ -170,34 +175,109 @@ def continuation_is_clear(config: TrainConfig, world_size: int | None) -> Iterat
         rule = f"continues the newest run under run.root, so run.dir={config.run.dir} would be ignored"
         yield Violation("resume", "last", rule, ("auto", "run.dir=null"))
     if config.resume not in (None, "auto") and config.checkpoint.load_weights is not None:
-        rule = "resume already brings weights"
+        rule = "resume loads weights as well"
         yield Violation(
             "checkpoint.load_weights", config.checkpoint.load_weights, rule, (None, "resume=null", "resume=auto")
         )
 
 
-def elastic_is_clear(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """A job whose ranks change goes on in its own folder, and says nothing about how many machines there are."""
+def elastic_is_clear(config: TrainConfig) -> Iterator[Violation]:
+    """An elastic job resumes in its own folder and does not fix the number of machines."""
     if not config.launch.elastic:
         return
     if config.resume != "auto":
-        rule = f"a restart goes on in its folder from the newest checkpoint, resume={spell(config.resume)} does not"
+        rule = f"a restart must continue from the newest checkpoint, which resume={spell(config.resume)} does not do"
         yield Violation("launch.elastic", True, rule, ("resume=auto with run.dir=FOLDER", False))
     if config.cluster.nodes > 1:
-        rule = "launch.elastic=true has as many machines as there are at each start"
+        rule = "launch.elastic=true does not fix the number of machines"
         yield Violation("cluster.nodes", config.cluster.nodes, rule, (1, "cluster.ranks_per_node=RANKS"))
 
 
-def recorded_steps_exist(config: TrainConfig, world_size: int | None) -> Iterator[Violation]:
-    """Steps to be recorded are steps of the run."""
+def recorded_steps_exist(config: TrainConfig) -> Iterator[Violation]:
+    """Recorded steps are steps of the run."""
     for key in ("observe.dump_steps", "observe.trace_steps"):
         beyond = [step for step in value_of(config, key) if step > config.run.steps]
         if beyond:
-            rule = f"has steps beyond run.steps={config.run.steps}"
+            rule = f"contains steps beyond run.steps={config.run.steps}"
             yield Violation(key, value_of(config, key), rule, (f"steps from 1 to {config.run.steps}",))
 
 
-VALUE_RULES = (
+PATHS: Mapping[str, tuple[object, ...]] = {
+    "resume": ("auto", "last", "the path of a checkpoint", None),
+    "run.root": ("outputs",),
+    "run.dir": ("a folder", None),
+    "schedule.path": ("a file", None),
+    "data.tokenizer": ("byte", "the path of a tokenizer.json"),
+    "checkpoint.load_weights": ("the folder of a checkpoint", None),
+}
+"""Keys that hold a path, and the advice for an invalid one."""
+
+NAMES: Mapping[str, tuple[object, ...]] = {"run.name": ("train",), "cluster.name": ("local",)}
+"""Keys that hold a name, and an example."""
+
+LONGEST_NAME = 255
+"""Longest file name that file systems accept, in bytes."""
+LONGEST_PATH = 4095
+"""Longest path, in bytes."""
+
+
+def invalid_texts(config: TrainConfig) -> Iterator[Violation]:
+    """A violation for each path or name that is empty or that no file system accepts."""
+    for key, advice in {**PATHS, **NAMES}.items():
+        value = value_of(config, key)
+        if isinstance(value, str) and (error := _text_error(value, is_name=key in NAMES)):
+            yield Violation(key, _printable(value), error, advice)
+    prompt = value_of(config, "run.sample_prompt")
+    if isinstance(prompt, str) and not prompt:
+        yield Violation("run.sample_prompt", "''", "must not be empty", ("a prompt", None))
+    for key, paths in _lists_of_paths(config):
+        for at, path in enumerate(paths):
+            if error := _text_error(path, is_name=False):
+                yield Violation(f"{key}[{at}]", _printable(path), error, ("the path of a file",))
+
+
+def _lists_of_paths(config: TrainConfig) -> Iterator[tuple[str, list[str]]]:
+    """Every list of paths with its key; invalid lists are skipped."""
+    phases = value_of(config, "data.phases")
+    yield from _paths_of("data.", value_of(config, "data.paths"), value_of(config, "data.blend"))
+    for at, phase in enumerate(phases if isinstance(phases, list) else ()):
+        yield from _paths_of(f"data.phases[{at}].", phase.paths, phase.blend)
+
+
+def _paths_of(prefix: str, paths: object, blend: object) -> Iterator[tuple[str, list[str]]]:
+    if isinstance(paths, list):
+        yield f"{prefix}paths", paths
+    for at, entry in enumerate(blend if isinstance(blend, list) else ()):
+        if isinstance(entry.paths, list):
+            yield f"{prefix}blend[{at}].paths", entry.paths
+
+
+def _text_error(text: str, *, is_name: bool) -> str | None:
+    """The rule that a path, or a name, violates; None if it is valid."""
+    if not text.strip():
+        return "must not be empty"
+    if not _is_plain(text):
+        return "must not contain control characters"
+    parts = [text] if is_name else text.split("/")
+    if max(len(part.encode()) for part in parts) > LONGEST_NAME or len(text.encode()) > LONGEST_PATH:
+        return f"must be at most {LONGEST_NAME} bytes{'' if is_name else f' between slashes and {LONGEST_PATH} in all'}"
+    if is_name and ("/" in text or text in (".", "..")):
+        return "must be a name, not a path"
+    return None
+
+
+def _printable(text: str) -> str:
+    """The text itself if it is visible on one line, else its ``repr``."""
+    return text if text.strip() and _is_plain(text) else repr(text)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text contains no control characters and no unpaired surrogates, which files cannot store."""
+    return not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
+
+
+ValueRule = Callable[[TrainConfig], Iterator[Violation]]
+VALUE_RULES: tuple[ValueRule, ...] = (
     positions_fit,
     layers_are_named,
     patterns_are_regular,

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -173,7 +172,7 @@ def _claim(folder: Path, slices: Sequence[InputSlice], settings: Settings, token
     os.replace(unfinished, path)
 
 
-def _plan(slices: Sequence[InputSlice], settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
+def _plan(slices: Sequence[InputSlice], settings: Settings, tokenizer: Tokenizer) -> dict[str, object]:
     state = hashlib.blake2b(digest_size=16)
     for path in dict.fromkeys(each.path for each in slices):
         found = os.stat(path)

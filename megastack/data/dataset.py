@@ -24,7 +24,7 @@ from megastack.errors import DataError, counted
 
 @dataclass(frozen=True)
 class Split:
-    """One side of a source: its tokens, and the samples cut from them."""
+    """One split of a source: its tokens, and the samples cut from them."""
 
     stream: Stream
     samples: PackedSamples | SingleSamples

@@ -85,7 +85,7 @@ def _begun(record: Record, step: int) -> list[Record]:
     return [phase for phase in record.get(PHASES, ()) if phase["from_step"] < step]
 
 
-def _changed_values(pairs: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+def _changed_values(pairs: Mapping[str, tuple[object, object]]) -> Iterator[str]:
     for key, (new, old) in pairs.items():
         if new != old:
             yield f"{key}={new}: the checkpoint's run has {old}; use {old}"

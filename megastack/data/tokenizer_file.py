@@ -12,10 +12,10 @@ unknown text is not guarded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ class FileTokenizer:
             self._guarded[_guarded(self._tokenizer, self.end)] = True
             self._tokenizer.encode_special_tokens = True
 
-    def __reduce__(self) -> tuple[Any, tuple[str, bool]]:
+    def __reduce__(self) -> tuple[Callable[[str, bool], FileTokenizer], tuple[str, bool]]:
         return _load_file, (self.name, self._allows)
 
     def encode(self, documents: Sequence[bytes]) -> list[Ids]:
@@ -162,7 +162,7 @@ def _end(path: Path, ids: Mapping[str, int]) -> int | None:
     return ids[end]
 
 
-def _config_beside(path: Path) -> Mapping[str, Any]:
+def _config_beside(path: Path) -> Mapping[str, object]:
     """The content of `tokenizer_config.json` beside a tokenizer; empty if there is none."""
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():

@@ -1,1 +1,1 @@
-"""Flat gradient buckets, their reductions, the global norm."""
+"""Gradients of the data-parallel group: flat buckets, ZeRO, FSDP, and the global norm."""

@@ -39,7 +39,7 @@ from megastack.mesh.shape import Axis
 from megastack.placement.boxes import Box
 from megastack.placement.module import placements_of
 from megastack.placement.placement import Placement
-from megastack.weight_gradients import WhenStored
+from megastack.weight_gradients import AccumulationHook
 
 BUCKET_BYTES = 25 * 2**20
 """The default size of gradients at which a bucket is closed."""
@@ -235,7 +235,7 @@ class GradientBuckets:
         _wait(start_all_reduce_(bucket.local_gradients, group) for bucket, group in grouped if group is not None)
 
 
-class _AccumulationHook(WhenStored):
+class _AccumulationHook(AccumulationHook):
     """Holds the buckets weakly: Python's garbage collector cannot see a cycle through autograd."""
 
     def __init__(self, buckets: GradientBuckets, index: int) -> None:

@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from megastack.comm.fsdp import CountedGather, CountedReduce
+from megastack.comm.collectives import CountedGather, CountedReduce
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.placement.module import ReshardPolicy
+from megastack.torch_private import after_forward, before_forward
 
 
 def shard_dim(shape: Sequence[int], ranks: int) -> int:
@@ -181,11 +182,11 @@ def _gather_ahead(
 
 
 class UnitCalls:
-    """Watches the forwards of a stage whose units were cut by ``fully_shard``.
+    """Hooks that let skipped units of a sharded stage take part in its collectives.
 
     Args:
         stage: the stage; it is called for every microbatch.
-        units: its units in the order of their use.
+        units: its units in order of use.
     """
 
     def __init__(self, stage: nn.Module, units: Sequence[nn.Module]) -> None:
@@ -206,58 +207,57 @@ class UnitCalls:
     def _before(self, at: int, unit: nn.Module, args: Any, kwargs: Any) -> Any:
         skipped = self._units[self._next : at]
         self._next = max(self._next, at + 1)
-        return _passed(skipped, (args, kwargs))
+        return _skip(skipped, (args, kwargs))
 
     def _end(self, stage: nn.Module, args: Any, output: Any) -> Any:
         skipped = self._units[self._next :]
         self._next = len(self._units)
-        (output,), _ = _passed(skipped, ((output,), {}))
+        (output,), _ = _skip(skipped, ((output,), {}))
         return output
 
 
-def require_calls(part: nn.Module, inner: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> None:
-    """Have a part fail that does not call one of the units inside of it, which it uses in no certain order.
+def require_calls(module: nn.Module, groups: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> None:
+    """Register hooks that raise if a forward skips an FSDP2 group inside a unit, since their order is unknown.
 
     Args:
-        part: a stage or a unit.
-        inner: what is cut inside of it, and gathered with it.
+        module: a stage or a unit.
+        groups: the modules inside it that are sharded on their own and gathered with it.
         names: the global name of each module.
 
     Raises:
-        PlacementError: later, in the part's forward and on the rank that skips the unit.
+        PlacementError: later, in the module's forward and on the rank that skips a group.
     """
     called: set[nn.Module] = set()
 
-    def end(part: nn.Module, args: Any, output: Any) -> None:
-        missing = [names[unit] for unit in inner if unit not in called]
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        missing = [names[group] for group in groups if group not in called]
         called.clear()
         if missing:
             raise PlacementError(
                 f"{', '.join(missing)}: not called in this forward; a module whose dtype differs from the rest "
                 "of its block (precision.keep_fp32) must be called on every data rank under parallel.zero.stage 2 and "
-                "3; use stage 1, or let precision.keep_fp32 match the whole block or nothing of it"
+                "3; use parallel.zero.stage=1, or let precision.keep_fp32 match the whole block or nothing of it"
             )
 
-    for unit in inner:
-        unit.register_forward_pre_hook(lambda unit, args: called.add(unit))
-        if _is_trained(unit):
-            unit.register_forward_hook(_require_gradient, prepend=True)
-    if inner:
-        part.register_forward_hook(end, prepend=True)
+    for group in groups:
+        group.register_forward_pre_hook(lambda group, args: called.add(group))
+        if _is_trained(group):
+            group.register_forward_hook(_require_gradient, prepend=True)
+    if groups:
+        module.register_forward_hook(end, prepend=True)
 
 
-def _is_trained(unit: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in unit.parameters())
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _passed(units: Sequence[nn.Module], value: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Arguments after they went through units that do nothing."""
+def _skip(units: Sequence[nn.Module], value: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Run FSDP2's hooks of skipped units on the arguments, which otherwise stay unchanged."""
     for unit in units:
-        state = cast(Any, unit)._get_fsdp_state()
-        value = state._pre_forward(unit, *value)
+        value = before_forward(unit, *value)
         if _is_trained(unit):
             value = _with_gradient(value)
-        value = state._post_forward(unit, (), value)
+        value = after_forward(unit, value)
     return value
 
 
@@ -266,7 +266,7 @@ def _require_gradient(unit: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _with_gradient(value: Any) -> Any:
-    """The same values, of which one tensor requires a gradient where a gradient is wanted and none did."""
+    """The same values; if grad mode is on and no tensor requires a gradient, one of them does now."""
     tensors = _tensors(value)
     if not torch.is_grad_enabled() or any(x.requires_grad for x in tensors):
         return value
@@ -277,7 +277,7 @@ def _with_gradient(value: Any) -> Any:
 
 
 class _Attach(torch.autograd.Function):
-    """A tensor as the result of something that is trained; no gradient leaves it."""
+    """The identity, whose output requires a gradient; its backward returns none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Which settings each parameter is trained with: decay classes, groups by pattern, frozen parameters.
+"""The settings that each parameter is trained with: weight decay, groups by pattern, frozen parameters.
 
 A pattern is a regular expression searched in the global parameter name (``blocks.17.attention_norm.weight``), so
-``norm`` matches every norm, ``^blocks\\.3\\.`` one block, ``mlp\\.(up|down)`` two weights of each. Everything here
-works on names and is the same on every rank: pass the names of the whole model to have a pattern that matches nothing
-refused, although a pipeline stage alone may well hold no match.
+``norm`` matches every norm, ``^blocks\\.3\\.`` one block, ``mlp\\.(up|down)`` two weights of each block. This module
+works on names, identically on every rank. A pattern that matches nothing is an error; pass the names of the whole
+model, since a single pipeline stage may hold no match.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ParameterGroup:
 
     Attributes:
         lr_scale: multiplies the learning rate of the step.
-        weight_decay: the decay of these parameters, already 0 where none applies.
+        weight_decay: the decay of these parameters; 0 where none applies.
     """
 
     lr_scale: float = 1.0
@@ -35,7 +35,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class GroupRule:
-    """Other settings for the parameters whose name ``pattern`` matches; ``weight_decay=None`` keeps the default."""
+    """Settings for the parameters whose name ``pattern`` matches; ``weight_decay=None`` keeps the default."""
 
     pattern: str
     lr_scale: float = 1.0
@@ -52,19 +52,19 @@ def assign_groups(
 ) -> dict[str, ParameterGroup]:
     """The group of every parameter in ``decays``.
 
-    A parameter decays where its placement says so and its name matches no ``no_decay`` pattern; a rule changes how
-    strongly, never whether. The first rule that matches wins. A ``no_decay`` pattern may match nothing (a model without
-    biases), a rule may not.
+    A parameter decays if its placement allows it and its name matches no ``no_decay`` pattern; a rule changes how much
+    it decays, never whether. The first rule that matches wins. A ``no_decay`` pattern may match nothing (a model
+    without biases), a rule may not.
 
     Args:
-        decays: global name -> ``Placement.decay``, of this rank's parameters.
-        weight_decay: the decay where no rule says otherwise.
+        decays: ``Placement.decay`` of this rank's parameters by global name.
+        weight_decay: the decay of parameters that no rule matches.
         no_decay: patterns of parameters that never decay.
-        rules: other settings by pattern.
+        rules: settings by pattern.
         names: all names of the model, against which the rules are checked; those of ``decays`` by default.
 
     Raises:
-        ConfigError: a rule matches no name (with near names), or a pattern is no regular expression.
+        ConfigError: a rule matches no name (with near names), or a pattern is not a regular expression.
     """
     check_patterns("optim.groups", [rule.pattern for rule in rules], decays if names is None else names)
     exempt = [_compile("optim.no_decay", pattern) for pattern in no_decay]
@@ -80,9 +80,9 @@ def assign_groups(
 def freeze(
     modules: Iterable[nn.Module], patterns: Sequence[str], *, names: Collection[str] | None = None
 ) -> tuple[str, ...]:
-    """Stop training the parameters that a pattern matches (``requires_grad`` off); returns their global names.
+    """Freeze the parameters that a pattern matches (``requires_grad=False``); returns their global names.
 
-    Call it before the buckets are made: a frozen parameter is in no bucket, norm or optimizer.
+    Call it before the buckets are built: a frozen parameter is in no bucket, norm or optimizer.
 
     Args:
         modules: this rank's stages.
@@ -90,7 +90,7 @@ def freeze(
         names: all names of the model, against which the patterns are checked; those of ``modules`` by default.
 
     Raises:
-        ConfigError: a pattern matches no name, or is no regular expression.
+        ConfigError: a pattern matches no name, or is not a regular expression.
     """
     parameters = [pair for module in modules for pair in module.named_parameters()]
     check_patterns("optim.freeze", patterns, {name for name, _ in parameters} if names is None else names)
@@ -102,10 +102,10 @@ def freeze(
 
 
 def check_patterns(key: str, patterns: Sequence[str], names: Collection[str]) -> None:
-    """Refuse patterns of the configuration key ``key`` that match none of ``names``.
+    """Check that each pattern of the configuration key ``key`` matches one of ``names``.
 
     Raises:
-        ConfigError: one line for each such pattern, with the names nearest to it.
+        ConfigError: one line for each pattern that does not, with the names nearest to it.
     """
     errors = [
         Violation(key, pattern, "matches no parameter", tuple(_near(pattern, names)))
@@ -124,10 +124,10 @@ def _compile(key: str, pattern: str) -> re.Pattern[str]:
 
 
 def _near(pattern: str, names: Collection[str]) -> list[str]:
-    """Names that look most like the pattern, whole or by their best part."""
+    """The names most similar to the pattern, as a whole or by one of their components."""
     plain = re.sub(r"[\\^$*+?()\[\]|]", "", pattern).strip(".")
 
-    def likeness(name: str) -> float:
+    def similarity(name: str) -> float:
         return max(difflib.SequenceMatcher(None, plain, part).ratio() for part in (name, *name.split(".")))
 
-    return sorted(names, key=lambda name: (-likeness(name), name))[:_NEAR_NAMES]
+    return sorted(names, key=lambda name: (-similarity(name), name))[:_NEAR_NAMES]

@@ -109,12 +109,16 @@ def make_reductions(
     """
     axes = dict.fromkeys([DATA_AXES, *(placement.data_axes for _, _, placement in parameters)])
     shardings = {each: data_sharding(mesh, each, zero, shard_size) for each in axes}
-    trained = [(name, p, placement) for name, p, placement in parameters if p.requires_grad]
-    differ = any(
-        shardings[placement.data_axes].is_sharded or not is_replicated_over_data(placement, mesh.shape)
-        for _, _, placement in trained
-    )
-    tied, differ = agree_over_stages({name: tuple(p.shape) for name, p, _ in trained}, differ, mesh)
+    trained = [
+        TrainedParameter(
+            name,
+            tuple(parameter.shape),
+            shardings[placement.data_axes].is_sharded or not is_replicated_over_data(placement, mesh.shape),
+        )
+        for name, parameter, placement in parameters
+        if parameter.requires_grad
+    ]
+    tied, differ = agree_over_stages(trained, mesh)
     for stages in tied.values():
         mesh.subgroup(Axis.PP, stages)  # opened before any group within a stage, whose ranks know nothing of it
     return Reductions(
@@ -162,38 +166,55 @@ def reduction_of(
     return Reduction(data, partial_over, replication)
 
 
-def agree_over_stages(
-    shapes: Mapping[str, tuple[int, ...]], differ: bool, mesh: Mesh
-) -> tuple[dict[str, tuple[int, ...]], bool]:
+@dataclass(frozen=True)
+class TrainedParameter:
+    """A trained parameter as pipeline stages describe it to each other.
+
+    Attributes:
+        name: its global name.
+        shape: its local shape.
+        differs: whether ranks that differ only in dp and cp hold different elements of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    differs: bool
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that depends on all three; its lowest bit is ``differs``."""
+        digest = hashlib.blake2b(f"{self.name} {self.shape}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big", signed=True) & ~1 | self.differs
+
+
+def agree_over_stages(trained: Sequence[TrainedParameter], mesh: Mesh) -> tuple[dict[str, tuple[int, ...]], bool]:
     """Find the parameters that several pipeline coordinates hold. All ranks of a pipeline group call.
 
-    Two small collectives over ``pp``, once, when buckets are made.
+    Two small collectives over ``pp``, once, when buckets are built.
 
     Args:
-        shapes: the local shape of each of this rank's parameters by global name.
-        differ: what a rank finds on its stages.
+        trained: this rank's trained parameters.
         mesh: the mesh.
 
     Returns:
-        The pipeline coordinates that hold each tied parameter, by name, and whether ``differ`` is true on any stage.
+        The pipeline coordinates that hold each tied parameter, by name, and whether a parameter of any stage differs
+        over data ranks.
 
     Raises:
         PlacementError: on every rank, when two parameters are tied over different sets of stages that overlap.
     """
     stages = mesh[Axis.PP]
     if stages.size == 1:
-        return {}, differ
-    names = {_fingerprint(name, shape): name for name, shape in shapes.items()}
-    longest, differs = all_reduce(torch.tensor([len(names), differ], device=mesh.device), stages, "max").tolist()
+        return {}, any(each.differs for each in trained)
+    names = {each.fingerprint: each.name for each in trained}
+    longest = int(all_reduce(torch.tensor(len(names), device=mesh.device), stages, "max"))
     padded = [*sorted(names), *[0] * (longest - len(names))]
     rows = all_gather(torch.tensor([padded], dtype=torch.int64, device=mesh.device), stages).tolist()
-    holders = {
-        number: tuple(at for at, row in enumerate(rows) if number in row) for number in {n for row in rows for n in row}
-    }
-    holders.pop(0, None)  # padding
+    numbers = {number for row in rows for number in row} - {0}
+    holders = {number: tuple(at for at, row in enumerate(rows) if number in row) for number in numbers}
     _check_overlap({held for held in holders.values() if len(held) > 1}, names, holders)
     tied = {name: holders[number] for number, name in names.items() if len(holders[number]) > 1}
-    return dict(sorted(tied.items())), bool(differs)
+    return dict(sorted(tied.items())), any(number & 1 for number in numbers)
 
 
 def _check_overlap(
@@ -207,8 +228,3 @@ def _check_overlap(
                 f"tied parameters ({', '.join(sorted(tied))} here): one lives on the pipeline ranks {one}, another on "
                 f"{other}; parameters must be tied over the same pipeline ranks, or over ranks that do not overlap"
             )
-
-
-def _fingerprint(name: str, shape: tuple[int, ...]) -> int:
-    digest = hashlib.blake2b(f"{name} {shape}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)

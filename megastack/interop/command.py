@@ -10,7 +10,7 @@ from typing import Any
 
 from megastack.errors import CheckpointError, ConfigError
 from megastack.interop.proof import ProofError
-from megastack.interop.saved import find_saved
+from megastack.interop.saved_model import find_saved_model
 from megastack.interop.transfer import HUB, WEIGHTS, Transfer, export_model, import_model
 from megastack.observe.console import Console
 
@@ -72,10 +72,10 @@ def _import(options: argparse.Namespace, console: Console) -> Transfer:
 
 
 def _export(options: argparse.Namespace, console: Console) -> Transfer:
-    saved = find_saved(options.source, config_dir=options.config_dir, config_name=options.config_name)
+    saved = find_saved_model(options.source, config_dir=options.config_dir, config_name=options.config_name)
     partial_config = saved.compose_partial(options.overrides)
     if partial_config.errors:
-        with partial_config.origins():
+        with partial_config.located_errors():
             raise ConfigError.of(partial_config.errors)
     done = export_model(
         saved.checkpoint,

@@ -1,22 +1,31 @@
-"""Model options into the ``config.json`` of a Hugging Face class that computes the same, or the reasons why none does.
+"""From model options to the ``config.json`` of a Hugging Face class that computes the same function.
 
-The file is written so that transformers 4 and 5 both understand it: rotary frequencies stand at the top and under
-``rope_parameters``, the dtype under both of its names. ``rope_interleaved: false`` says that the rotation is
-half-split.
+The file is written for transformers 4 and 5: rotary frequencies are at the top level and in ``rope_parameters``, the
+dtype has both of its names. ``rope_interleaved: false`` states that the rotation is half-split. Options that the class
+cannot express are errors.
+
+Token ids come from the original model, the tokenizer's files, or the run's tokenizer. A key that ``config.json`` leaves
+out has the default of its class (2 is Llama's end-of-sequence id) whatever the tokenizer, so the ids of the beginning
+and end of a sequence are always written, as null if there is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megastack.config.convert import to_plain
-from megastack.config.data_phases import longest
+from megastack.config.phases import longest
 from megastack.config.schema import ModelOptions, TrainConfig
+from megastack.data.tokenizer_file import END_NAMES
+from megastack.data.tokenizers import ByteTokenizer
 from megastack.errors import ConfigError, Violation, spell
-from megastack.interop.class_keys import KEYS, completed
+from megastack.interop.config_keys import KEYS, WORDS, is_of_kind, with_defaults
 from megastack.interop.hub_config import ARCHITECTURES, Architecture, read_hub_config
-from megastack.models.profile import head_dim, kv_groups, max_positions
+from megastack.interop.json_file import read_json
+from megastack.models.config import ModelConfig
+from megastack.models.specs import attention_sizes
 
 LLAMA_LIKE = {"norm": ("rms",), "activation": ("swiglu",), "positions": ("rope",)}
 EXPRESSES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
@@ -32,27 +41,31 @@ EXPRESSES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "bias": (True,),
     },
 }
-"""What a class can say of each option; options that are not named can have any value."""
-OWN_LAYERS = ("attention", "mlp", "block")
+"""The values that a class supports for each option; other options can have any value."""
+CUSTOM_LAYERS = ("attention", "mlp", "block")
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-"""Keys of the original ``config.json`` that the class keeps where it was the same model."""
+"""Keys of a sliding window, kept from the original ``config.json`` of the same model."""
+ALWAYS_WRITTEN = ("bos_token_id", "eos_token_id")
+TOKEN_ID_KEYS = (*ALWAYS_WRITTEN, "pad_token_id", "unk_token_id")
+TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+VOCABULARY = "vocab.json"
 
 
 def choose_architecture(model: ModelOptions, name: str | None = None) -> Architecture:
-    """The class that expresses a model: the one that is named, or else the one that its features ask for.
+    """The class to export a model as: ``name``, or else the class that its features imply.
 
     Raises:
-        ConfigError: it cannot express some of the options; each with the reason.
+        ConfigError: the class cannot express the model; each option with the reason.
     """
     if name is not None and name not in ARCHITECTURES:
         raise ConfigError.of([Violation("--architecture", name, "unknown architecture", tuple(ARCHITECTURES))])
-    chosen = name or _natural(model)
+    chosen = name or _implied(model)
     if errors := list(_inexpressible(model, chosen)):
         raise ConfigError.of(errors)
     return ARCHITECTURES[chosen]
 
 
-def _natural(model: ModelOptions) -> str:
+def _implied(model: ModelOptions) -> str:
     if model.positions == "learned" or model.norm == "layer" or model.activation == "gelu":
         return "gpt2"
     if model.qk_norm:
@@ -66,14 +79,16 @@ def _inexpressible(model: ModelOptions, name: str) -> Iterator[Violation]:
         value = getattr(model, option)
         if value not in legal:
             yield Violation(f"model.{option}", value, cannot, legal)
-    for option in OWN_LAYERS:
+    for option in CUSTOM_LAYERS:
         if getattr(model, option) is not None:
-            yield Violation(f"model.{option}", getattr(model, option), "a layer of your own has no counterpart there")
+            yield Violation(
+                f"model.{option}", getattr(model, option), "custom layers have no counterpart in Hugging Face classes"
+            )
     if name == "llama" and model.qkv_bias and not model.bias:
         yield Violation("model.qkv_bias", True, cannot, ("--architecture qwen2",))
-    if name == "gpt2" and kv_groups(model) != model.heads:
+    if name == "gpt2" and attention_sizes(model).groups != model.heads:
         yield Violation("model.kv_groups", model.kv_groups, cannot, (model.heads,))
-    if name == "gpt2" and head_dim(model) * model.heads != model.hidden:
+    if name == "gpt2" and attention_sizes(model).width * model.heads != model.hidden:
         yield Violation("model.head_dim", model.head_dim, cannot, (model.hidden // model.heads,))
     if name == "gpt2" and model.qkv_bias and not model.bias:
         yield Violation("model.qkv_bias", True, cannot, (False,))
@@ -92,8 +107,8 @@ def hub_config(
         config: the run; its model and sequence length are read.
         architecture: a class that expresses the model.
         dtype: name of the weights' dtype, like ``bfloat16``.
-        original: the file of the folder that the model came from. If it describes a model of this class and these
-            sizes, the length of its context goes along, and its window if the run's sequences fit in it.
+        original: ``config.json`` of the folder that the model was imported from. If it describes a model of this class
+            and these sizes, its context length is kept, and its sliding window if the run's sequences fit in it.
         ids: token ids by key.
     """
     own = _gpt2(config) if architecture.name == "gpt2" else _llama_like(config, architecture)
@@ -106,19 +121,19 @@ def hub_config(
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    carried = _carried(config, own | shared, original) if original else {}
-    return shared | own | carried | dict(ids or {})
+    kept = _kept(config, own | shared, original) if original else {}
+    return shared | own | kept | dict(ids or {})
 
 
 SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
-def _carried(config: TrainConfig, values: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
-    """What the new file keeps of the old one, if both describe one model."""
+def _kept(config: TrainConfig, values: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that the new file keeps from the original one, if both describe the same model."""
     kept = {"use_cache": original["use_cache"]} if isinstance(original.get("use_cache"), bool) else {}
     if str(original.get("model_type")) not in KEYS or values["model_type"] == "gpt2":
         return kept
-    before = completed(original)
+    before = with_defaults(original)
     if any(before.get(key) != values[key] for key in SIZES):
         return kept
     try:
@@ -138,8 +153,8 @@ def _llama_like(config: TrainConfig, architecture: Architecture) -> dict[str, An
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn,
         "num_attention_heads": model.heads,
-        "num_key_value_heads": kv_groups(model),
-        "head_dim": head_dim(model),
+        "num_key_value_heads": attention_sizes(model).groups,
+        "head_dim": attention_sizes(model).width,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "max_position_embeddings": longest(config).batch.sequence_length,
@@ -181,7 +196,7 @@ def _gpt2(config: TrainConfig) -> dict[str, Any]:
         "n_embd": model.hidden,
         "n_head": model.heads,
         "n_inner": None if model.ffn == 4 * model.hidden else model.ffn,
-        "n_positions": max_positions(config),
+        "n_positions": ModelConfig.of(config).max_positions,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": model.norm_eps,
         "embd_pdrop": model.dropout,
@@ -191,9 +206,110 @@ def _gpt2(config: TrainConfig) -> dict[str, Any]:
 
 
 def model_values(model: ModelOptions) -> dict[str, Any]:
-    """The options that differ from their defaults, for a YAML file of the group ``model``."""
+    """The options that differ from their defaults, for a YAML file of the ``model`` group."""
     default = to_plain(ModelOptions(layers=0, heads=0, hidden=0, ffn=0, vocab=0))
     plain = to_plain(model)
     rope = {key: value for key, value in plain["rope"].items() if value != default["rope"][key]}
     values = {key: value for key, value in plain.items() if value != default[key] or key == "family"}
     return values | ({"rope": rope} if rope else {})
+
+
+def byte_ids(vocab: int) -> dict[str, Any]:
+    """Token ids of the byte tokenizer, as far as the vocabulary has them."""
+    end = ByteTokenizer.end
+    return {"bos_token_id": None, "eos_token_id": end if end is not None and end < vocab else None}
+
+
+def token_ids(
+    files: Mapping[str, Path], original: Mapping[str, Any] | None = None, *, vocab: int | None = None
+) -> dict[str, Any]:
+    """Token ids by key of ``config.json``; always includes the beginning and the end of a sequence.
+
+    Args:
+        files: the tokenizer's files by their name in a folder.
+        original: ``config.json`` of the folder that the model was imported from, which takes precedence over the
+            tokenizer; if neither has an id, the default of its class is used.
+        vocab: the size of the vocabulary, which a default must be within.
+
+    Raises:
+        ConfigError: a value of the original is not a token id, or a token of the settings is not in the vocabulary.
+    """
+    original = original or {}
+    _require_ids(original)
+    names, ids = _names(files), _ids(files)
+    found = {key: original[key] for key in TOKEN_ID_KEYS if key in original}
+    for key in ALWAYS_WRITTEN:
+        if key in found:
+            continue
+        name = names.get(key.removesuffix("_id"))
+        if name is not None:
+            found[key] = _id(name, key, ids)
+        elif key == "eos_token_id" and any(each in ids for each in END_NAMES):
+            found[key] = next(ids[each] for each in END_NAMES if each in ids)
+        else:
+            found[key] = None if ids else _default(original, key, vocab)
+    return found
+
+
+def _default(original: Mapping[str, Any], key: str, vocab: int | None) -> int | None:
+    """The default of the original's class for an absent key, if it is within the vocabulary."""
+    known = KEYS.get(str(original.get("model_type")))
+    value = known[key].default if known else None
+    return value if value is not None and vocab is not None and value < vocab else None
+
+
+def generation_config(ids: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of ``generation_config.json``, which overrides ``config.json`` in generation; empty without ids."""
+    given = {key: ids[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if ids.get(key) is not None}
+    return given | {"_from_model_config": True} if given else {}
+
+
+def _require_ids(original: Mapping[str, Any]) -> None:
+    keys = {key: KEYS["llama"][key].kind if key in KEYS["llama"] else "id" for key in TOKEN_ID_KEYS}
+    errors = [
+        Violation(key, original[key], f"must be {WORDS[kind]} or null")
+        for key, kind in keys.items()
+        if original.get(key) is not None and not is_of_kind(original[key], kind)
+    ]
+    if errors:
+        raise ConfigError.of(errors)
+
+
+def _names(files: Mapping[str, Path]) -> dict[str, str]:
+    """The text of each special token, by key (``eos_token`` and so on)."""
+    names: dict[str, str] = {}
+    for file in (SPECIAL_TOKENS, TOKENIZER_CONFIG):
+        values = read_json(files[file]) if file in files else {}
+        for key, value in values.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                names[key] = text
+    return names
+
+
+def _ids(files: Mapping[str, Path]) -> dict[str, int]:
+    """The id of each token of the vocabulary."""
+    ids: dict[str, Any] = {}
+    if VOCABULARY in files:
+        ids |= read_json(files[VOCABULARY])
+    if TOKENIZER in files:
+        values = read_json(files[TOKENIZER])
+        model = values.get("model")
+        words = model.get("vocab") if isinstance(model, dict) else None
+        if isinstance(words, dict):
+            ids |= words
+        elif isinstance(words, list):  # unigram models list (token, score)
+            ids |= {word[0]: at for at, word in enumerate(words) if isinstance(word, list) and word}
+        added = values.get("added_tokens")
+        for each in added if isinstance(added, list) else []:
+            if isinstance(each, dict) and isinstance(each.get("content"), str):
+                ids[each["content"]] = each.get("id")
+    return {name: each for name, each in ids.items() if is_of_kind(each, "id")}
+
+
+def _id(name: str, key: str, ids: Mapping[str, int]) -> int | None:
+    """The id of a token; None if the folder has no vocabulary to look it up in (only a sentencepiece model)."""
+    if ids and name not in ids:
+        rule = f"{key.removesuffix('_id')} in the tokenizer's settings, but not in its vocabulary"
+        raise ConfigError.of([Violation("token", name, rule)])
+    return ids.get(name)

@@ -1,7 +1,7 @@
-"""Reading the JSON files of a folder: what a value cannot be is an error that names its key.
+"""Read the JSON files of a Hugging Face folder; an invalid value is an error that names its key.
 
-JSON as the standard says it: no NaN and no infinity (also not as a number too large for a float), no key twice in an
-object, no text that is not Unicode. What Python would read in silence, or end with a traceback, is refused here.
+Strict JSON: no NaN or infinity (nor a number too large for a float), no duplicate keys, no text that is not Unicode.
+Python's reader accepts these silently or fails with a traceback.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from megastack.errors import ConfigError
 
 DEEPEST = 64
-"""Objects and lists inside one another at most."""
+"""Most levels of nested objects and lists."""
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
 @dataclass(frozen=True)
-class _Bad:
-    """A value that is refused: as it is written, and why."""
+class _Invalid:
+    """An invalid value: its text and the rule that it breaks."""
 
     text: str
     rule: str
@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ConfigError: it is missing, no JSON object, or has values that JSON does not have, each with its key.
+        ConfigError: it is missing or not a JSON object, or naming the key of each invalid value.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
             text, parse_constant=_constant, parse_float=_float, parse_int=_int, object_pairs_hook=_object
         )
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a Hugging Face folder has one") from None
+        raise ConfigError(f"{path}: no such file; a Hugging Face folder must have it") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable as JSON ({error})") from error
     except RecursionError:
@@ -53,23 +53,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-_TOO_DEEP = f"objects and lists lie inside one another more than {DEEPEST} deep"
+_TOO_DEEP = f"objects and lists are nested more than {DEEPEST} deep"
 
 
-def _constant(text: str) -> _Bad:
-    return _Bad(text, "JSON has no such number; use a finite one")
+def _constant(text: str) -> _Invalid:
+    return _Invalid(text, "is not a JSON number; use a finite one")
 
 
-def _float(text: str) -> float | _Bad:
+def _float(text: str) -> float | _Invalid:
     value = float(text)
-    return value if isfinite(value) else _Bad(_short(text), "too large for a float; use a finite number")
+    return value if isfinite(value) else _Invalid(_short(text), "too large for a float; use a finite number")
 
 
-def _int(text: str) -> int | _Bad:
+def _int(text: str) -> int | _Invalid:
     try:
-        return int(text) if isfinite(float(text)) else _Bad(_short(text), "too large; use a smaller number")
+        return int(text) if isfinite(float(text)) else _Invalid(_short(text), "too large; use a smaller number")
     except ValueError:  # more digits than Python converts
-        return _Bad(_short(text), "too large; use a smaller number")
+        return _Invalid(_short(text), "too large; use a smaller number")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -78,18 +78,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for name, value in pairs:
             if name in seen:
-                rule = "the key stands twice in its object; keep one"
-                values[name] = _Bad(f"{_short(str(seen[name]))} and {_short(str(value))}", rule)
+                rule = "the key occurs twice in its object; keep one"
+                values[name] = _Invalid(f"{_short(str(seen[name]))} and {_short(str(value))}", rule)
             seen[name] = value
     return values
 
 
 def _errors(values: dict[str, Any]) -> Iterator[str]:
-    """Every value that is refused, with its dotted key."""
-    waiting: list[tuple[str, Any, int]] = [("", values, 0)]
-    while waiting:
-        where, value, depth = waiting.pop()
-        if isinstance(value, _Bad):
+    """An error for every invalid value, with its dotted key."""
+    stack: list[tuple[str, Any, int]] = [("", values, 0)]
+    while stack:
+        where, value, depth = stack.pop()
+        if isinstance(value, _Invalid):
             yield f"{where}={value.text}: {value.rule}"
         elif isinstance(value, str) and not _is_unicode(value):
             yield f"{where}: holds half of a character (a lone surrogate); use whole Unicode characters"
@@ -102,7 +102,7 @@ def _errors(values: dict[str, Any]) -> Iterator[str]:
             if isinstance(value, dict) and not all(_is_unicode(name) for name in value):
                 yield f"{where or 'the file'}: a key holds half of a character (a lone surrogate)"
                 continue
-            waiting += [(name, item, depth + 1) for name, item in reversed(named)]
+            stack += [(name, item, depth + 1) for name, item in reversed(named)]
 
 
 def _is_unicode(text: str) -> bool:
@@ -110,7 +110,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _deep_key(text: str) -> str:
-    """The key of the file's object under which it becomes too deep."""
+    """The top-level key under which the nesting becomes too deep."""
     depth, last = 0, ""
     for match in _TOKENS.finditer(text):
         token = match[0]

@@ -1,11 +1,12 @@
-"""The proof at the end of an import or an export: two implementations, the same tokens, the largest difference.
+"""The proof at the end of an import or export: the largest difference of two implementations' logits.
 
-One side is the decoder on one rank with the weights of the checkpoint, a pipeline stage of one block at a time, so that
-a block is all that is in memory. The other reads the Hugging Face folder: ``transformers`` where it is installed (in
-fp32, the whole model in memory), else :mod:`megastack.interop.reference` (in fp64). Which one it was is always said.
+One side is the decoder on one rank with the weights of the checkpoint, one block at a time as its own pipeline stage,
+so that only one block is in memory. The other side reads the Hugging Face folder: ``transformers`` if it is installed
+(in fp32, with the whole model in memory), else :mod:`megastack.interop.reference` (in fp64). The result names it.
 
-The limit is relative to the largest logit. fp64 leaves only rounding; ``transformers`` computes rotary tables and
-norms in fp32 whatever the weights are, so its limit is wider. A wrong convention differs by the size of the logits.
+The limit is relative to the largest logit. In fp64 the difference is only rounding. ``transformers`` computes rotary
+tables and norms in fp32 whatever the dtype of the weights, so its limit is larger. A wrong convention changes the
+logits by their own magnitude.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ import torch
 from torch import Tensor
 
 from megastack.batch import Microbatch
-from megastack.checkpoint.collect import model_items
+from megastack.checkpoint.state import model_items
 from megastack.config.choices import ComputeDtype
 from megastack.config.schema import ParallelOptions, PrecisionOptions, RecomputeOptions, TrainConfig
 from megastack.errors import ConfigError, MegastackError
-from megastack.interop.folder import HubFolder
-from megastack.interop.names import Weight
+from megastack.interop.hub_folder import HubFolder
 from megastack.interop.reference import hub_logits
-from megastack.interop.stored import StoredWeights, fill_
+from megastack.interop.stored_weights import StoredWeights, fill_
+from megastack.interop.weight_map import Weight
 from megastack.mesh.mesh import Mesh
 from megastack.models.decoder import Decoder
 
 LIMITS = {"transformers": 5e-5, "reference": 1e-9}
-"""Largest difference by implementation, relative to the largest logit or 1."""
+"""Largest accepted difference by implementation, relative to the largest logit (at least 1)."""
 SEQUENCES, LENGTH = 2, 16
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What two implementations said about the same tokens.
+    """Result of comparing the logits of two implementations.
 
     Attributes:
         against: the implementation that read the Hugging Face folder.
-        dtype: what both computed in.
-        difference: the largest absolute difference of two logits.
+        dtype: the dtype that both computed in.
+        difference: the largest absolute difference between two logits.
         scale: the largest absolute logit, at least 1.
     """
 
@@ -53,43 +54,44 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is within the limit; one that is no number is not."""
+        """Whether the difference is within the limit; NaN is not."""
         return self.difference <= LIMITS[self.against] * self.scale
 
     def __str__(self) -> str:
         verdict = "equal" if self.holds else "DIFFERENT"
         limit = LIMITS[self.against] * self.scale
         return (
-            f"proof     {verdict}: logits of megastack (one rank) and {_SAID[self.against]}, {self.dtype}, "
+            f"proof     {verdict}: logits of megastack (one rank) and {_NAMES[self.against]}, {self.dtype}, "
             f"{SEQUENCES} sequences: largest difference {self.difference:.3g}, limit {limit:.3g}"
         )
 
 
-_SAID = {"transformers": "transformers", "reference": "megastack's plain reference of the Hugging Face classes"}
+_NAMES = {"transformers": "transformers", "reference": "megastack's plain reference of the Hugging Face classes"}
 
 
 def choose(against: str) -> str:
-    """The implementation to compare with; ``auto`` takes transformers where it is installed.
+    """The implementation to compare with; ``auto`` is transformers if it is installed.
 
     Raises:
-        ConfigError: transformers is asked for and not installed.
+        ConfigError: transformers is requested but not installed.
     """
     installed = find_spec("transformers") is not None
     if against == "transformers" and not installed:
-        raise ConfigError("--proof transformers: is not installed; pip install 'megastack[hf]', or --proof reference")
+        rule = "is not installed; use pip install 'megastack[hf]', or --proof reference"
+        raise ConfigError(f"--proof transformers: {rule}")
     return ("transformers" if installed else "reference") if against == "auto" else against
 
 
 def prove(
     config: TrainConfig, weights: dict[str, Weight], stored: StoredWeights, folder: HubFolder, against: str
 ) -> Proof:
-    """Compare the logits of a checkpoint with those of a Hugging Face folder.
+    """Compare the logits of a checkpoint and a Hugging Face folder.
 
     Args:
-        config: the run; its model is built.
+        config: the run, whose model is built.
         weights: the model's weights by global name.
         stored: the checkpoint.
-        folder: the folder.
+        folder: the Hugging Face folder.
         against: ``transformers`` or ``reference``.
     """
     dtype = torch.float32 if against == "transformers" else torch.float64
@@ -101,7 +103,7 @@ def prove(
 
 
 def proof_tokens(config: TrainConfig) -> Tensor:
-    """Ids from all over the vocabulary, the first and the last among them."""
+    """Token ids from the whole vocabulary, including the first and the last."""
     longest = config.model.max_positions or config.batch.sequence_length
     length = min(LENGTH, longest)
     tokens = torch.arange(SEQUENCES * length) * 7919 % config.model.vocab
@@ -110,37 +112,41 @@ def proof_tokens(config: TrainConfig) -> Tensor:
 
 
 def decoder_logits(
-    config: TrainConfig, weights: dict[str, Weight], stored: Any, tokens_BS: Tensor, dtype: torch.dtype
+    config: TrainConfig,
+    weights: dict[str, Weight],
+    stored: StoredWeights | HubFolder,
+    tokens_BS: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Logits (B, S, V) of the decoder on one rank, with one block at a time in memory.
 
     Args:
-        config: the run; its model is built.
+        config: the run, whose model is built.
         weights: the model's weights by global name.
-        stored: what has them: a checkpoint or a Hugging Face folder.
+        stored: the checkpoint or Hugging Face folder that holds them.
         tokens_BS: token ids.
-        dtype: what to compute in.
+        dtype: the dtype to compute in.
     """
-    config = _alone(config)
+    config = _on_one_rank(config)
     microbatch = _microbatch(tokens_BS)
-    carry: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     with torch.no_grad():
         for stage in _stages(config, dtype):
             fill_(model_items([stage], stage.mesh), weights, stored.read)
             if stage.has_head:
-                return stage.logits(carry, microbatch)[..., : config.model.vocab]
-            carry = stage(carry, microbatch)
+                return stage.logits(inputs, microbatch)[..., : config.model.vocab]
+            inputs = stage(inputs, microbatch)
     raise AssertionError("the last stage has the head")
 
 
-def _alone(config: TrainConfig) -> TrainConfig:
+def _on_one_rank(config: TrainConfig) -> TrainConfig:
     """The same model on one rank, in the dtype of its weights."""
     precision = PrecisionOptions(compute=ComputeDtype.fp32)
     return replace(config, parallel=ParallelOptions(), precision=precision, recompute=RecomputeOptions())
 
 
 def _stages(config: TrainConfig, dtype: torch.dtype) -> Iterator[Decoder]:
-    """The embedding, each block and the head as stages, one alive at a time, all parameters zero."""
+    """The embedding, each block and the head as stages, one in memory at a time, all parameters zero."""
     mesh, depth = Mesh.single(), config.model.layers
     slices = [(0, 0), *((layer, layer + 1) for layer in range(depth)), (depth, depth)]
     for number, (start, stop) in enumerate(slices):
@@ -169,10 +175,10 @@ def _transformers(folder: HubFolder, tokens_BS: Tensor) -> Tensor:
 
 
 class ProofError(MegastackError):
-    """The two implementations disagree; nothing was kept.
+    """The logits of the two implementations differ; the output was removed.
 
     Args:
-        proof: what they said.
+        proof: the comparison.
     """
 
     def __init__(self, proof: Proof) -> None:

@@ -1,8 +1,8 @@
-"""The Hugging Face model classes in a few lines of torch, as an independent opinion on a folder.
+"""An independent implementation of the Hugging Face model classes in a few lines of torch, for comparing logits.
 
-It reads ``config.json``, with the defaults of its class, and stored tensors under their own names and in their own
-shapes. It shares no code with the mapping of names or options, so that a wrong row order, convention or key shows as a
-difference of logits. A block at a time is in memory. It trains nothing and serves nothing.
+It reads ``config.json``, with the defaults of its class, and the stored tensors with their own names and shapes. It
+shares no code with the mapping of names or options, so that a wrong row order, convention or key shows as a difference
+of logits. One block is in memory at a time. It neither trains nor generates.
 
 Shapes: B batch, S sequence, D hidden, H heads, G kv groups, K head dim.
 """
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megastack.interop.class_keys import completed
-from megastack.interop.folder import HubFolder
+from megastack.interop.config_keys import with_defaults
+from megastack.interop.hub_folder import HubFolder
 
 Get = Callable[[str], Tensor]
 
@@ -29,18 +29,18 @@ def hub_logits(folder: HubFolder, tokens_BS: Tensor, dtype: torch.dtype = torch.
     def get(name: str) -> Tensor:
         return folder.tensor(name).to(dtype)
 
-    values = completed(folder.config)
+    values = with_defaults(folder.config)
     with torch.no_grad():
         return _gpt2(values, get, tokens_BS) if values["model_type"] == "gpt2" else _llama(values, get, tokens_BS)
 
 
 def _llama(values: Mapping[str, Any], get: Get, tokens_BS: Tensor) -> Tensor:
     eps = values["rms_norm_eps"]
-    turns_SK = _angles(values, tokens_BS.shape[1])
+    angles_SK = _angles(values, tokens_BS.shape[1])
     x = get("model.embed_tokens.weight")[tokens_BS]
     for layer in range(values["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        x = x + _attention(values, get, at + "self_attn.", _rms(x, get(at + "input_layernorm.weight"), eps), turns_SK)
+        x = x + _attention(values, get, at + "self_attn.", _rms(x, get(at + "input_layernorm.weight"), eps), angles_SK)
         y = _rms(x, get(at + "post_attention_layernorm.weight"), eps)
         bias = values["model_type"] == "llama" and values["mlp_bias"]
         gate, up = (_linear(y, get, f"{at}mlp.{name}_proj", bias) for name in ("gate", "up"))
@@ -49,7 +49,7 @@ def _llama(values: Mapping[str, Any], get: Get, tokens_BS: Tensor) -> Tensor:
     return _rms(x, get("model.norm.weight"), eps) @ get("model.embed_tokens.weight" if tied else "lm_head.weight").T
 
 
-def _attention(values: Mapping[str, Any], get: Get, at: str, x: Tensor, turns_SK: Tensor) -> Tensor:
+def _attention(values: Mapping[str, Any], get: Get, at: str, x: Tensor, angles_SK: Tensor) -> Tensor:
     kind, width = values["model_type"], _width(values)
     everywhere = kind == "llama" and values["attention_bias"]
     biased = everywhere or kind == "qwen2"
@@ -57,7 +57,7 @@ def _attention(values: Mapping[str, Any], get: Get, at: str, x: Tensor, turns_SK
     if kind == "qwen3":
         eps = values["rms_norm_eps"]
         q, k = _rms(q, get(at + "q_norm.weight"), eps), _rms(k, get(at + "k_norm.weight"), eps)
-    q, k = _turn(q, turns_SK), _turn(k, turns_SK)
+    q, k = _rotate(q, angles_SK), _rotate(k, angles_SK)
     return _linear(_attend(q, k, v).flatten(-2), get, at + "o_proj", everywhere)
 
 
@@ -89,23 +89,23 @@ def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
 
 
 def _angles(values: Mapping[str, Any], length: int) -> Tensor:
-    """Angle of every position and component, the second half of a head repeating the first."""
-    stretch = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = stretch.get("rope_theta", values["rope_theta"])
-    kind, width = stretch.get("rope_type", stretch.get("type", "default")), _width(values)
+    """Rotary angle of every position and component; the second half of a head repeats the first."""
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    theta = scaling.get("rope_theta", values["rope_theta"])
+    kind, width = scaling.get("rope_type", scaling.get("type", "default")), _width(values)
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
     if kind == "linear":
-        frequencies = frequencies / stretch["factor"]
+        frequencies = frequencies / scaling["factor"]
     if kind == "llama3":
-        frequencies = torch.tensor([_llama3(float(f), stretch, values) for f in frequencies], dtype=torch.float64)
+        frequencies = torch.tensor([_llama3(float(f), scaling, values) for f in frequencies], dtype=torch.float64)
     angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
     return torch.cat((angles, angles), dim=-1)
 
 
-def _llama3(frequency: float, stretch: Mapping[str, Any], values: Mapping[str, Any]) -> float:
-    """Llama 3.1's stretching of one frequency."""
-    factor, low, high = stretch["factor"], stretch["low_freq_factor"], stretch["high_freq_factor"]
-    context = stretch.get("original_max_position_embeddings") or values["max_position_embeddings"]
+def _llama3(frequency: float, scaling: Mapping[str, Any], values: Mapping[str, Any]) -> float:
+    """Llama 3.1's scaling of one frequency."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    context = scaling.get("original_max_position_embeddings") or values["max_position_embeddings"]
     wavelength = 2 * math.pi / frequency
     if wavelength < context / high:
         return frequency
@@ -115,11 +115,11 @@ def _llama3(frequency: float, stretch: Mapping[str, Any], values: Mapping[str, A
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def _turn(x_BSHK: Tensor, angles_SK: Tensor) -> Tensor:
+def _rotate(x_BSHK: Tensor, angles_SK: Tensor) -> Tensor:
     half = x_BSHK.shape[-1] // 2
-    turned = torch.cat((-x_BSHK[..., half:], x_BSHK[..., :half]), dim=-1)
+    rotated = torch.cat((-x_BSHK[..., half:], x_BSHK[..., :half]), dim=-1)
     cos, sin = (table.to(x_BSHK.dtype)[:, None, :] for table in (angles_SK.cos(), angles_SK.sin()))
-    return x_BSHK * cos + turned * sin
+    return x_BSHK * cos + rotated * sin
 
 
 def _width(values: Mapping[str, Any]) -> int:

@@ -1,21 +1,23 @@
-"""Import and export as functions: read what is there, refuse what does not fit, write tensor by tensor, prove.
+"""Import and export of models: check the source, write tensor by tensor, and compare logits.
 
 An import makes a folder with
 
 - ``weights/``, a checkpoint for ``checkpoint.load_weights`` on any layout,
-- ``model/NAME.yaml``, so that ``--config-dir FOLDER model=NAME`` is the model,
+- ``model/NAME.yaml``, so that ``--config-dir FOLDER model=NAME`` selects the model,
 - ``huggingface/``, the original ``config.json`` and tokenizer files.
 
-An export makes a Hugging Face folder. Everything is checked before the first byte is written, the proof is done before
-the folder gets its name, and a folder whose proof fails is not kept.
+An export makes a Hugging Face folder. Everything is checked before the first byte is written. One tensor is in memory
+at a time. The folder is renamed into place after the proof, and removed if the proof fails.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,22 +26,28 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from megastack.checkpoint.find import IMPORTED
-from megastack.checkpoint.items import DTYPE_NAMES
+from megastack.checkpoint.folder import IMPORTED
 from megastack.checkpoint.publish import write_text
-from megastack.checkpoint.tensorfile import Block
+from megastack.checkpoint.state import DTYPE_NAMES, WEIGHT_PREFIX
+from megastack.checkpoint.tensor_files import LazyTensor
+from megastack.checkpoint.writer import write_checkpoint
 from megastack.config.rules import violations
 from megastack.config.schema import BatchOptions, ModelOptions, RunOptions, TrainConfig
 from megastack.errors import CheckpointError, ConfigError, Violation
-from megastack.interop.folder import CONFIG, GENERATION, TOKENIZER_FILES, HubFolder
 from megastack.interop.hub_config import HubModel, read_hub_config
-from megastack.interop.hub_export import choose_architecture, hub_config, model_values
+from megastack.interop.hub_export import (
+    byte_ids,
+    choose_architecture,
+    generation_config,
+    hub_config,
+    model_values,
+    token_ids,
+)
+from megastack.interop.hub_folder import CONFIG, GENERATION, TOKENIZER_FILES, HubFolder, write_hub_folder
 from megastack.interop.json_file import read_json
-from megastack.interop.names import Weight, sources_of, weights_of
 from megastack.interop.proof import Proof, ProofError, choose, prove
-from megastack.interop.stored import PREFIX, StoredWeights
-from megastack.interop.token_ids import byte_ids, generation_config, token_ids
-from megastack.interop.writing import new_folder, write_checkpoint, write_hub_folder
+from megastack.interop.stored_weights import StoredWeights
+from megastack.interop.weight_map import Weight, hub_tensors_of, weights_of
 from megastack.models.profile import total_parameters
 from megastack.placement.boxes import Box
 
@@ -49,16 +57,16 @@ WEIGHTS, MODEL, HUB = IMPORTED, "model", "huggingface"
 
 @dataclass(frozen=True)
 class Transfer:
-    """What an import or an export did.
+    """Result of an import or an export.
 
     Attributes:
-        folder: what it made.
+        folder: the folder that was made.
         name: name of the model's YAML; the Hugging Face class after an export.
-        parameters: how many parameters went over.
+        parameters: number of parameters.
         files: the weight files.
-        unread: keys of ``config.json`` that were not looked at and might matter.
-        proof: the comparison at the end, None where it was not wanted.
-        notes: what else the user should know.
+        unread: keys of ``config.json`` that were not read and might matter.
+        proof: the comparison of logits; None if it was disabled.
+        notes: other information for the user.
     """
 
     folder: Path
@@ -84,14 +92,14 @@ def import_model(
     Args:
         source: the folder.
         out: the folder to make.
-        name: name of the YAML; None makes one from the name of ``source``.
-        dtype: ``keep``, or what to convert the weights to.
-        sequence_length: the longest sequence it will be trained on; None is the longest the model allows.
+        name: name of the YAML; None derives it from the name of ``source``.
+        dtype: ``keep``, or the dtype to convert the weights to.
+        sequence_length: the longest sequence to train on; None is the longest that the model allows.
         proof: ``auto``, ``transformers``, ``reference`` or ``none``.
 
     Raises:
-        ConfigError: the model is not one that the decoder can be.
-        CheckpointError: the weights are incomplete, damaged or not those of the model.
+        ConfigError: the decoder does not support the model.
+        CheckpointError: the weights are incomplete, damaged or do not match the model.
         ProofError: the logits differ.
     """
     against = choose(proof)
@@ -102,12 +110,12 @@ def import_model(
         raise ConfigError.of(errors)
     weights = weights_of(config, model.architecture)
     folder.require(weights, vocab=model.options.vocab, tied=model.options.tied)
-    blocks = [_import_block(folder, weight, dtype) for weight in weights.values()]
+    tensors = [_imported_tensor(folder, weight, dtype) for weight in weights.values()]
     name = name or _yaml_name(folder.path)
     trainer = {"step": 0, "imported": {"architecture": model.architecture.class_name, "rotary": "half-split"}}
-    with new_folder(Path(out)) as target:
-        write_checkpoint(target / WEIGHTS, blocks, trainer)
-        _carry({file.name: file for file in (folder.path / CONFIG, *folder.tokenizer_files())}, target / HUB)
+    with _new_folder(Path(out)) as target:
+        write_checkpoint(target / WEIGHTS, tensors, trainer)
+        _copy_files({file.name: file for file in (folder.path / CONFIG, *folder.tokenizer_files())}, target / HUB)
         (target / MODEL).mkdir()
         (target / MODEL / f"{name}.yaml").write_text(_model_yaml(folder, model, config), encoding="utf-8")
         files = tuple(sorted(path.name for path in (target / WEIGHTS).glob("*.safetensors")))
@@ -131,17 +139,17 @@ def export_model(
     Args:
         source: the checkpoint folder.
         out: the folder to make.
-        config: the run that the checkpoint belongs to; its model, sequence length and tokenizer are read.
-        architecture: the class to write; None takes the one that the model's features ask for.
-        like: a folder whose tokenizer files and token ids are carried along; None is the tokenizer's own. What no
-            ``config.json`` says of token ids, the tokenizer's files do.
-        dtype: ``keep``, or what to convert the weights to.
+        config: the run of the checkpoint; its model, sequence length and tokenizer are read.
+        architecture: the class to write; None is the class that the model's features imply.
+        like: a folder to copy tokenizer files and token ids from; None uses the run's tokenizer. Ids that its
+            ``config.json`` lacks come from the tokenizer's files.
+        dtype: ``keep``, or the dtype to convert the weights to.
         shard_bytes: the largest weight file.
         proof: ``auto``, ``transformers``, ``reference`` or ``none``.
 
     Raises:
         ConfigError: no class can express the model, with the reasons.
-        CheckpointError: the checkpoint is damaged or not of this model.
+        CheckpointError: the checkpoint is damaged or does not match the model.
         ProofError: the logits differ.
     """
     against = choose(proof)
@@ -149,12 +157,12 @@ def export_model(
     weights = weights_of(config, target_class)
     stored = StoredWeights(source)
     stored.require(weights)
-    blocks = _export_blocks(stored, weights, dtype)
+    tensors = _exported_tensors(stored, weights, dtype)
     found = _tokenizer(Path(source), config, like)
-    values = hub_config(config, target_class, _dtype_word(blocks), found.original, found.ids)
-    with new_folder(Path(out)) as target:
-        files = write_hub_folder(target, blocks, values, shard_bytes)
-        _carry(found.files, target)
+    values = hub_config(config, target_class, _dtype_name(tensors), found.original, found.ids)
+    with _new_folder(Path(out)) as target:
+        files = write_hub_folder(target, tensors, values, shard_bytes)
+        _copy_files(found.files, target)
         if GENERATION not in found.files and (generation := generation_config(found.ids)):
             write_text(target / GENERATION, json.dumps(generation, indent=2, sort_keys=True) + "\n")
         written = HubFolder(target)
@@ -163,6 +171,30 @@ def export_model(
     return Transfer(
         Path(out), target_class.class_name, total_parameters(config), tuple(files), (), compared, found.notes
     )
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """A hidden folder that is renamed to ``path`` at the end, or removed if the body raises.
+
+    Raises:
+        ConfigError: ``path`` exists and is not empty, or cannot be written.
+    """
+    target = path.absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"--out {path}: is taken; use a folder that does not exist or is empty")
+    hidden = target.with_name(f".{target.name}.writing-{os.getpid()}")
+    try:
+        hidden.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written ({error})") from error
+    try:
+        yield hidden
+        if target.exists():
+            target.rmdir()
+        os.rename(hidden, target)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _proof(
@@ -177,17 +209,17 @@ def _proof(
 
 
 def _config_of(model: ModelOptions, length: int) -> TrainConfig:
-    """A run of this model, as far as building and describing it need one."""
+    """A minimal run of this model, for building and describing it."""
     return TrainConfig(run=RunOptions(steps=1), batch=BatchOptions(global_size=1, sequence_length=length), model=model)
 
 
 def _model_errors(config: TrainConfig) -> list[Violation]:
-    """What the rules have against the model itself; that its vocabulary fits the data is asked of a run."""
+    """Errors of the model's options; whether its vocabulary fits the data is checked for a run."""
     return [error for error in violations(config) if error.key.startswith("model.") and error.key != "model.vocab"]
 
 
-def _import_block(folder: HubFolder, weight: Weight, dtype: str) -> Block:
-    """A weight to be written whole, read when its turn comes."""
+def _imported_tensor(folder: HubFolder, weight: Weight, dtype: str) -> LazyTensor:
+    """A weight of the checkpoint, read from the folder when it is written."""
     found = {folder.dtype(piece.source) for piece in weight.pieces}
     if dtype == "keep" and len(found) > 1:
         sources = ", ".join(piece.source for piece in weight.pieces)
@@ -195,19 +227,21 @@ def _import_block(folder: HubFolder, weight: Weight, dtype: str) -> Block:
     kept = found.pop()
     box = Box((0,) * len(weight.shape), weight.shape)
     name = kept if dtype == "keep" else DTYPE_NAMES[TORCH_DTYPES[dtype]]
-    return Block(PREFIX + weight.name, name, weight.shape, lambda: _converted(folder.read(weight, box), dtype))
+    return LazyTensor(
+        WEIGHT_PREFIX + weight.name, name, weight.shape, lambda: _converted(folder.read(weight, box), dtype)
+    )
 
 
-def _export_blocks(stored: StoredWeights, weights: dict[str, Weight], dtype: str) -> list[Block]:
-    """The stored tensors to be written, each put together when its turn comes."""
+def _exported_tensors(stored: StoredWeights, weights: dict[str, Weight], dtype: str) -> list[LazyTensor]:
+    """The tensors of the folder, each assembled from the checkpoint when it is written."""
     return [
-        Block(
-            source.name,
-            stored.source_dtype(source) if dtype == "keep" else DTYPE_NAMES[TORCH_DTYPES[dtype]],
-            source.shape,
-            lambda source=source: _converted(stored.source(source), dtype),  # type: ignore[misc]
+        LazyTensor(
+            tensor.name,
+            stored.hub_dtype(tensor) if dtype == "keep" else DTYPE_NAMES[TORCH_DTYPES[dtype]],
+            tensor.shape,
+            lambda tensor=tensor: _converted(stored.hub_tensor(tensor), dtype),  # type: ignore[misc]
         )
-        for source in sources_of(weights).values()
+        for tensor in hub_tensors_of(weights).values()
     ]
 
 
@@ -215,24 +249,24 @@ def _converted(tensor: Tensor, dtype: str) -> Tensor:
     return tensor if dtype == "keep" else tensor.to(TORCH_DTYPES[dtype])
 
 
-def _dtype_word(blocks: Sequence[Block]) -> str:
-    """The dtype that most bytes have, as ``config.json`` spells it."""
+def _dtype_name(tensors: Sequence[LazyTensor]) -> str:
+    """The dtype of most bytes, as ``config.json`` spells it."""
     totals: dict[str, int] = {}
-    for block in blocks:
-        totals[block.dtype] = totals.get(block.dtype, 0) + block.nbytes
+    for tensor in tensors:
+        totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.nbytes
     most = max(totals, key=lambda name: totals[name])
     return next(str(dtype) for dtype, name in DTYPE_NAMES.items() if name == most).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class _Tokenizer:
-    """What goes along with the weights.
+    """Files and token ids that are exported with the weights.
 
     Attributes:
-        files: by the name that they get.
-        original: the ``config.json`` beside them.
+        files: the files by their name in the exported folder.
+        original: the ``config.json`` next to them.
         ids: token ids by key.
-        notes: what the user should know.
+        notes: information for the user.
     """
 
     files: dict[str, Path]
@@ -242,7 +276,7 @@ class _Tokenizer:
 
 
 def _tokenizer(checkpoint: Path, config: TrainConfig, like: str | Path | None) -> _Tokenizer:
-    """The tokenizer's files and ids: of the named folder, of the imported one, or of the run's tokenizer."""
+    """Tokenizer files and ids from ``like``, from the imported folder, or from the run's tokenizer."""
     imported, named = checkpoint.absolute().parent / HUB, config.data.tokenizer
     if like is not None and not Path(like).is_dir():
         raise ConfigError(f"--like {like}: no such folder")
@@ -261,14 +295,14 @@ def _tokenizer(checkpoint: Path, config: TrainConfig, like: str | Path | None) -
 
 def _without_files(config: TrainConfig) -> _Tokenizer:
     if config.data.tokenizer != "byte":
-        note = f"data.tokenizer={config.data.tokenizer} is not there: no tokenizer files, no token ids; use --like"
+        note = f"data.tokenizer={config.data.tokenizer} does not exist: no tokenizer files, no token ids; use --like"
         return _Tokenizer({}, None, token_ids({}), (note,))
     if config.data.source == "bin":
         return _Tokenizer({}, None, token_ids({}), ("no tokenizer files and no token ids: use --like",))
     return _Tokenizer({}, None, byte_ids(config.model.vocab))
 
 
-def _carry(files: Mapping[str, Path], folder: Path) -> None:
+def _copy_files(files: Mapping[str, Path], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name, file in files.items():
         shutil.copyfile(file, folder / name)
@@ -277,7 +311,7 @@ def _carry(files: Mapping[str, Path], folder: Path) -> None:
 def _window_notes(model: HubModel) -> tuple[str, ...]:
     if model.window is None:
         return ()
-    return (f"the class attends to {model.window} tokens: only sequences up to that length are computed correctly",)
+    return (f"the class attends to {model.window} tokens: only sequences up to that length give the same results",)
 
 
 def _yaml_name(folder: Path) -> str:

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megastack.config.compose import PartialConfig, compose_partial
-from megastack.config.convert import value_of
-from megastack.config.elastic import fit_world
+from megastack.config.convert import coerce, value_of
 from megastack.config.layout_rules import mesh_shape
-from megastack.config.rules import violations
+from megastack.config.rules import fit_data_parallel, violations
 from megastack.config.schema import TrainConfig
-from megastack.config.typed import typed
 from megastack.errors import ConfigError, ErrorLine
 from megastack.launch.environment import is_worker, world_size
 from megastack.plan.describe import short
@@ -40,7 +38,7 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
     Raises:
         ConfigError: the configuration, its data, its resume path or its run folder cannot be used; nothing was trained.
     """
-    config, mistyped = typed(config)
+    config, mistyped = coerce(config)
     return _train(config, (), hooks, unread=mistyped)
 
 
@@ -52,7 +50,7 @@ def _settled(config: TrainConfig, unread: Sequence[ErrorLine]) -> tuple[TrainCon
         if unread:
             return config, ranks, [*unread, *violations(config)]
         try:
-            config = fit_world(config, ranks)
+            config = fit_data_parallel(config, ranks)
         except ConfigError as error:
             return config, ranks, list(error.errors)
         ranks = mesh_shape(config).world_size
@@ -80,7 +78,7 @@ def train_command(options: argparse.Namespace) -> int:
 
         return sweep_command(options)
     given = _compose(options)
-    with given.origins():
+    with given.located_errors():
         result = _train(given.config, options.overrides, None, unread=given.errors)
     if options.json:
         Path(options.json).write_text(json.dumps(as_record(result), indent=1) + "\n", encoding="utf-8")

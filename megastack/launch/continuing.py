@@ -8,8 +8,8 @@ from typing import Any
 
 from megastack.checkpoint.manifest import read_trainer
 from megastack.config.changes import changes
-from megastack.config.compose import from_yaml
 from megastack.config.convert import to_plain
+from megastack.config.reading import from_yaml
 from megastack.config.schema import TrainConfig
 from megastack.errors import CheckpointError, ConfigError
 from megastack.observe.folder import RunFolder

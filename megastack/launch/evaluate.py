@@ -10,7 +10,7 @@ from typing import Any
 from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.stages import load_stages
 from megastack.config.choices import DataSource
-from megastack.config.data_phases import phase_configs
+from megastack.config.phases import phase_configs
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.data.indexed import idx_path
@@ -56,13 +56,13 @@ def _evaluate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if options.file:
         kind = _kind(Path(options.file))
         ids = kind is DataSource.bin
-        data = {"source": kind, "paths": [options.file], "blend": [], "stages": [], "pack": True}
+        data = {"source": kind, "paths": [options.file], "blend": [], "phases": [], "pack": True}
         use = use_of(options, data=data, tokenizer=not ids)
         needs = ("model.vocab", "batch.sequence_length", *(() if ids else ("data.tokenizer",)))
         texts = use.errors.ask(lambda: _file(use.config, Path(options.file)), *needs)
     else:
         use = use_of(options, split=True)
-        first = use.errors.ask(lambda: phase_configs(use.config)[0].config, "data.stages") or use.config
+        first = use.errors.ask(lambda: phase_configs(use.config)[0].config, "data.phases") or use.config
         dataset = None if use.lacks_data else ask_data(first, use.errors)
         texts = use.errors.ask(lambda: _own_split(use.config, dataset)) if dataset is not None else None
     use.require_legal()

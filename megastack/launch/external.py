@@ -17,6 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megastack.checkpoint.manifest import read_trainer
+from megastack.comm.backend import backend_of
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, ErrorLine, MegastackError, MeshError, RankEnvironmentError
@@ -29,8 +30,8 @@ from megastack.launch.restarts import Guard, how_it_ended, note_start
 from megastack.launch.spare import dismiss, wait_out
 from megastack.launch.start import NotStarted, die_with_parent
 from megastack.launch.worker import Assignment, work
+from megastack.mesh.device import pick_device
 from megastack.mesh.environment import agent_serves_store, read_environment
-from megastack.mesh.mesh import backend_of, pick_device
 from megastack.mesh.shape import describe_coordinates
 from megastack.observe.console import Console
 from megastack.observe.failure import read_failures
@@ -134,7 +135,7 @@ def _train(
 ) -> RunResult:
     """The part of a rank that trains."""
     rank, limit = world.rank, timedelta(seconds=config.launch.timeout_s)
-    backend = backend_of(pick_device(config.device.value))
+    backend = backend_of(pick_device(config.device.value)).process_groups
     dist.init_process_group(backend, store=world.store, rank=rank, world_size=world.ranks, timeout=limit)
     found: list[Assignment | Sequence[ErrorLine] | None] = [None]
     with contextlib.ExitStack() as owned:

@@ -24,7 +24,7 @@ from megastack.preflight.checks import ErrorCollector, all_sources, ask_data, as
 MOST_TEXT = 8 << 20
 """Bytes of text up to which it is read and cut into samples."""
 
-_NAMED = ("data.source", "data.paths", "data.blend", "data.stages")
+_NAMED = ("data.source", "data.paths", "data.blend", "data.phases")
 
 
 def look(config: TrainConfig, broken: Sequence[ErrorLine] = ()) -> list[str]:

@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 
 from megastack.assemble.data import identity
-from megastack.checkpoint.find import CHECKPOINTS, NoCheckpointError, find_checkpoint
-from megastack.checkpoint.folder import Resume, resolve_resume
+from megastack.checkpoint.folder import CHECKPOINTS, NoCheckpointError, Resume, find_checkpoint, resolve_resume
 from megastack.checkpoint.manifest import read_trainer
-from megastack.checkpoint.recovery import recover
-from megastack.config.compose import to_yaml
+from megastack.checkpoint.publish import recover
+from megastack.config.reading import to_yaml
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.data.resume import resume_errors

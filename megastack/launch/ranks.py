@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from megastack.comm.ledger import Ledger
+from megastack.comm.backend import backend_of
+from megastack.comm.observer import RankObserver
 from megastack.comm.peer_failure import is_peer_failure
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
@@ -30,8 +31,8 @@ from megastack.launch.start import StartLine, agent, die_with_parent, run_agent
 from megastack.launch.survivors import SurvivorKiller
 from megastack.launch.threads import choose_threads
 from megastack.launch.worker import is_of_others, is_refusal, join
+from megastack.mesh.device import pick_device
 from megastack.mesh.environment import read_environment
-from megastack.mesh.mesh import backend_of, pick_device
 from megastack.observe.failure import FailureRecord, any_failed, read_failures
 from megastack.observe.folder import RunFolder
 from megastack.observe.streams import best_effort_output, protect_output
@@ -69,7 +70,7 @@ def on_ranks(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
     if is_worker():
         return _joined(config, work, *arguments)
     if world == 1:
-        return _here(config, Ledger(), work, *arguments)
+        return _here(config, RankObserver(), work, *arguments)
     with tempfile.TemporaryDirectory(prefix="megastack-") as name:
         folder = RunFolder(Path(name))
         task = _Task(config, work, arguments, folder, StartLine(world, config.launch.timeout_s))
@@ -95,9 +96,10 @@ def _joined(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
     if any_broken(store, rank, ranks, ()):
         refuse(store, rank, ranks, lambda found: found)
     try:
-        backend, limit = backend_of(pick_device(config.device.value)), timedelta(seconds=limit_s)
+        backend = backend_of(pick_device(config.device.value)).process_groups
+        limit = timedelta(seconds=limit_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-        return _here(config, Ledger(), work, *arguments)
+        return _here(config, RankObserver(), work, *arguments)
     except Exception as error:
         if isinstance(error, MegastackError) and is_refusal(error):
             choose_reporter(store, rank, ranks, error)
@@ -109,9 +111,9 @@ def _joined(config: TrainConfig, work: Callable[..., T], *arguments: Any) -> T:
         raise RanksFailed(f"[rank {rank}] another rank ended or did not answer: {said}") from None
 
 
-def _here(config: TrainConfig, ledger: Ledger, work: Callable[..., T], *arguments: Any) -> T:
+def _here(config: TrainConfig, observer: RankObserver, work: Callable[..., T], *arguments: Any) -> T:
     torch.set_num_threads(choose_threads(config).count)
-    mesh = join(mesh_shape(config, world_size()), config, ledger)
+    mesh = join(mesh_shape(config, world_size()), config, observer)
     try:
         return work(config, mesh, *arguments)
     finally:
@@ -125,12 +127,12 @@ def _rank(task: _Task) -> Any:
     protect_output()
     launched = read_environment()
     assert launched is not None, "the agent sets the rank variables"
-    rank, ledger, config = launched.rank, Ledger(), task.config
+    rank, observer, config = launched.rank, RankObserver(), task.config
     place = mesh_shape(config).coordinates(rank)
     try:
         task.line.wait(rank)
         with Watchdog(
-            ledger.flight_recorder,
+            observer.flight_recorder,
             task.folder.report(rank),
             rank,
             place,
@@ -138,7 +140,7 @@ def _rank(task: _Task) -> Any:
             doing=lambda: task.name,
             failed=lambda: any_failed(task.folder.failures),
         ):
-            return _here(config, ledger, task.work, *task.arguments)
+            return _here(config, observer, task.work, *task.arguments)
     except BaseException as error:
         echo = is_peer_failure(error) or is_of_others(error, rank)
         refused = is_refusal(error)

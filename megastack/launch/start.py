@@ -41,6 +41,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from megastack.config.schema import TrainConfig
 from megastack.errors import MegastackError
+from megastack.torch_private import is_in_bad_fork
 
 T = TypeVar("T")
 
@@ -198,7 +199,7 @@ def forks_lose_cuda() -> bool:
         return False
     child = os.fork()
     if child == 0:
-        os._exit(int(torch.cuda._is_in_bad_fork()))
+        os._exit(int(is_in_bad_fork()))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
 
 

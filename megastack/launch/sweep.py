@@ -154,7 +154,7 @@ def _run(given: PartialConfig | ConfigError, overrides: Sequence[str], position:
         if isinstance(given, ConfigError):
             raise given
         config, broken = given.config, [*given.errors, *violations(given.config)]
-        with given.origins():
+        with given.located_errors():
             result = launch(
                 config if broken else folders.intended(config, position),
                 overrides,

@@ -17,7 +17,7 @@ from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.config.value_rules import BYTE_IDS
 from megastack.errors import ConfigError, MegastackError, RankEnvironmentError, Violation
-from megastack.interop.saved import find_saved
+from megastack.interop.saved_model import find_saved_model
 from megastack.launch.environment import is_first_rank, is_worker, world_size
 from megastack.launch.refusal import refuse_early
 from megastack.launch.worker import is_refusal
@@ -31,7 +31,7 @@ WITHOUT_TOKENIZER: dict[str, Any] = {
     "source": DataSource.bin,
     "paths": ["ids.npy"],
     "blend": [],
-    "stages": [],
+    "phases": [],
     "pack": True,
 }
 """Data that are ids already, as far as the rules ask."""
@@ -64,7 +64,7 @@ class Use:
         Raises:
             ConfigError: every fault.
         """
-        with self.partial_config.origins():
+        with self.partial_config.located_errors():
             self.errors.require_none()
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def use_of(
     Raises:
         ConfigError: there is no checkpoint, or no configuration that could be read.
     """
-    saved = find_saved(options.source, config_dir=options.config_dir, config_name=options.config_name)
+    saved = find_saved_model(options.source, config_dir=options.config_dir, config_name=options.config_name)
     partial_config, lacking = saved.compose_partial(options.overrides), ErrorCollector()
     vocab = value_of(partial_config.config, "model.vocab")
     lacks_data = split and saved.lacks_data(options.overrides)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megastack.assemble.loop import build_loop
 from megastack.assemble.training import Training, build_training
-from megastack.comm.ledger import Ledger
+from megastack.comm.observer import RankObserver
 from megastack.comm.peer_failure import is_peer_failure
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
@@ -33,8 +33,8 @@ from megastack.errors import (
     PlacementError,
     ScheduleError,
 )
-from megastack.launch.memory import keep_freed_memory
 from megastack.launch.threads import choose_threads
+from megastack.mesh.device import keep_freed_memory
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -109,9 +109,9 @@ def work(
         try:
             if first is not None:
                 first(rank)
-            ledger = Ledger()
+            observer = RankObserver()
             with Watchdog(
-                ledger.flight_recorder,
+                observer.flight_recorder,
                 folder.report(rank),
                 rank,
                 shape.coordinates(rank),
@@ -120,7 +120,7 @@ def work(
                 failed=lambda: any_failed(folder.failures),
                 may_write=lambda: assignment.may_write,
             ):
-                mesh = join(shape, config, ledger)
+                mesh = join(shape, config, observer)
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
                 log.info("started with pid %d on %s, %s", os.getpid(), mesh.device, threads)
@@ -147,11 +147,12 @@ def work(
     return result
 
 
-def join(shape: MeshShape, config: TrainConfig, ledger: Ledger) -> Mesh:
+def join(shape: MeshShape, config: TrainConfig, observer: RankObserver) -> Mesh:
     """The mesh; who waits here for others in vain says so."""
-    with ledger.flight_recorder.waits(ledger.flight_recorder.start(*JOINING, (), tuple(range(shape.world_size)))):
+    recorder = observer.flight_recorder
+    with recorder.waits(recorder.start(*JOINING, (), tuple(range(shape.world_size)))):
         limit_s = config.launch.timeout_s
-        return Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, ledger=ledger)
+        return Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, observer=observer)
 
 
 def _ready(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Training:
@@ -168,14 +169,14 @@ def _whereabouts(loop: Loop | None) -> str:
     """What a rank is doing: the step or phase, the action, the layer."""
     if loop is None:
         return "starting"
-    action, layer = loop.step.pipeline.current, loop.mesh.ledger.flight_recorder.layer
+    action, layer = loop.step.pipeline.current, loop.mesh.flight_recorder.layer
     parts = [loop.doing] if action is None else [loop.doing, f"action {action}", *([layer] if layer else [])]
     return ", ".join(parts)
 
 
 def _failing(loop: Loop | None, error: BaseException) -> str:
     """The same, with the operation that a rank waited for in vain."""
-    waiting = loop.mesh.ledger.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
+    waiting = loop.mesh.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
     return _whereabouts(loop) + ("" if waiting is None else f", waiting for {waiting}")
 
 

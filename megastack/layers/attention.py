@@ -1,32 +1,34 @@
 """Causal self-attention with its heads split over the tensor-parallel axis.
 
-Queries ``(H, K)`` are split on heads, keys and values ``(G, 2, K)`` on groups; heads are contiguous, so each rank's
-query heads read the groups it holds. With fewer groups than ranks, adjacent ranks hold copies of one group. Both
-projections read one input, with the communication of one. The scores never leave the rank that makes them.
+Queries ``(H, K)`` are split on heads, keys and values ``(G, 2, K)`` on groups. Heads are contiguous, so each rank's
+query heads read the groups it holds. With fewer groups than ranks, adjacent ranks hold copies of one group. The two
+projections share their input and its communication. Scores stay on the rank that computes them.
 
-One multi-head, grouped-query (Ainslie et al. 2023) or multi-query layer, with rotary positions, norms on queries and
-keys (Dehghani et al. 2023), biases, and attention within documents. The fast path is torch's fused attention; dropout
-of attention weights takes a slower one that forms the (S, S) weights, since the fused kernel's random numbers depend
-on the layout.
+The layer covers multi-head, grouped-query (Ainslie et al. 2023) and multi-query attention, with rotary positions, norms
+on queries and keys (Dehghani et al. 2023), biases, and document masks. The fast path is torch's fused attention.
+Dropout of attention weights uses a slower path that forms the (S, S) weights, because the fused kernel's random numbers
+depend on the parallel layout. Parameters, saved tensors, FLOPs and rules are in :mod:`megastack.layers.attention_spec`.
 
 Shapes: B microbatch, S sequence, D hidden, H heads, G kv groups, K head dim, t tensor-parallel degree.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import ClassVar
 
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from megastack.errors import ConfigError, PlacementError
+from megastack.layers.attention_spec import AttentionSpec
 from megastack.layers.context import Context
 from megastack.layers.dropout import attention_dropout
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megastack.layers.norm import RMSNorm
 from megastack.layers.overrides import built_in
 from megastack.layers.rope import Rope, rotate
+from megastack.layers.rules import split_violations
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
@@ -34,34 +36,34 @@ from megastack.placement.placement import Initialiser, Normal
 
 
 class ParallelAttention(ParallelModule):
-    """Multi-head causal attention; sends what one column-parallel and one row-parallel layer send.
+    """Multi-head causal attention; communicates like one column-parallel and one row-parallel layer.
 
-    Subclasses may override :meth:`attend`, which sees this rank's heads only, or build on ``q``, ``kv`` and ``out``.
+    Subclasses may override :meth:`attend`, which sees only this rank's heads, or build on ``q``, ``kv`` and ``out``.
 
     Attributes:
-        uses_cache: a subclass with a method of its own sets it to True if generation may call it with the new tokens
-            alone: :meth:`attend` then gets their queries and the keys and values of all tokens, those before them from
-            ``context.cache``, and asks the context for its mask. Not set by the built-in class.
+        uses_cache: a subclass that overrides a method sets it to True if generation may call it with only the new
+            tokens: :meth:`attend` then gets their queries, and the keys and values of all tokens, earlier ones from
+            ``context.cache``, and takes its mask from the context. The built-in class does not set it.
 
     Args:
         hidden: D.
         heads: H, a multiple of t.
         mesh: the ranks to split over.
-        kv_groups: G; it divides H, and t divides G or G divides t. None is one group per head.
+        kv_groups: G, which divides H; t divides G or G divides t. None is one group per head.
         head_dim: K; None is D / H.
-        rope: rotary frequencies; None rotates nothing.
+        rope: rotary frequencies; None disables rotation.
         qk_norm: normalise queries and keys before the rotation.
         bias: biases in all projections.
         sequence_parallel: input and output are split along the sequence over tp.
         qkv_bias: biases in the query, key and value projections only.
         attention_dropout: drop probability of attention weights (the slower path).
-        norm_eps: added to the variance in the query and key norms.
+        norm_eps: added to the mean square in the query and key norms.
         init: initial values of the query, key and value projections.
         out_init: initial values of the output projection; None is ``init``.
 
     Raises:
-        ConfigError: heads, groups and head dim that do not fit each other or the rotation.
-        PlacementError: heads or groups that do not fit the tensor-parallel degree.
+        ConfigError: heads, groups, head dim and rotation are inconsistent.
+        PlacementError: the tensor-parallel degree does not divide heads or groups.
     """
 
     uses_cache: ClassVar[bool]
@@ -85,41 +87,43 @@ class ParallelAttention(ParallelModule):
         out_init: Initialiser | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.heads, self.kv_groups = heads, kv_groups or heads
-        self.head_dim = head_dim or hidden // heads
-        self.rope, self.attention_dropout = rope, attention_dropout
-        self._check(hidden, head_dim)
-        copies = max(1, mesh[Axis.TP].size // self.kv_groups)
-        q, kv = (heads, self.head_dim), (self.kv_groups, 2, self.head_dim)
-        project = partial(ColumnParallelLinear, bias=bias or qkv_bias, sequence_parallel=sequence_parallel, init=init)
-        self.q = project(hidden, q, mesh)
-        self.kv = project(hidden, kv, mesh, copies=copies)
-        # Each rank normalises its own heads: partial gradients over tp, whether or not the sequence is split.
-        head_norm = partial(RMSNorm, self.head_dim, mesh, eps=norm_eps, sequence_parallel=True)
-        self.q_norm = head_norm() if qk_norm else None
-        self.k_norm = head_norm() if qk_norm else None
-        self.out = RowParallelLinear(
-            heads * self.head_dim,
+        self.spec = spec = AttentionSpec(
             hidden,
-            mesh,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            init=out_init or init,
+            heads,
+            kv_groups or None,
+            head_dim or None,
+            rope is not None,
+            qk_norm,
+            bias,
+            sequence_parallel,
+            qkv_bias,
+            attention_dropout,
+            norm_eps,
+            init,
+            out_init,
         )
+        _check(spec, rope, mesh.shape.tp)
+        self.heads, self.kv_groups, self.head_dim = heads, spec.groups, spec.width
+        self.rope, self.attention_dropout = rope, attention_dropout
+        self.q = ColumnParallelLinear.from_spec(spec.q, mesh)
+        self.kv = ColumnParallelLinear.from_spec(spec.kv(mesh.shape.tp), mesh)
+        self.q_norm = RMSNorm.from_spec(spec.head_norm, mesh) if qk_norm else None
+        self.k_norm = RMSNorm.from_spec(spec.head_norm, mesh) if qk_norm else None
+        self.out = RowParallelLinear.from_spec(spec.out, mesh)
 
     @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None) -> Tensor:
-        """``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same.
+        """Maps ``(B, S, D)``, or ``(B, S/t, D)`` under sequence parallelism, to the same shape.
 
         Raises:
-            PlacementError: an input of another number of dims, whose heads would be taken for its sequence.
+            PlacementError: the input does not have three dims.
         """
         if hidden_BSD.dim() != 3:
-            raise PlacementError(f"input of shape {tuple(hidden_BSD.shape)}: must be (B, S, D); use one row a sequence")
+            raise PlacementError(f"input of shape {tuple(hidden_BSD.shape)}: must be (B, S, D); use a row per sequence")
         q_BSHK, kv_BSG2K = column_parallel(hidden_BSD, self.q, self.kv)
         k_BSGK, v_BSGK = kv_BSG2K.unbind(-2)
         if self.rope is not None and self.k_norm is None:
-            v_BSGK = v_BSGK.contiguous()  # or the keys before their rotation would be kept with it
+            v_BSGK = v_BSGK.contiguous()  # otherwise the unrotated keys would stay alive with it
         q_BSHK, k_BSGK = self._positioned(q_BSHK, k_BSGK, context)
         if context is not None and context.cache is not None:
             assert context.positions_BS is not None
@@ -129,7 +133,7 @@ class ParallelAttention(ParallelModule):
 
     @built_in
     def attend(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, context: Context | None) -> Tensor:
-        """The values that each query attends to, of the queries' shape; all of the sequence, this rank's heads.
+        """Attention of this rank's heads over the whole sequence; returns the shape of the queries.
 
         With a cache there are more keys than queries.
         """
@@ -156,35 +160,25 @@ class ParallelAttention(ParallelModule):
 
     @built_in
     def _attend_with_dropout(self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, context: Context) -> Tensor:
-        """Attention with explicit weights, so that what is dropped is drawn by global head, query and key."""
-        batch, heads, length, width = q_BHSK.shape
-        groups = k_BGSK.shape[1]
-        q_BGRK = q_BHSK.reshape(batch, groups, -1, width)  # R: the queries of all heads of a group, one after another
-        scores_BHSS = (q_BGRK @ k_BGSK.mT).view(batch, heads, length, length) * self.head_dim**-0.5
-        bias_SS = context.bias_for(length, scores_BHSS.dtype, scores_BHSS.device)  # added, so that no mask is kept
+        """Attention with explicit weights, whose dropout is drawn by global head, query and key."""
+        heads, length, groups = q_BHSK.shape[1], q_BHSK.shape[2], k_BGSK.shape[1]
+        # The heads of a group read the same keys and values, so one product serves them all.
+        q_BGQK = rearrange(q_BHSK, "B (G R) S K -> B G (R S) K", G=groups)
+        scores_BGQS = (q_BGQK @ k_BGSK.mT) * self.head_dim**-0.5
+        scores_BHSS = rearrange(scores_BGQS, "B G (R Q) S -> B (G R) Q S", Q=length)
+        bias_SS = context.bias_for(length, scores_BHSS.dtype, scores_BHSS.device)  # added: autograd saves no mask
         weights_BHSS = (scores_BHSS + bias_SS).softmax(-1)
         first = self.mesh[Axis.TP].rank * heads
         kept_BHSS = attention_dropout(weights_BHSS, self.attention_dropout, context, "weights", first_head=first)
-        return (kept_BHSS.view(batch, groups, -1, length) @ v_BGSK).view(q_BHSK.shape)
-
-    def _check(self, hidden: int, head_dim: int | None) -> None:
-        heads, groups, tp = self.heads, self.kv_groups, self.mesh[Axis.TP].size
-        if head_dim is None and hidden % heads:
-            raise ConfigError(
-                f"model.hidden={hidden}: must be a multiple of model.heads={heads}; or set model.head_dim"
-            )
-        if heads % groups:
-            raise ConfigError(f"model.kv_groups={groups}: must divide model.heads={heads}; use {_divisors(heads)}")
-        if self.rope is not None and self.rope.head_dim != self.head_dim:
-            raise ConfigError(f"rope.head_dim={self.rope.head_dim}: must be the layer's head_dim; use {self.head_dim}")
-        if heads % tp:
-            raise PlacementError(f"parallel.tp={tp}: must divide model.heads={heads}; use {_divisors(heads)}")
-        if groups % tp and tp % groups:
-            raise PlacementError(
-                f"parallel.tp={tp}: must divide model.kv_groups={groups} or be a multiple of it, so that each rank "
-                f"holds whole groups or a copy of one; use {_divisors(groups)}"
-            )
+        kept_BGQS = rearrange(kept_BHSS, "B (G R) Q S -> B G (R Q) S", G=groups)
+        return rearrange(kept_BGQS @ v_BGSK, "B G (R Q) K -> B (G R) Q K", Q=length)
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def _check(spec: AttentionSpec, rope: Rope | None, tp: int) -> None:
+    """Raise for sizes that are inconsistent with each other, the rotation or the degree."""
+    if found := spec.size_violations():
+        raise ConfigError.of(found)
+    if rope is not None and rope.head_dim != spec.width:
+        raise ConfigError(f"rope.head_dim={rope.head_dim}: must be the layer's head_dim; use {spec.width}")
+    if found := split_violations(spec, (), tp):
+        raise PlacementError("\n".join(map(str, found)))

@@ -1,9 +1,9 @@
-"""``torch.autocast`` for functions of our own.
+"""``torch.autocast`` for custom autograd functions.
 
-Autocast acts on torch's operations one by one, where they are called. A ``torch.autograd.Function`` that calls several
-gets operands of unlike dtypes in its backward, which runs under the state of whoever calls it: usually none. So
-operands are cast before they enter such a function, by operations that autograd knows, and inside of it autocast is off
-in both directions. Gradients then have the dtypes of what was given, as with torch's own layers.
+Autocast acts on each torch operation where it is called. A ``torch.autograd.Function`` that calls several operations
+would mix dtypes in its backward, which usually runs without autocast. Operands are therefore cast before they enter
+such a function, by operations that autograd records, and autocast is off inside the function in both directions.
+Gradients then have the dtypes of the inputs, as with torch's own layers.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matrix product with ``x``: autocast's where that is on and changes such a tensor, else its own."""
+    """The dtype of a matrix product with ``x``: autocast's where it is on and applies to ``x``, else that of ``x``."""
     if not is_on(x.device.type) or not x.is_floating_point() or x.dtype == torch.float64:
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 def is_on(device_type: str) -> bool:
-    """Whether autocast is on here for tensors on such a device."""
+    """Whether autocast is on for this type of device."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Operations on tensors like ``x`` compute in the dtypes of their operands."""
+    """Turn autocast off for the device of ``x``."""
     device_type = x.device.type
     return torch.autocast(device_type, enabled=False) if is_on(device_type) else nullcontext()
 
 
 def in_own_dtypes(function: _Method) -> _Method:
-    """A ``forward`` or ``backward`` of a ``torch.autograd.Function`` with autocast off inside."""
+    """Decorate ``forward`` or ``backward`` of a ``torch.autograd.Function`` to run with autocast off."""
 
     @wraps(function)
     def run(ctx: Any, *values: Any) -> Any:
@@ -52,11 +52,11 @@ def in_own_dtypes(function: _Method) -> _Method:
 
 @dataclass(frozen=True)
 class AutocastState:
-    """The state of autocast at some moment, to run something under it later.
+    """A recorded state of autocast, to restore later.
 
     Args:
-        devices: for each type of device, whether it is on, and its dtype.
-        cache: whether casts of weights are remembered.
+        devices: for each type of device, whether autocast is on, and its dtype.
+        cache: whether casts of weights are cached.
     """
 
     devices: tuple[tuple[str, bool, torch.dtype], ...]
@@ -64,7 +64,7 @@ class AutocastState:
 
     @staticmethod
     def now(tensors: Sequence[Tensor]) -> AutocastState:
-        """The state for the CPU and the devices of these tensors."""
+        """The current state for the CPU and the devices of these tensors."""
         types = sorted({"cpu", *(x.device.type for x in tensors)})
         known = [kind for kind in types if torch.amp.is_autocast_available(kind)]
         devices = ((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in known)
@@ -72,7 +72,7 @@ class AutocastState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """That state inside."""
+        """Restore the recorded state inside the context."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.devices:
                 if enabled or is_on(kind):

@@ -1,8 +1,8 @@
-"""What the layers of a stage share about one microbatch: positions, documents, and what is computed from them once.
+"""Data of one microbatch that the layers of a stage share: positions, documents, and tensors computed from them once.
 
-Every sub-layer is called as ``forward(hidden_BSD, context=None)``. Without a context attention is causal over the
-whole row, positions count from 0 and nothing is dropped, so that a layer can be tried alone. A context is a value:
-the same one in a recomputed forward gives the same rotations, the same mask and the same dropout.
+Every layer is called as ``forward(hidden_BSD, context=None)``. Without a context, attention is causal over the whole
+row, positions count from 0 and dropout is off, so that a layer can be tested alone. A context is immutable: a
+recomputed forward with the same context repeats its rotations, mask and dropout.
 
 Not here: tokens and labels (:mod:`megastack.batch`); the shape legend is B microbatch size, S sequence, K head dim.
 """
@@ -20,20 +20,20 @@ from megastack.layers.rope import Rope, RotaryTables
 
 @dataclass(frozen=True)
 class Context:
-    """One microbatch as the layers see it; make it with :meth:`of`.
+    """One microbatch as the layers see it; build it with :meth:`of`.
 
     Args:
         positions_BS: position of each token in its document; None counts from 0.
-        documents_BS: document of each token, non-decreasing in a row; None is one document.
+        documents_BS: document of each token, non-decreasing in a row; None means one document per row.
         samples_B: global sample numbers, which dropout draws from.
         step: the 0-based optimizer step.
         seed: the seed of the run.
         scope: prefix of the names under which layers draw dropout, like ``blocks.17``.
         rotary: rotary tables of these positions.
-        mask_B1SS: True where a query (third dim) may see a key (fourth dim); None where causality says it all.
-        bias_B1SS: the mask as numbers to add to the scores, made once so that no layer keeps a copy of its own.
-        cache: keys and values of tokens before these, in generation; layers add theirs to it.
-        recomputing: this forward is run again for the backward; counters and other side effects belong to the first.
+        mask_B1SS: True where a query (third dim) may see a key (fourth dim); None for a causal mask.
+        bias_B1SS: the mask as numbers to add to the scores, computed once so that no layer saves its own copy.
+        cache: keys and values of earlier tokens, in generation; layers add theirs to it.
+        recomputing: this forward recomputes activations for the backward; skip counters and other side effects.
     """
 
     positions_BS: Tensor | None = None
@@ -63,7 +63,7 @@ class Context:
     ) -> Context:
         """The context of a microbatch, with its rotary tables and its mask computed.
 
-        With a ``cache`` there are positions, and each row is one document.
+        A ``cache`` requires positions and rows of one document each.
         """
         rotary = rope.tables(positions_BS, dtype) if rope is not None and positions_BS is not None else None
         mask = None if documents_BS is None else document_mask(documents_BS)
@@ -74,15 +74,15 @@ class Context:
         return cls(positions_BS, documents_BS, samples_B, step, seed, "", rotary, mask, bias, cache)
 
     def within(self, scope: str) -> Context:
-        """The same context for a part of the model; dropout drawn with it is drawn under this name."""
+        """The same context for a part of the model, whose name becomes part of the names of dropout."""
         return replace(self, scope=f"{self.scope}.{scope}" if self.scope else scope)
 
     def mask_for(self, dtype: torch.dtype) -> Tensor | None:
-        """The mask as fused attention takes it: the shared bias if that has the scores' dtype, else True and False."""
+        """The mask for fused attention: the shared bias if it has this dtype, else the boolean mask."""
         return self.bias_B1SS if self.bias_B1SS is not None and self.bias_B1SS.dtype == dtype else self.mask_B1SS
 
     def bias_for(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What to add to scores of this dtype, 0 or minus infinity, that broadcasts against (B, H, S, S)."""
+        """A bias of this dtype to add to the scores, 0 or minus infinity, that broadcasts against (B, H, S, S)."""
         if self.mask_B1SS is None:
             return torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu_(1)
         mask = self.mask_for(dtype)
@@ -90,7 +90,7 @@ class Context:
         return _bias(mask, dtype) if mask.dtype == torch.bool else mask
 
     def tables(self, rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
-        """Rotary tables for these frequencies: the shared ones if they are the same, else computed here."""
+        """Rotary tables for these frequencies: the shared ones if they match, else computed here."""
         if self.rotary is not None and self.rotary.rope == rope:
             return self.rotary
         positions = self.positions_BS
@@ -104,7 +104,7 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def document_mask(documents_BS: Tensor) -> Tensor:
-    """(B, 1, S, S), True where the key is not later than the query and of the same document."""
+    """(B, 1, S, S), True where the key is not later than the query and in the same document."""
     length = documents_BS.shape[-1]
     causal_SS = torch.ones(length, length, dtype=torch.bool, device=documents_BS.device).tril()
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]

@@ -1,9 +1,9 @@
-"""Dropout that no layout changes: whether an element is kept depends on what it is, not on who computes it.
+"""Dropout that does not depend on the parallel layout: an element's mask depends on its global index, not on its rank.
 
 The mask is a function of (seed, step, sample number, site, position, feature), see
-:func:`megastack.random.dropout_mask`. Replicas along tp therefore drop alike, slices of the sequence drop what the
-whole would have dropped there, data-parallel ranks differ, and a recomputed forward repeats its own masks. No
-generator is advanced, so there is no state to keep or to restore."""
+:func:`megastack.random.dropout_mask`. Replicas along tp therefore drop the same elements, a slice of the sequence drops
+what the whole sequence would have dropped there, data-parallel ranks differ, and a recomputed forward repeats its
+masks. No generator is advanced, so there is no state to save or restore."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def dropout(
     """Zero each element with probability ``p`` and scale the others by 1/(1−p).
 
     Args:
-        x_BSD: activations; all of the sequence, or this rank's slice of it.
+        x_BSD: activations of the whole sequence, or of this rank's slice of it.
         p: drop probability in [0, 1).
-        context: whose samples and step are drawn from; None drops nothing.
-        site: name of the place in the layer; it is drawn under ``context.scope``.
-        group: the ranks that the sequence is split over, if it is.
-        training: False drops nothing.
+        context: the samples and the step to draw from; None turns dropout off.
+        site: name within the layer, below ``context.scope``.
+        group: the ranks that the sequence is split over, if any.
+        training: False turns dropout off.
 
     Raises:
-        ConfigError: something is to be dropped and the context has no sample numbers.
+        ConfigError: dropout is on and the context has no sample numbers.
     """
     if context is None or p == 0 or not training:
         return x_BSD
@@ -46,7 +46,7 @@ def dropout(
 
 
 def attention_dropout(weights_BHSS: Tensor, p: float, context: Context | None, site: str, *, first_head: int) -> Tensor:
-    """The same for attention weights, drawn by (sample, global head, query, key).
+    """Dropout of attention weights, drawn by (sample, global head, query, key).
 
     Args:
         weights_BHSS: weights of this rank's heads, (batch, head, query, key).
@@ -60,7 +60,7 @@ def attention_dropout(weights_BHSS: Tensor, p: float, context: Context | None, s
 
 
 def apply_mask(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """``x`` where kept, scaled to keep its mean, else zero; in x's dtype, saving only the boolean mask."""
+    """``x`` where kept, scaled to keep its mean, else zero; in the dtype of x. Saves only the boolean mask."""
     return x.masked_fill(~kept, 0) * (1 / (1 - p))
 
 

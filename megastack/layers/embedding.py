@@ -12,7 +12,7 @@ Shapes: B microbatch, S sequence, D hidden, V vocabulary, Vp padded vocabulary, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,20 +21,22 @@ from torch import Tensor, nn
 from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.errors import PlacementError
 from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.kernels import add_rows_, sum_rows
 from megastack.layers.linear_ops import SEQUENCE_DIM, check_dims, check_sequence, column_product, rows_of
 from megastack.layers.overrides import built_in
-from megastack.layers.rules import padded_vocab
+from megastack.layers.vocabulary_spec import EmbeddingSpec, HeadSpec, LearnedPositionsSpec, VocabularySpec
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.boxes import local_shape
 from megastack.placement.module import ParallelModule
-from megastack.placement.placement import Initialiser, Normal, Placement, Shard
-from megastack.weight_gradients import Target, WeightGradients
+from megastack.placement.placement import Initialiser, Normal, Placement
+from megastack.weight_gradients import GradientTarget, target_of
 
 
 class _VocabParallel(ParallelModule):
-    """A weight ``(V, D)`` cut along the padded vocabulary, its own or another layer's."""
+    """A weight ``(V, D)`` split along the padded vocabulary, its own or another layer's."""
 
+    SPEC: ClassVar[type[VocabularySpec]]
     weight: nn.Parameter
 
     def __init__(
@@ -49,20 +51,28 @@ class _VocabParallel(ParallelModule):
         weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.vocab, self.hidden = vocab, hidden
-        self.padded = padded_vocab(vocab, vocab_multiple)
+        self.spec = self.SPEC(vocab, hidden, vocab_multiple, sequence_parallel, init)
         self.sequence_parallel = sequence_parallel
-        self.init = init
         if weight is None:
             self.create_parameters()
         else:
             self._tie(weight)
 
+    @classmethod
+    def from_spec(cls, spec: VocabularySpec, mesh: Mesh) -> Self:
+        """The layer of a spec, with a weight of its own."""
+        return cls(
+            spec.vocab,
+            spec.hidden,
+            mesh,
+            vocab_multiple=spec.vocab_multiple,
+            sequence_parallel=spec.sequence_parallel,
+            init=spec.init,
+        )
+
     def placements(self) -> dict[str, Placement]:
-        """The weight ``(V, D)``, allocated as ``(Vp, D)``, cut along its rows."""
-        padded = (self.padded, self.hidden)
-        shards = {Axis.TP: Shard(0)}
-        return {"weight": Placement((self.vocab, self.hidden), shards, init=self.init, padded_shape=padded)}
+        """The weight ``(V, D)``, allocated as ``(Vp, D)``, split along its rows."""
+        return self.spec.placements(self.mesh.shape.tp)
 
     def _tie(self, weight: nn.Parameter) -> None:
         expected = local_shape(self.placements()["weight"], self.mesh.shape)
@@ -73,7 +83,8 @@ class _VocabParallel(ParallelModule):
         self.weight = weight
 
     def extra_repr(self) -> str:
-        return f"vocab={self.vocab}, padded={self.padded}, hidden={self.hidden}, sp={self.sequence_parallel}"
+        spec = self.spec
+        return f"vocab={spec.vocab}, padded={spec.padded}, hidden={spec.hidden}, sp={spec.sequence_parallel}"
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -95,17 +106,19 @@ class VocabParallelEmbedding(_VocabParallel):
         PlacementError: tp does not divide the padded vocabulary, or (in forward) the sequence.
     """
 
+    SPEC = EmbeddingSpec
+
     @built_in
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """``(B, S)`` ids to ``(B, S, D)``, or to ``(B, S/t, D)`` with ``sequence_parallel``."""
         group = self.mesh[Axis.TP]
         check_dims(tokens_BS, "(…, S) ids", least=int(self.sequence_parallel))
         if group.size == 1:
-            return _look_up(tokens_BS, self.weight, group.weight_gradients)
+            return _look_up(tokens_BS, self.weight)
         rows = self.weight.shape[0]
         local_BS = tokens_BS - group.rank * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)
-        partial_BSD = _look_up(local_BS.masked_fill(elsewhere_BS, 0), self.weight, group.weight_gradients)
+        partial_BSD = _look_up(local_BS.masked_fill(elsewhere_BS, 0), self.weight)
         partial_BSD = partial_BSD.masked_fill(elsewhere_BS.unsqueeze(-1), 0)
         if not self.sequence_parallel:
             return reduce_from(partial_BSD, group)
@@ -113,22 +126,22 @@ class VocabParallelEmbedding(_VocabParallel):
         return scatter_to(partial_BSD, group, SEQUENCE_DIM)
 
 
-def _look_up(ids_BS: Tensor, weight: Tensor, weight_gradients: WeightGradients) -> Tensor:
-    """Rows of a weight, whose gradient comes about as the pipeline says."""
-    target = weight_gradients.target_of(weight)
+def _look_up(ids_BS: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a weight, whose gradient is accumulated as the pipeline requires."""
+    target = target_of(weight)
     if target is None:
         return F.embedding(ids_BS, weight)
-    rows_BSD: Tensor = _LookUp.apply(weight, ids_BS, target, weight_gradients)
+    rows_BSD: Tensor = _LookUp.apply(weight, ids_BS, target)
     return rows_BSD
 
 
 class _LookUp(torch.autograd.Function):
-    """``F.embedding`` whose weight gradient is added in place or put off."""
+    """``F.embedding`` whose weight gradient is accumulated in place or deferred."""
 
     @staticmethod
     @in_own_dtypes
-    def forward(ctx: Any, weight: Tensor, ids_BS: Tensor, target: Target, weight_gradients: WeightGradients) -> Tensor:
-        ctx.target, ctx.weight_gradients = target, weight_gradients
+    def forward(ctx: Any, weight: Tensor, ids_BS: Tensor, target: GradientTarget) -> Tensor:
+        ctx.target = target
         ctx.save_for_backward(ids_BS)
         return F.embedding(ids_BS, weight)
 
@@ -137,7 +150,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
         (ids_BS,) = ctx.saved_tensors
         sums = _RowSums(grad_BSD, ids_BS, ctx.target.weight.shape[0])
-        return ctx.weight_gradients.give(ctx.target, sums), None, None, None
+        return ctx.target.accumulate(sums), None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,14 +166,11 @@ class _RowSums:
 
     def gradient(self) -> Tensor:
         """``(rows, D)``."""
-        return torch.ops.aten.embedding_dense_backward(self.grad_BSD, self.ids_BS, self.rows, -1, False)
+        return sum_rows(self.ids_BS, self.grad_BSD, self.rows)
 
     def add_to(self, gradient: Tensor) -> None:
-        """On the CPU row by row, without a tensor of the whole vocabulary; elsewhere that is in no certain order."""
-        if gradient.is_cpu:
-            gradient.index_add_(0, self.ids_BS.flatten(), rows_of(self.grad_BSD))
-        else:
-            gradient.add_(self.gradient())
+        """Row by row where that is deterministic."""
+        add_rows_(gradient, self.ids_BS.flatten(), rows_of(self.grad_BSD))
 
 
 class VocabParallelHead(_VocabParallel):
@@ -183,9 +193,62 @@ class VocabParallelHead(_VocabParallel):
         PlacementError: tp does not divide the padded vocabulary, or the tied weight has another shape.
     """
 
+    SPEC = HeadSpec
+
     @built_in
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """``(B, S, D)``, or ``(B, S/t, D)`` with ``sequence_parallel``, to ``(B, S, Vp/t)``."""
         return column_product(
             hidden_BSD, [self.weight], [None], self.mesh[Axis.TP], sequence_parallel=self.sequence_parallel
         )[0]
+
+
+class LearnedPositions(ParallelModule):
+    """Rows of a table by position.
+
+    Args:
+        max_positions: rows of the table; the loader keeps positions below it.
+        hidden: D.
+        mesh: the ranks that a sequence may be split over.
+        sequence_parallel: give this rank's slice of the sequence only.
+        init: initial values of the table.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        max_positions: int,
+        hidden: int,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool = False,
+        init: Initialiser = Normal(0.02),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__(mesh)
+        self.spec = LearnedPositionsSpec(max_positions, hidden, sequence_parallel, init)
+        self.sequence_parallel = sequence_parallel
+        self.create_parameters()
+
+    @classmethod
+    def from_spec(cls, spec: LearnedPositionsSpec, mesh: Mesh) -> Self:
+        """The table of a spec."""
+        return cls(spec.max_positions, spec.hidden, mesh, sequence_parallel=spec.sequence_parallel, init=spec.init)
+
+    def placements(self) -> dict[str, Placement]:
+        """The replicated table; its gradient is partial over tp under sequence parallelism."""
+        return self.spec.placements(self.mesh.shape.tp)
+
+    @built_in
+    def forward(self, positions_BS: Tensor) -> Tensor:
+        """``(B, S)`` positions to ``(B, S, D)``, or to this rank's ``(B, S/t, D)`` under sequence parallelism.
+
+        Raises:
+            PlacementError: S is not a multiple of t under sequence parallelism.
+        """
+        group = self.mesh[Axis.TP]
+        if self.sequence_parallel:
+            check_dims(positions_BS, "(…, S) positions", least=1)
+            check_sequence(positions_BS.shape[-1], group)
+            positions_BS = torch.tensor_split(positions_BS, group.size, dim=-1)[group.rank]
+        return F.embedding(positions_BS, self.weight)

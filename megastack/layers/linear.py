@@ -14,25 +14,58 @@ Shapes: B microbatch, S sequence, t tensor-parallel degree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 from torch import Tensor, nn
 
 from megastack.layers.linear_ops import column_product, row_product
 from megastack.layers.overrides import (
     built_in,
-    has_backward_hooks,
-    has_forward_hooks,
     runs_built_in,
     through_forward_hooks,
 )
+from megastack.layers.spec import LinearSpec
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
-from megastack.placement.placement import Initialiser, Normal, Placement, Shard, Zeros
+from megastack.placement.placement import Initialiser, Normal, Placement, Shard
+from megastack.torch_private import has_backward_hooks, has_forward_hooks
 
 
-class ColumnParallelLinear(ParallelModule):
+class _ParallelLinear(ParallelModule):
+    """A linear layer with the parameters of its spec."""
+
+    spec: LinearSpec
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, spec: LinearSpec, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.spec = spec
+        self.sequence_parallel = spec.sequence_parallel
+        self.register_parameter("bias", None)
+        self.create_parameters()
+
+    def placements(self) -> dict[str, Placement]:
+        """The weight and the bias as the spec declares them."""
+        return self.spec.placements(self.mesh.shape.tp)
+
+    @property
+    def in_features(self) -> int:
+        """The last dim of the input over all ranks."""
+        return self.spec.in_features
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The output dims over all ranks."""
+        return self.spec.out_shape
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return f"in={spec.in_features}, out={spec.out_shape}, bias={spec.bias}, sp={spec.sequence_parallel}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """``x @ weight.T + bias`` with the output features split over tp.
 
     Forward sends nothing, or with ``sequence_parallel`` all-gathers the sequence. Backward all-reduces the input
@@ -53,9 +86,6 @@ class ColumnParallelLinear(ParallelModule):
         PlacementError: tp does not divide the split dim.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         in_features: int,
@@ -68,31 +98,28 @@ class ColumnParallelLinear(ParallelModule):
         copies: int = 1,
         init: Initialiser = Normal(0.02),  # noqa: B008 - frozen
     ) -> None:
-        super().__init__(mesh)
-        self.in_features = in_features
-        self.out_shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        self.has_bias = bias
-        self.sequence_parallel = sequence_parallel
-        self.shard = Shard(shard_dim, copies)
-        self.init = init
-        self.register_parameter("bias", None)
-        self.create_parameters()
+        out_shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        shard = Shard(shard_dim, copies)
+        super().__init__(LinearSpec(in_features, out_shape, shard, bias, sequence_parallel, init), mesh)
 
-    def placements(self) -> dict[str, Placement]:
-        """The weight ``(*out, in)`` and the bias ``(*out)``, both split at ``shard_dim``."""
-        shards = {Axis.TP: self.shard}
-        declared = {"weight": Placement((*self.out_shape, self.in_features), shards, init=self.init)}
-        if self.has_bias:
-            declared["bias"] = Placement(self.out_shape, shards, init=Zeros(), decay=False)
-        return declared
+    @classmethod
+    def from_spec(cls, spec: LinearSpec, mesh: Mesh) -> Self:
+        """The layer of a column-parallel spec."""
+        return cls(
+            spec.in_features,
+            spec.out_shape,
+            mesh,
+            bias=spec.bias,
+            sequence_parallel=spec.sequence_parallel,
+            shard_dim=spec.shard.dim,
+            copies=spec.shard.copies,
+            init=spec.init,
+        )
 
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """``(B, S, in)``, or ``(B, S/t, in)`` with ``sequence_parallel``, to ``(B, S, *local out)``."""
         return _products(x_BSD, [self])[0]
-
-    def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_shape}, bias={self.has_bias}, sp={self.sequence_parallel}"
 
 
 def column_parallel(x_BSD: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -141,7 +168,7 @@ def _products(x_BSD: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Te
     )
 
 
-class RowParallelLinear(ParallelModule):
+class RowParallelLinear(_ParallelLinear):
     """``x @ weight.T + bias`` with the input features split over tp, as a column-parallel layer leaves them.
 
     Forward all-reduces the output, or with ``sequence_parallel`` reduce-scatters it along the sequence. Backward sends
@@ -160,9 +187,6 @@ class RowParallelLinear(ParallelModule):
         PlacementError: tp does not divide ``in_features``.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         in_features: int,
@@ -173,28 +197,23 @@ class RowParallelLinear(ParallelModule):
         sequence_parallel: bool = False,
         init: Initialiser = Normal(0.02),  # noqa: B008 - frozen
     ) -> None:
-        super().__init__(mesh)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.has_bias = bias
-        self.sequence_parallel = sequence_parallel
-        self.init = init
-        self.register_parameter("bias", None)
-        self.create_parameters()
+        super().__init__(LinearSpec(in_features, (out_features,), Shard(1), bias, sequence_parallel, init), mesh)
 
-    def placements(self) -> dict[str, Placement]:
-        """The weight ``(out, in)``, split along its columns, and the replicated bias."""
-        declared = {"weight": Placement((self.out_features, self.in_features), {Axis.TP: Shard(1)}, init=self.init)}
-        if self.has_bias:
-            partial = frozenset({Axis.TP} if self.sequence_parallel else ())
-            declared["bias"] = Placement((self.out_features,), partial=partial, init=Zeros(), decay=False)
-        return declared
+    @classmethod
+    def from_spec(cls, spec: LinearSpec, mesh: Mesh) -> Self:
+        """The layer of a row-parallel spec."""
+        (out_features,) = spec.out_shape
+        return cls(
+            spec.in_features,
+            out_features,
+            mesh,
+            bias=spec.bias,
+            sequence_parallel=spec.sequence_parallel,
+            init=spec.init,
+        )
 
     @built_in
     def forward(self, x_BSF: Tensor) -> Tensor:
         """``(B, S, in/t)`` to ``(B, S, out)``, or to ``(B, S/t, out)`` with ``sequence_parallel``."""
         group = self.mesh[Axis.TP]
         return row_product(x_BSF, self.weight, self.bias, group, sequence_parallel=self.sequence_parallel)
-
-    def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, bias={self.has_bias}, sp={self.sequence_parallel}"

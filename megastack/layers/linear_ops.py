@@ -5,7 +5,7 @@ of its weight, so that one after the other needs a single reduction (Megatron-LM
 parallelism (Korthikanti et al. 2022) what lies between two such pairs is split along the sequence: a column product
 gathers it and a row product scatters it. Weights are matrices here; shapes, placements and parameters are the business
 of :mod:`megastack.layers.linear`. In a step weight gradients are added in place, or where the
-pipeline splits backwards put off, and the gather of their input with them (:mod:`megastack.weight_gradients`).
+pipeline splits backwards deferred, and the gather of their input with them (:mod:`megastack.weight_gradients`).
 
 Shapes: inputs and outputs are ``(…, S, features)``; B microbatch, S sequence, D hidden, t the size of the group.
 """
@@ -32,7 +32,7 @@ from megastack.comm.collectives import (
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.layers.autocast import autocast_off, in_own_dtypes, product_dtype
-from megastack.weight_gradients import Target, WeightGradients
+from megastack.weight_gradients import GradientTarget, target_of
 
 SEQUENCE_DIM = -2
 
@@ -69,8 +69,8 @@ def column_product(
     x, weights, biases = _operands(x, weights, biases)
     if group.size == 1:
         pairs = zip(weights, biases, strict=True)
-        return tuple(_local_product(x, weight, bias, group.weight_gradients) for weight, bias in pairs)
-    targets = [group.weight_gradients.target_of(weight) for weight in weights]
+        return tuple(_local_product(x, weight, bias) for weight, bias in pairs)
+    targets = [target_of(weight) for weight in weights]
     return _ColumnProduct.apply(x, group, sequence_parallel, targets, *weights, *biases)
 
 
@@ -96,8 +96,8 @@ def row_product(
     _check_features(x, sequence_parallel)
     x, (weight,), (bias,) = _operands(x, [weight], [bias])
     if group.size == 1:
-        return _local_product(x, weight, bias, group.weight_gradients)
-    partial = _local_product(x, weight, None, group.weight_gradients)
+        return _local_product(x, weight, bias)
+    partial = _local_product(x, weight, None)
     if sequence_parallel:
         check_sequence(x.shape[SEQUENCE_DIM], group)
         out = scatter_to(partial, group, SEQUENCE_DIM)
@@ -140,24 +140,22 @@ def check_sequence(length: int, group: AxisGroup) -> None:
         )
 
 
-def _local_product(x: Tensor, weight: Tensor, bias: Tensor | None, weight_gradients: WeightGradients) -> Tensor:
+def _local_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product of one rank."""
-    target = weight_gradients.target_of(weight)
+    target = target_of(weight)
     if target is None:
         return F.linear(x, weight, bias)
-    product: Tensor = _LocalProduct.apply(x, weight, bias, target, weight_gradients)
+    product: Tensor = _LocalProduct.apply(x, weight, bias, target)
     return product
 
 
 class _LocalProduct(torch.autograd.Function):
-    """``F.linear`` whose weight gradient is added in place or put off."""
+    """``F.linear`` whose weight gradient is accumulated in place or deferred."""
 
     @staticmethod
     @in_own_dtypes
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Target, weight_gradients: WeightGradients
-    ) -> Tensor:
-        ctx.target, ctx.weight_gradients = target, weight_gradients
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: GradientTarget) -> Tensor:
+        ctx.target = target
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -168,8 +166,8 @@ class _LocalProduct(torch.autograd.Function):
         needs_input, _, needs_bias = ctx.needs_input_grad[:3]
         grad_TO = rows_of(grad)
         grad_x = (grad_TO @ weight).view(x.shape) if needs_input else None
-        grad_weight = ctx.weight_gradients.give(ctx.target, _WeightProduct(grad_TO, _Input(x)))
-        return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None, None
+        grad_weight = ctx.target.accumulate(_WeightProduct(grad_TO, _Input(x)))
+        return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -186,7 +184,7 @@ class _ColumnProduct(torch.autograd.Function):
         x: Tensor,
         group: AxisGroup,
         sequence_parallel: bool,
-        targets: Sequence[Target | None],
+        targets: Sequence[GradientTarget | None],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = _halves(tensors)
@@ -205,8 +203,8 @@ class _ColumnProduct(torch.autograd.Function):
         needs_input, needs_weights, needs_biases = _needs(ctx, grads)
         rows = [None if grad is None else rows_of(grad) for grad in grads]
         source = _Input(x, group if gathers else None)
-        now = group.weight_gradients.collected is None
-        if any(needed and (now or target is None) for needed, target in zip(needs_weights, ctx.targets, strict=True)):
+        pairs = zip(needs_weights, ctx.targets, strict=True)
+        if any(needed and (target is None or not target.is_deferring) for needed, target in pairs):
             source.begin()
         reduction = None
         if needs_input:
@@ -216,7 +214,7 @@ class _ColumnProduct(torch.autograd.Function):
                 start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce(grad_x, group)
             )
         grad_weights = [
-            group.weight_gradients.give(target, _WeightProduct(row, source)) if row is not None and needed else None
+            _weight_gradient(target, _WeightProduct(row, source)) if row is not None and needed else None
             for row, target, needed in zip(rows, ctx.targets, needs_weights, strict=True)
         ]
         grad_biases = [
@@ -263,8 +261,13 @@ class _WeightProduct:
             return self.grad_TO.T @ self.source.rows()
 
     def add_to(self, gradient: Tensor) -> None:
-        """In the product itself."""
+        """Without a tensor for the product."""
         gradient.addmm_(self.grad_TO.T, self.source.rows())
+
+
+def _weight_gradient(target: GradientTarget | None, product: _WeightProduct) -> Tensor | None:
+    """What a backward returns for a weight."""
+    return product.gradient() if target is None else target.accumulate(product)
 
 
 def _needs(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[bool, Sequence[bool], Sequence[bool]]:

@@ -9,8 +9,8 @@ With l = log Σ exp(x) over the V real columns, target y and smoothing ε, as in
 
     loss = l - (1 - ε) x_y - ε / V · Σ x        z-loss = z · l²  (Chowdhery et al. 2022)
 
-On the CPU exponentials are powers of two: exp takes most of the loss's time there, exp2 half as much. Forward has one
-temporary as large as the columns; backward has none but the gradient, which is in the wider dtype first.
+Forward has one temporary as large as the columns; backward has none but the gradient, which is in the wider dtype
+first.
 
 Columns beyond the vocabulary (padding) are in none of the sums and get a zero gradient; neither do tokens labelled
 :data:`IGNORED` count. Labels are checked by the loader and not here. Everything is computed in
@@ -34,13 +34,12 @@ from megastack.comm.collectives import all_gather
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.kernels import exp_
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 
 IGNORED = -100
 """The label of a token that does not count, as in torch."""
-
-_LOG2_E = math.log2(math.e)
 
 
 def vocab_parallel_cross_entropy(
@@ -190,8 +189,7 @@ def _log_sum_exp(real_BSV: Tensor, wide: torch.dtype) -> Tensor:
 
 def _exp_of_difference(real_BSV: Tensor, from_BS: Tensor) -> Tensor:
     """``exp(real - from)`` in the dtype of ``from``."""
-    difference_BSV = torch.sub(real_BSV, from_BS.unsqueeze(-1))
-    return difference_BSV.mul_(_LOG2_E).exp2_() if difference_BSV.is_cpu else difference_BSV.exp_()
+    return exp_(torch.sub(real_BSV, from_BS.unsqueeze(-1)))
 
 
 def _target(real_BSV: Tensor, labels_BS: Tensor, columns: _Columns) -> Tensor:

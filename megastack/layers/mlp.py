@@ -9,7 +9,6 @@ Shapes: B microbatch, S sequence, D hidden, F inner features, t tensor-parallel 
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -20,15 +19,13 @@ from torch.autograd.function import once_differentiable
 from megastack.errors import ConfigError
 from megastack.layers.autocast import in_own_dtypes
 from megastack.layers.context import Context
+from megastack.layers.kernels import gelu
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megastack.layers.mlp_spec import GATED, MLPSpec
 from megastack.layers.overrides import built_in
 from megastack.mesh.mesh import Mesh
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Initialiser, Normal
-
-GATED = {"swiglu": True, "gelu": False}
-
-_SLOPE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 class ParallelMLP(ParallelModule):
@@ -73,11 +70,10 @@ class ParallelMLP(ParallelModule):
         super().__init__(mesh)
         if activation not in GATED:
             raise ConfigError(f"model.activation={activation}: unknown; use {' or '.join(GATED)}, or subclass the MLP")
-        self.gated = GATED[activation]
-        inner, dim = ((2, ffn), 1) if self.gated else ((ffn,), 0)
-        shared = {"bias": bias, "sequence_parallel": sequence_parallel}
-        self.up = ColumnParallelLinear(hidden, inner, mesh, shard_dim=dim, init=init, **shared)
-        self.down = RowParallelLinear(ffn, hidden, mesh, init=out_init or init, **shared)
+        self.spec = MLPSpec(hidden, ffn, activation, bias, sequence_parallel, init, out_init)
+        self.gated = self.spec.gated
+        self.up = ColumnParallelLinear.from_spec(self.spec.up, mesh)
+        self.down = RowParallelLinear.from_spec(self.spec.down, mesh)
 
     @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None) -> Tensor:
@@ -87,46 +83,7 @@ class ParallelMLP(ParallelModule):
     @built_in
     def activate(self, up: Tensor) -> Tensor:
         """The inner features: ``(B, S, 2, F/t)``, gate first, or ``(B, S, F/t)`` without a gate, to ``(B, S, F/t)``."""
-        return _SwiGLU.apply(up) if self.gated else _gelu(up)
-
-
-def _gelu(x: Tensor) -> Tensor:
-    """GPT-2's GELU. On the CPU torch's kernel for it is slow, since a vector tanh takes longer than all passes here."""
-    if x.is_cpu and x.dtype in _SLOPES:
-        return _LogisticGELU.apply(x)
-    return F.gelu(x, approximate="tanh")
-
-
-_SLOPES = {dtype: torch.tensor(_SLOPE, dtype=dtype) for dtype in (torch.float32, torch.float64)}
-"""The constant of `_SLOPE` as operations on the CPU take it; making one takes as long as a small pass."""
-
-
-class _LogisticGELU(torch.autograd.Function):
-    """``x sigmoid(2 sqrt(2/pi) (x + 0.044715 x³))``, which equals the tanh form; only x is kept.
-
-    Four passes forward and seven backward. Forward needs no tensor beside its output; backward has one beside the
-    gradient that it returns.
-    """
-
-    @staticmethod
-    @in_own_dtypes
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _gelu_sigmoid(x).mul_(x)
-
-    @staticmethod
-    @once_differentiable
-    @in_own_dtypes
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        sigmoid = _gelu_sigmoid(x)
-        slope = torch.addcmul(_SLOPES[x.dtype], x, x, value=3 * _SLOPE * _CUBE)
-        torch.ops.aten.sigmoid_backward(slope, sigmoid, grad_input=slope)
-        return sigmoid.addcmul_(slope, x).mul_(grad)
-
-
-def _gelu_sigmoid(x: Tensor) -> Tensor:
-    return torch.addcmul(_SLOPES[x.dtype], x, x, value=_SLOPE * _CUBE).mul_(x).sigmoid_()
+        return _SwiGLU.apply(up) if self.gated else gelu(up)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -1,16 +1,15 @@
-"""Normalisation over the last dim, with a weight that every rank holds whole.
+"""Normalisation over the last dim, with replicated parameters.
 
-Nothing is communicated here. What matters is the gradient of the replicated weight: where the input is split over tp
-(along the sequence, or by heads for the q and k norms), each rank sees only its part of it, and the placement declares
-the gradient partial over tp.
+Nothing is communicated here. Where the input is split over tp (along the sequence, or by heads for the query and key
+norms), each rank sees only a part of it, so the placement declares the gradients partial over tp.
 
-fp32 and fp64 inputs are normalised in their own dtype, lower precisions in fp32, and the output has the input's dtype.
-For backward the input is kept as it came, and one or two numbers a row.
+fp32 and fp64 inputs are normalised in their own dtype, lower precisions in fp32; the output has the input's dtype.
+Backward needs the input in its own dtype and one or two numbers per row.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,30 +19,35 @@ from torch.autograd.function import once_differentiable
 from megastack.layers.autocast import in_own_dtypes
 from megastack.layers.linear_ops import rows_of
 from megastack.layers.overrides import built_in
+from megastack.layers.spec import NormSpec
 from megastack.mesh.mesh import Mesh
-from megastack.mesh.shape import Axis
 from megastack.placement.module import ParallelModule
-from megastack.placement.placement import Ones, Placement, Zeros
+from megastack.placement.placement import Placement
 
 
 class _Norm(ParallelModule):
-    """What both norms share: sizes, and where their gradients are partial."""
+    """A norm with the parameters of its spec."""
 
+    KIND: ClassVar[str]
     weight: nn.Parameter
 
     def __init__(self, hidden: int, mesh: Mesh, *, eps: float = 1e-5, sequence_parallel: bool = False) -> None:
         super().__init__(mesh)
-        self.hidden = hidden
-        self.eps = eps
-        self.partial = frozenset({Axis.TP} if sequence_parallel else ())
+        self.hidden, self.eps = hidden, eps
+        self.spec = NormSpec(hidden, self.KIND, eps, sequence_parallel)
         self.create_parameters()
 
+    @classmethod
+    def from_spec(cls, spec: NormSpec, mesh: Mesh) -> Self:
+        """The norm of a spec."""
+        return cls(spec.hidden, mesh, eps=spec.norm_eps, sequence_parallel=spec.sequence_parallel)
+
     def placements(self) -> dict[str, Placement]:
-        """The weight, replicated, one at the start, without weight decay."""
-        return {"weight": Placement((self.hidden,), partial=self.partial, init=Ones(), decay=False)}
+        """The weight and, in a LayerNorm, the bias, as the spec declares them."""
+        return self.spec.placements(self.mesh.shape.tp)
 
     def extra_repr(self) -> str:
-        return f"{self.hidden}, eps={self.eps}, partial={sorted(self.partial)}"
+        return f"{self.hidden}, eps={self.eps}, sp={self.spec.sequence_parallel}"
 
 
 class RMSNorm(_Norm):
@@ -56,9 +60,11 @@ class RMSNorm(_Norm):
         sequence_parallel: the input is split over tp, so the gradient is partial over it.
     """
 
+    KIND = "rms"
+
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Any shape that ends in ``hidden``."""
+        """Accepts any shape that ends in ``hidden``."""
         return _RMSNorm.apply(x_BSD, self.weight, self.eps)
 
 
@@ -72,23 +78,19 @@ class LayerNorm(_Norm):
         sequence_parallel: the input is split over tp, so both gradients are partial over it.
     """
 
+    KIND = "layer"
     bias: nn.Parameter
-
-    def placements(self) -> dict[str, Placement]:
-        """The weight and the bias, replicated, one and zero at the start, without weight decay."""
-        bias = Placement((self.hidden,), partial=self.partial, init=Zeros(), decay=False)
-        return {**super().placements(), "bias": bias}
 
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Any shape that ends in ``hidden``."""
+        """Accepts any shape that ends in ``hidden``."""
         if x_BSD.dtype == self.weight.dtype == _wide(x_BSD):
             return F.layer_norm(x_BSD, (self.hidden,), self.weight, self.bias, self.eps)
         return _LayerNorm.apply(x_BSD, self.weight, self.bias, self.eps)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """torch's own keeps the normalised input as well."""
+    """Unlike torch's, this one does not also save the normalised input."""
 
     @staticmethod
     @in_own_dtypes
@@ -115,7 +117,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _LayerNorm(torch.autograd.Function):
-    """torch's own in a wider dtype than the input's, which is kept as it came."""
+    """torch's LayerNorm computed in a wider dtype than the input's; saves the input in its own dtype."""
 
     @staticmethod
     @in_own_dtypes
@@ -139,5 +141,5 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype to compute in."""
+    """The dtype of the computation."""
     return torch.promote_types(x.dtype, torch.float32)

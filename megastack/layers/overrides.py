@@ -8,21 +8,27 @@ otherwise call the module, or call it with all tokens.
 The package's functions are marked with :func:`built_in`. What counts is the function that would really run: a method of
 a subclass or a mixin, an attribute of the instance, a function that replaced the class's own or wraps it, and a module
 of another class in the place of a built-in one are all someone else's. Hooks are looked at separately.
+
+Generation may use a cache of earlier tokens (:func:`cache_obstacle`) where the package's own functions run, and where a
+class says so by ``uses_cache = True``. The declaration covers the methods of that class and of the classes behind it in
+the method resolution order: a subclass or a mixin in front of it that brings a method of its own makes its own
+declaration. It covers neither hooks nor submodules, which are checked one by one; torch's own modules, such as an
+``nn.Linear``, belong to the class that holds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+
+from megastack.torch_private import MODULE_CALL, has_forward_hooks, is_compiled
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MARK = "_megastack_built_in"
-_CALLS = {name: vars(nn.Module)[name] for name in ("__call__", "_wrapped_call_impl", "_call_impl")}
-"""What torch runs between a call and ``forward``."""
 
 
 def built_in(function: _Function) -> _Function:
@@ -56,28 +62,8 @@ def method_is_built_in(module: nn.Module, name: str) -> bool:
 def is_called_plainly(module: nn.Module) -> bool:
     """Whether a call of the module goes to its ``forward`` in torch's way."""
     kind = type(module)
-    return module._compiled_call_impl is None and all(
-        getattr(kind, name) is function and name not in vars(module) for name, function in _CALLS.items()
-    )
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks run before or behind the module's ``forward``, those for all modules included."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-    )
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether hooks see the gradients of the module's inputs or outputs, those for all modules included."""
-    return bool(
-        module._backward_hooks
-        or module._backward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
+    return not is_compiled(module) and all(
+        getattr(kind, name) is function and name not in vars(module) for name, function in MODULE_CALL.items()
     )
 
 
@@ -96,3 +82,71 @@ def through_forward_hooks(module: nn.Module, x: Tensor, output: Tensor) -> Any:
         return module(x)
     finally:
         del module.forward
+
+
+METHODS = (
+    *("forward", "attend", "activate", "_positioned", "_attend_with_dropout", "_drop"),
+    *("infer", "_run", "_context", "_embed", "_logits"),
+)
+"""What decides about a module that has them: the methods of this package that see hidden states."""
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList)
+
+
+def cache_obstacle(stage: nn.Module) -> str | None:
+    """Why these modules need all tokens at every call: the first reason, as a sentence; None if they do not."""
+    return next(_obstacles("", stage, declared=False), None)
+
+
+def _obstacles(name: str, module: nn.Module, *, declared: bool) -> Iterator[str]:
+    """The reasons of a module and of those inside; ``declared`` says that the module's parent says it may."""
+    reason = _own_obstacle(module, declared=declared)
+    if reason is not None:
+        yield f"{name or 'the stage'} ({type(module).__qualname__}) {reason}"
+    says = declared if _is_torchs(module) else _declaration(module)[1] is True
+    for child_name, child in module.named_children():
+        yield from _obstacles(f"{name}.{child_name}" if name else child_name, child, declared=says)
+
+
+def _own_obstacle(module: nn.Module, *, declared: bool) -> str | None:
+    if type(module) in _CONTAINERS:
+        return None
+    if has_forward_hooks(module):
+        return "has forward hooks"
+    place, says = _declaration(module)
+    if says is False:
+        return "says uses_cache = False"
+    if _is_torchs(module):
+        own = not declared or "forward" in vars(module) or not is_called_plainly(module)
+        return "is a module of torch in a layer that does not say uses_cache = True" if own else None
+    if says is None and not is_called_plainly(module):
+        return "is called in a way of its own"
+    for method in filter(partial(hasattr, module), METHODS):
+        covered = says is True and place <= _defined_at(module, method)
+        if not covered and not method_is_built_in(module, method):
+            return f"has a `{method}` of its own and does not say uses_cache = True"
+    return None
+
+
+def _declaration(module: nn.Module) -> tuple[int, bool | None]:
+    """Where in the order of look-up ``uses_cache`` is said, and what; the instance itself comes before all classes."""
+    if "uses_cache" in vars(module):
+        return -1, bool(vars(module)["uses_cache"])
+    place = _first_class(module, "uses_cache")
+    kinds = type(module).__mro__
+    return place, bool(vars(kinds[place])["uses_cache"]) if place < len(kinds) else None
+
+
+def _defined_at(module: nn.Module, method: str) -> int:
+    """Where in the order of look-up the method is found."""
+    return -1 if method in vars(module) else _first_class(module, method)
+
+
+def _first_class(module: nn.Module, name: str) -> int:
+    kinds = type(module).__mro__
+    return next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether torch's own ``forward`` would run, or one that was set on a module of torch."""
+    kinds, place = type(module).__mro__, _first_class(module, "forward")
+    return kinds[place].__module__.split(".")[0] == "torch"

@@ -1,12 +1,12 @@
-"""Rotary position embedding: what the frequencies are, the tables for given positions, and the rotation.
+"""Rotary position embedding: frequencies, tables for given positions, and the rotation.
 
 The convention is half-split (Hugging Face, GPT-NeoX): component i of a head pairs with component i + K/2. Frequencies
 follow Su et al. (arXiv 2104.09864), with linear position interpolation (arXiv 2306.15595) or the banded stretching of
 Llama 3.1.
 
-Tables are computed from positions, in fp64, whenever a microbatch needs them, once per stage (see
-:mod:`megastack.layers.context`). There are no buffers: nothing to leave uninitialised after construction on meta,
-nothing to save, and no longest position. Not here: learned positions (:mod:`megastack.layers.positions`)."""
+Tables are computed from positions in fp64, once per microbatch and stage (see :mod:`megastack.layers.context`). There
+are no buffers: nothing stays uninitialised after construction on the meta device, nothing is saved, and positions have
+no upper limit. Learned positions are in :mod:`megastack.layers.embedding`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Rope:
     """Rotary frequencies as a value; two attention layers with equal ones share the tables of a microbatch.
 
     Args:
-        head_dim: K, the width that is rotated; even.
+        head_dim: K, the width of a head; even.
         theta: base of the geometric series of frequencies.
         scaling: ``none``, ``linear`` (all frequencies divided by ``factor``) or ``llama3``.
-        factor: how many times longer the context becomes.
+        factor: how many times longer the context becomes (``linear``, ``llama3``).
         low_freq_factor: ``llama3`` divides in full where the wavelength exceeds ``original_max_positions`` over this.
         high_freq_factor: ``llama3`` changes nothing where the wavelength is below ``original_max_positions`` over this.
         original_max_positions: the context length before the stretching (``llama3``).
@@ -67,7 +67,7 @@ class Rope:
         return self._llama3(frequencies) if self.scaling == "llama3" else frequencies
 
     def _llama3(self, frequencies: Tensor) -> Tensor:
-        """Long wavelengths are stretched, short ones kept, those in the band between are blended."""
+        """Long wavelengths are stretched, short ones kept, and those between them blended."""
         turns = self.original_max_positions * frequencies / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
@@ -89,7 +89,7 @@ class RotaryTables(NamedTuple):
 
 
 def rotate(heads_BSHK: Tensor, tables: RotaryTables) -> Tensor:
-    """Turn each pair (i, i + K/2) of every head by its angle; computed in the tables' dtype, in the input's dtype."""
+    """Rotate each pair (i, i + K/2) of every head by its angle, in the tables' dtype; returns the input's dtype."""
     cos, sin = tables.cos[:, :, None, :], tables.sin[:, :, None, :]
     first, second = heads_BSHK.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,9 +1,9 @@
 """The rank variables of the environment, read and validated in one place.
 
 torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. A
-numeric ``SLURM_STEP_ID`` marks a task of srun, whose variables are translated to the same value; variables of torch's
-that are set already take precedence. :func:`read_environment` returns ``None`` where there is no launcher, and raises
-one error with every variable that cannot be used.
+numeric ``SLURM_STEP_ID`` marks a task of srun, whose variables are translated to the same value; torch's variables take
+precedence. :func:`read_environment` returns ``None`` without a launcher, and raises one error that lists every invalid
+variable.
 
 The port of a Slurm step is derived from its job and step ids, so all nodes derive the same one. It comes from a fixed
 range, :data:`PORTS`, rather than from the kernel's settings, since these may differ between nodes. The range is above
@@ -33,15 +33,15 @@ _START = "start with torchrun or srun"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What a launcher says about this process.
+    """The rank variables of this process; ``None`` for what the launcher does not set.
 
     Attributes:
         rank: this rank.
         world_size: the number of ranks.
-        local_rank: this rank's number on its machine; ``None`` where the launcher does not say.
-        local_world_size: the number of ranks on its machine; ``None`` where the launcher does not say.
-        address: the machine of rank 0; ``None`` where the launcher does not say.
-        port: the port at which rank 0 listens; ``None`` where the launcher does not say.
+        local_rank: this rank's number on its machine.
+        local_world_size: the number of ranks on its machine.
+        address: the machine of rank 0.
+        port: the port at which rank 0 listens.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class RankEnvironment:
         """The address and the port at which rank 0 listens.
 
         Raises:
-            RankEnvironmentError: the launcher does not say.
+            RankEnvironmentError: the launcher does not set them.
         """
         if self.address is None or self.port is None:
             raise RankEnvironmentError(
@@ -72,7 +72,7 @@ class RankEnvironment:
         return self.address, self.port
 
     def as_variables(self) -> dict[str, str]:
-        """The same as torch's variables."""
+        """The values as torch's variables."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -85,7 +85,7 @@ class RankEnvironment:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
-    """What a launcher says about this process; ``None`` without a launcher.
+    """The rank variables of this process; ``None`` without a launcher.
 
     Raises:
         RankEnvironmentError: variables are missing, malformed or contradict each other; the message names all of them.
@@ -109,26 +109,26 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
 
 
 def agent_serves_store(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the ranks' store is one that elastic agents, as those of torchrun, keep over all starts."""
+    """Whether an elastic agent, such as torchrun's, serves the store, and keeps it across restarts."""
     env = os.environ if environment is None else environment
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def local_rank(environment: Mapping[str, str] | None = None) -> int | None:
-    """This rank's number on its machine; ``None`` where nothing says.
+    """This rank's number on its machine; ``None`` if no variable has it.
 
     Raises:
-        RankEnvironmentError: a variable cannot be used.
+        RankEnvironmentError: a variable is invalid.
     """
     found = read_environment(environment)
     return _alone("LOCAL_RANK", 0, environment) if found is None else found.local_rank
 
 
 def local_world_size(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of ranks on this machine; ``None`` where nothing says.
+    """The number of ranks on this machine; ``None`` if no variable has it.
 
     Raises:
-        RankEnvironmentError: a variable cannot be used.
+        RankEnvironmentError: a variable is invalid.
     """
     found = read_environment(environment)
     return _alone("LOCAL_WORLD_SIZE", 1, environment) if found is None else found.local_world_size
@@ -143,7 +143,7 @@ def _alone(name: str, least: int, environment: Mapping[str, str] | None) -> int 
 
 
 class _Reader:
-    """Reads variables and collects what is wrong with them."""
+    """Reads variables and collects their errors."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = env
@@ -153,7 +153,7 @@ class _Reader:
         self._errors.append(Violation(name, self.env.get(name, ""), rule, advice))
 
     def number(self, name: str, least: int = 0, most: int | None = None, *, optional: bool = False) -> int | None:
-        """A whole number; ``None`` where there is none or no legal one, which is an error unless ``optional``."""
+        """A whole number; ``None`` if the variable is not set or not valid, which is an error unless ``optional``."""
         if name not in self.env:
             if not optional:
                 self._errors.append(f"{name}: is not set; {_START}, or set {name}")
@@ -167,7 +167,7 @@ class _Reader:
         return None
 
     def pair(self, rank: str, size: str) -> tuple[int | None, int | None]:
-        """A rank and the number of ranks it is one of."""
+        """A rank and its number of ranks."""
         place, count = self.number(rank), self.number(size, 1)
         if place is not None and count is not None and place >= count:
             self.reject(rank, f"must be less than {size}={count}", f"0 to {count - 1}")

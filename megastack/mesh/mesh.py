@@ -1,35 +1,37 @@
-"""A live mesh: a shape, this rank's place on it, and the process groups along its axes.
+"""A live mesh: a shape, this rank's coordinates, and the process groups along its axes.
 
-A mesh is a value that is passed; two can live in one process. Groups come from torch's ``DeviceMesh``, so that FSDP2
+A mesh is a value that is passed; two can exist in one process. Groups come from torch's ``DeviceMesh``, so that FSDP2
 and distributed checkpoints use the same objects; axes of size 1 exist and communicate nothing.
 
-Making a group is itself collective. Those that training needs are made with the mesh, each by all ranks of the world.
-:meth:`Mesh.subgroup` is called by its members alone, whatever other groups each of them holds.
+Creating a group is collective. The groups that training needs are created with the mesh, by all ranks of the world.
+:meth:`Mesh.subgroup` is called by the members alone, regardless of the other groups that each of them has.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megastack.comm.backend import backend_of
+from megastack.comm.flight_recorder import FlightRecorder
 from megastack.comm.group import AxisGroup
-from megastack.comm.ledger import Ledger
-from megastack.errors import MeshError, RankEnvironmentError, counted
-from megastack.mesh.environment import RankEnvironment, local_rank, read_environment
+from megastack.comm.observer import NO_OBSERVER, Observer, RankObserver
+from megastack.comm.traffic import Ledger
+from megastack.errors import MeshError, RankEnvironmentError
+from megastack.mesh.device import pick_device
+from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinates
 from megastack.mesh.store import open_store
-from megastack.weight_gradients import WeightGradients
+from megastack.torch_private import group_names, set_timeout
 
 _FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
-"""The fused groups that training needs."""
+"""The fused axes that training needs groups of."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = distributed_c10d.default_pg_timeout.total_seconds()
 
@@ -43,14 +45,12 @@ class Mesh:
     Attributes:
         shape: the degrees.
         rank: this rank.
-        device: where its tensors live.
-        coordinates: this rank's place on every axis.
+        device: the device of its tensors.
+        coordinates: this rank's coordinate on every axis.
         device_mesh: torch's view of the axes larger than 1; ``None`` without any.
-        ledger: what this rank has sent on any group of this mesh.
-        weight_gradients: what the layers on this mesh do with the gradients of their weights, for the pipeline to say.
-        backward_lines: a second group of the ``pp`` ranks, for messages to lower places. NCCL runs all operations of a
-            pair of ranks in one group one after another, where a send and a receive in crossing orders would wait for
-            each other. ``None`` where ``pp`` is 1.
+        observer: what operations on all groups of this mesh are reported to.
+        backward_channels: a second group of the ``pp`` ranks, for messages to lower ranks (see
+            :mod:`megastack.comm.p2p`). ``None`` where ``pp`` is 1.
     """
 
     def __init__(
@@ -61,54 +61,63 @@ class Mesh:
         device_mesh: DeviceMesh | None,
         *,
         timeout: timedelta | None = None,
-        ledger: Ledger | None = None,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
         self.shape = shape
         self.rank = rank
         self.device = device
         self.device_mesh = device_mesh
-        self.ledger = ledger or Ledger()
-        self.weight_gradients = WeightGradients()
+        self.observer = observer
         self.coordinates = shape.coordinates(rank)
         self._timeout = timeout
         self._groups: dict[tuple[object, ...], AxisGroup] = {}
-        self.backward_lines: dist.ProcessGroup | None = None
+        self.backward_channels: dist.ProcessGroup | None = None
         if device_mesh is not None:
             for axes in _FUSED:
                 self[axes]
             if shape.pp > 1:
-                self.backward_lines = self._new_group((Axis.PP,))
+                self.backward_channels = self._new_group((Axis.PP,))
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> Mesh:
-        """A mesh of one rank; needs no process group and never communicates."""
+        """A mesh of one rank, without an observer; it needs no process group and never communicates."""
         return cls(MeshShape(), 0, torch.device(device), None)
 
     @classmethod
     def from_environment(
-        cls, shape: MeshShape, *, device: str = "auto", timeout_s: float | None = None, ledger: Ledger | None = None
+        cls, shape: MeshShape, *, device: str = "auto", timeout_s: float | None = None, observer: Observer | None = None
     ) -> Mesh:
         """The mesh of a worker that a launcher started.
 
         Uses the default process group if there is one, else opens it from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-        ``MASTER_PORT``, or from Slurm's variables in a task of srun; without these variables a shape of one rank stands
-        alone. A rank gives up waiting for another after ``timeout_s`` seconds (torch's default if not given), here
-        already. A ``ledger`` may be there before.
+        ``MASTER_PORT``, or from Slurm's variables in a task of srun. Without these variables a shape of one rank needs
+        no process group. A rank stops waiting for another after ``timeout_s`` seconds (default: torch's), in this call
+        as well. Without an ``observer`` the mesh gets a :class:`~megastack.comm.observer.RankObserver` of its own.
 
         Raises:
-            MeshError: the shape's world size is not the number of ranks, there is no launcher, or no such device.
-            RankEnvironmentError: the variables cannot be used, or rank 0 cannot be reached where they say.
+            MeshError: the shape's world size is not the number of ranks, or there is no launcher or no such device.
+            RankEnvironmentError: the variables are invalid, or rank 0 cannot be reached at the address that they give.
         """
-        target = pick_device(device)
+        target, observer = pick_device(device), observer or RankObserver()
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
         if not dist.is_initialized():
             launched = read_environment()
             if launched is None and shape.world_size == 1:
-                return cls(shape, 0, target, None, ledger=ledger)
-            _open_world(shape, launched, backend_of(target), timeout_s)
+                return cls(shape, 0, target, None, observer=observer)
+            _open_world(shape, launched, backend_of(target).process_groups, timeout_s)
         _require_size(shape, dist.get_world_size())
         grid = _device_mesh(shape, target, limit)
-        return cls(shape, dist.get_rank(), target, grid, timeout=limit, ledger=ledger)
+        return cls(shape, dist.get_rank(), target, grid, timeout=limit, observer=observer)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The communication counters of this rank, over all groups of this mesh; empty on a mesh without observer."""
+        return self.observer.ledger
+
+    @property
+    def flight_recorder(self) -> FlightRecorder:
+        """The flight recorder of this rank; empty on a mesh without observer."""
+        return self.observer.flight_recorder
 
     @property
     def world(self) -> AxisGroup:
@@ -117,12 +126,12 @@ class Mesh:
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> AxisGroup:
         known = self._groups.get((axes,))
-        if known is not None:  # layers ask at every call
+        if known is not None:  # layers look it up at every call
             return known
         named = (axes,) if isinstance(axes, str) else axes
         wanted = tuple(axis for axis in DENSE_AXES if axis in named)
         if len(wanted) != len(set(named)):
-            raise MeshError(f"{named}: a group is made of {', '.join(DENSE_AXES)}")
+            raise MeshError(f"{named}: must be axes among {', '.join(DENSE_AXES)}")
         real = tuple(axis for axis in wanted if self.shape.size(axis) > 1)
         key = (wanted,)
         if key not in self._groups:
@@ -131,36 +140,34 @@ class Mesh:
         return self._groups[key]
 
     def subgroup(self, axis: Axis | tuple[Axis, ...], indices: Sequence[int]) -> AxisGroup:
-        """The members of this rank's ``axis`` group at the given coordinates; all of those members call, and no others.
+        """The members of this rank's ``axis`` group at the given coordinates; only they call this, and all of them.
 
         Raises:
-            MeshError: this rank is not one of them.
+            MeshError: this rank is not one of them, or a coordinate is out of range.
         """
         whole, chosen = self[axis], tuple(sorted(set(indices)))
         if whole.rank not in chosen:
             raise MeshError(
-                f"{axis}={whole.rank}: is no member of the subgroup {chosen}; only its members may ask for it"
+                f"{axis}={whole.rank}: is not a member of the subgroup {chosen}; only members may request it"
             )
         if chosen[0] < 0 or chosen[-1] >= whole.size:
             raise MeshError(f"subgroup {chosen}: coordinates of {axis} are 0 … {whole.size - 1}")
         if len(chosen) == whole.size:
             return whole
         if len(chosen) == 1:
-            return AxisGroup.single(whole.axis, self.ledger, self.rank, self.weight_gradients)
+            return AxisGroup.single(whole.axis, self.observer, self.rank)
         key = (axis, "sub", chosen)
         if key not in self._groups:
             ranks = [whole.ranks[i] for i in chosen]
-            with _named_by_ranks():
+            with group_names(_name_by_ranks):
                 group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
             place = chosen.index(whole.rank)
-            self._groups[key] = AxisGroup(
-                place, len(chosen), tuple(ranks), group, whole.axis, self.ledger, self.weight_gradients
-            )
+            self._groups[key] = AxisGroup(place, len(chosen), tuple(ranks), group, whole.axis, self.observer)
         return self._groups[key]
 
     def _axis_group(self, axes: tuple[Axis, ...], label: str) -> AxisGroup:
         if not axes:
-            return AxisGroup.single(label, self.ledger, self.rank, self.weight_gradients)
+            return AxisGroup.single(label, self.observer, self.rank)
         assert self.device_mesh is not None, f"{self.shape}: a mesh without process groups has no group along {label}"
         group: dist.ProcessGroup | None
         if len(axes) == 1:
@@ -171,9 +178,7 @@ class Mesh:
             group = self._new_group(axes)
         assert group is not None
         members = tuple(dist.get_process_group_ranks(group))
-        return AxisGroup(
-            members.index(self.rank), len(members), members, group, label, self.ledger, self.weight_gradients
-        )
+        return AxisGroup(members.index(self.rank), len(members), members, group, label, self.observer)
 
     def _new_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
         return _new_group(self.shape, axes, self.rank, self._timeout)
@@ -182,63 +187,15 @@ class Mesh:
         return f"Mesh({self.shape}, rank {self.rank} | {describe_coordinates(self.coordinates)}, {self.device})"
 
 
-@contextmanager
-def _named_by_ranks() -> Iterator[None]:
-    """Let torch name a group that only its members make by its ranks alone.
+def _name_by_ranks(ranks: list[int], names: Collection[str]) -> str:
+    """The name of a process group that only its members make, from what all of them know.
 
-    Its own name also holds the number of groups that the maker has, and members that have unlike numbers (of a tied
-    pair of stages, say, that the stages between know nothing of) would wait for each other for ever. Here it holds how
-    many groups of just these ranks there are, which all of them know alike.
+    Torch's own name also holds how many groups the maker has made. Members that made different numbers of groups (two
+    tied stages, where the stages between take no part) would wait for each other forever. This name holds how many
+    groups of the same ranks exist, which is equal on all of them.
     """
-    usual = distributed_c10d._hash_ranks_to_str
-
-    def name_of(ranks: list[int]) -> str:
-        name = f"megastack_{'_'.join(map(str, ranks))}:"
-        taken = sum(other.startswith(name) for other in distributed_c10d._world.pg_names.values())
-        return f"{name}{taken}"
-
-    distributed_c10d._hash_ranks_to_str = name_of
-    try:
-        yield
-    finally:
-        distributed_c10d._hash_ranks_to_str = usual
-
-
-def pick_device(device: str) -> torch.device:
-    """``auto`` is this process's GPU where there is one, else the CPU.
-
-    Raises:
-        MeshError: there is no GPU, or fewer than ranks on this machine, or this forked process cannot use one.
-    """
-    if device in ("auto", "cuda") and torch.cuda._is_in_bad_fork() and torch.cuda.device_count():
-        raise MeshError(
-            f"device={device}: this process was forked from one that had called the CUDA runtime, so it cannot use a "
-            "GPU; use device=cpu, or fork before the first such call (torch.cuda.is_available() is one)"
-        )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "cuda":
-        return torch.device(device)
-    seen, local = torch.cuda.device_count(), local_rank()
-    if local is None and seen > 1 and (launched := read_environment()) is not None and launched.world_size > 1:
-        raise RankEnvironmentError(
-            f"LOCAL_RANK: is not set, and this machine has {seen} GPUs; use torchrun or srun, or set LOCAL_RANK to the "
-            "number of the rank on its machine"
-        )
-    local = local or 0
-    index = 0 if seen == 1 else local  # a launcher may show each rank its own GPU alone
-    if index >= seen:
-        raise MeshError(
-            f"device=cuda: local rank {local} of this machine, which has {counted(seen, 'GPU')}; "
-            "use device=cpu, or fewer ranks"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def backend_of(device: torch.device) -> str:
-    """The backends of a job on this device; a GPU job keeps gloo beside NCCL for host messages."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    name = f"megastack_{'_'.join(map(str, ranks))}:"
+    return f"{name}{sum(other.startswith(name) for other in names)}"
 
 
 def _open_world(shape: MeshShape, launched: RankEnvironment | None, backend: str, timeout_s: float | None) -> None:
@@ -271,20 +228,20 @@ def _require_size(shape: MeshShape, ranks: int) -> None:
 
 
 def _new_group(shape: MeshShape, axes: tuple[Axis, ...], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:
-    """The group of ``rank`` along ``axes``; all ranks of the world call, and take part in making every group."""
+    """The group of ``rank`` along ``axes``; all ranks of the world call this and take part in creating every group."""
     made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in shape.groups(*axes)]
     return next(group for ranks, group in made if rank in ranks)
 
 
 def _device_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | None) -> DeviceMesh | None:
-    """Torch's grid, of groups that are made here: with its own it would wait for absent ranks as long as it likes."""
+    """Torch's mesh, from groups that are created here, because groups that it creates ignore the time-out."""
     axes = [axis for axis in DENSE_AXES if shape.size(axis) > 1]
     if not axes:
         return None
     names = tuple(axis.value for axis in axes)
     if len(axes) == 1 and (world := dist.group.WORLD) is not None:
         if timeout is not None:
-            _set_pg_timeout(timeout, world)
+            set_timeout(world, timeout)
         return DeviceMesh.from_group(world, device.type, mesh_dim_names=names)
     groups = [_new_group(shape, (axis,), dist.get_rank(), timeout) for axis in axes]
     ranks = torch.arange(shape.world_size).view([shape.size(axis) for axis in axes])
@@ -292,6 +249,6 @@ def _device_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | No
 
 
 def _label(wanted: tuple[Axis, ...], real: tuple[Axis, ...]) -> str:
-    """The ledger's name of a group: ``dp`` stands for ``dp·cp``; other fusions join their names."""
+    """The label of a group: ``dp`` stands for ``dp·cp``; other fused axes join their names."""
     names = (Axis.DP if axis is Axis.CP and Axis.DP in wanted else axis for axis in real or wanted)
     return "_".join(dict.fromkeys(names))

@@ -1,9 +1,9 @@
 """The grid of ranks as a value: axis names, degrees, and the arithmetic between ranks and coordinates.
 
-Nothing here knows of torch or of processes, so a grid of 16,384 ranks is described as easily as one of a single rank.
-Ranks run outermost to innermost ``pp, dp, cp, tp``: tensor-parallel neighbours are adjacent, pipeline neighbours far
-apart. ``ep`` is no factor of the world size: the expert view regroups the ``dp x cp`` ranks of a stage as ``edp x ep``
-with ``ep`` adjacent, so every rank also has an ``ep`` coordinate.
+It needs neither torch nor processes, so it describes 16,384 ranks as easily as one. From outermost to innermost the
+axes are ``pp, dp, cp, tp``: tensor-parallel peers are adjacent, pipeline peers far apart. ``ep`` is not a factor of the
+world size: the expert view regroups the ``dp x cp`` ranks of a stage as ``edp x ep`` with ``ep`` adjacent, so each rank
+also has an ``ep`` coordinate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DENSE_AXES = (Axis.PP, Axis.DP, Axis.CP, Axis.TP)
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The degrees of every axis; the world size is ``pp * dp * cp * tp``.
+    """The degree of each axis; the world size is ``pp * dp * cp * tp``.
 
     Raises:
         MeshError: a degree is not a positive integer, or ``ep`` does not divide ``dp * cp``.
@@ -48,7 +48,7 @@ class MeshShape:
         for axis in Axis:
             degree = self.size(axis)
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
-                raise MeshError(f"{axis}={degree!r}: a degree is a positive integer")
+                raise MeshError(f"{axis}={degree!r}: must be a positive integer")
         if (self.dp * self.cp) % self.ep:
             raise MeshError(f"ep={self.ep}: must divide dp * cp = {self.dp * self.cp}")
 
@@ -66,7 +66,7 @@ class MeshShape:
         """The coordinates of a rank on every axis, ``ep`` included.
 
         Raises:
-            MeshError: the rank is not on the grid.
+            MeshError: the rank is not in the grid.
         """
         if not 0 <= rank < self.world_size:
             raise MeshError(f"rank={rank}: must be one of 0 … {self.world_size - 1} of {self}")
@@ -78,10 +78,10 @@ class MeshShape:
         return ordered
 
     def rank_at(self, **coordinates: int) -> int:
-        """The rank at the given coordinates; axes left out are 0.
+        """The rank at the given coordinates; omitted axes are 0.
 
         Raises:
-            MeshError: an axis is unknown, not addressable (``ep``), or its coordinate is off the grid.
+            MeshError: an axis is unknown or not addressable (``ep``), or its coordinate is out of range.
         """
         rank = 0
         unknown = set(coordinates) - {axis.value for axis in DENSE_AXES}
@@ -97,8 +97,8 @@ class MeshShape:
     def groups(self, *axes: Axis) -> list[list[int]]:
         """The partition of all ranks into groups that differ only along ``axes``, each in rank order.
 
-        ``groups(Axis.TP)`` lists the tensor-parallel groups; ``groups(Axis.DP, Axis.CP)`` the fused ones.
-        ``Axis.EP`` stands alone: its groups are adjacent members of the fused data- and context-parallel groups.
+        ``groups(Axis.TP)`` lists the tensor-parallel groups, ``groups(Axis.DP, Axis.CP)`` the fused ones. ``Axis.EP``
+        cannot be fused: its groups are adjacent members of the fused data- and context-parallel groups.
         """
         wanted = {Axis(axis) for axis in axes}
         if Axis.EP in wanted:
@@ -117,7 +117,7 @@ class MeshShape:
         return sorted(cuts)
 
     def table(self, limit: int = 16) -> str:
-        """The grid as text: a line for each rank with its coordinates, the middle left out beyond ``limit`` ranks."""
+        """The grid as text: a line per rank with its coordinates; beyond ``limit`` ranks the middle is omitted."""
         axes = [axis for axis in Axis if axis in (Axis.PP, Axis.DP, Axis.TP) or self.size(axis) > 1]
         width = max(4, len(str(self.world_size - 1)))
         head = " " * max(0, width - 4) + "rank  " + "  ".join(f"{axis:>4}" for axis in axes)
@@ -142,6 +142,6 @@ class MeshShape:
 
 
 def describe_coordinates(coordinates: Mapping[Axis, int]) -> str:
-    """Coordinates as they stand in logs and errors, e.g. ``pp1 dp0 tp1``."""
+    """Coordinates as written in logs and errors, e.g. ``pp1 dp0 tp1``."""
     shown = (Axis.PP, Axis.DP, Axis.TP)
     return " ".join(f"{axis}{at}" for axis, at in coordinates.items() if axis in shown or (at and axis is Axis.CP))

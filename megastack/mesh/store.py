@@ -1,6 +1,6 @@
-"""The store in which ranks find each other: rank 0 listens at ``MASTER_ADDR:MASTER_PORT`` and the others connect.
+"""The store for the rendezvous of ranks: rank 0 listens at ``MASTER_ADDR:MASTER_PORT`` and the others connect.
 
-torch's constructor reports a port that is taken with a C++ trace, and a client waits without a limit for a listener
+For a port in use, torch's constructor raises an error with a C++ trace; a client waits without limit for a listener
 that accepts connections but is not a store. Here each of these is an error that names the variable, and no wait exceeds
 the time-out.
 """
@@ -23,10 +23,10 @@ RETRY_S = 0.5
 
 
 def open_store(launched: RankEnvironment, timeout_s: float) -> dist.TCPStore | None:
-    """The store of a job, served by rank 0 or by torchrun's agent. Waits only for whoever serves it.
+    """The store of a job, served by rank 0 or by torchrun's agent. Waits only for the server.
 
     Args:
-        launched: what the launcher says about this process.
+        launched: the environment of this rank.
         timeout_s: how long to wait for the store to answer, and later for any of its keys.
 
     Returns:
@@ -76,12 +76,12 @@ def _resolve(address: str, limit_s: float) -> None:
 
 
 def _no_server(address: str, port: int, error: Exception | None) -> RankEnvironmentError:
-    """Why rank 0 has no store, from what torch says."""
-    said = str(error or "").partition("\n")[0]
-    if "failed to listen" not in said:
+    """Why rank 0 has no store, from torch's error."""
+    text = str(error or "").partition("\n")[0]
+    if "failed to listen" not in text:
         rule = f"rank 0 cannot reach itself there at port {port}; use the address of the machine of rank 0"
         return RankEnvironmentError(f"MASTER_ADDR={address}: {rule}")
     rule = f"port {port} of MASTER_ADDR={address} is in use"
-    if "EADDRINUSE" not in said:
-        rule = f"rank 0 cannot listen at port {port} of MASTER_ADDR={address} ({said.rpartition('message: ')[2]})"
+    if "EADDRINUSE" not in text:
+        rule = f"rank 0 cannot listen at port {port} of MASTER_ADDR={address} ({text.rpartition('message: ')[2]})"
     return RankEnvironmentError(f"MASTER_PORT={port}: {rule}; use another port")

@@ -1,247 +1,91 @@
-"""What a microbatch keeps on a rank from its forward to its backward, from the configuration alone; torch-free.
+"""The tensors that a microbatch holds on a rank from its forward to its backward, from the configuration alone.
 
-:func:`block_items` lists, tensor by tensor, what one block saves; ``docs/activations.md`` writes the same as formulas,
-and a test holds the list against the tensors that autograd really saves. With recompute a block keeps fewer of them,
-and backward brings the others back one block at a time. From I to W of a schedule that splits backwards a microbatch
-keeps other tensors, those of :func:`weight_items`. Where a ``_target_`` replaces a layer, the built-in one is described
-in its place, with all parameters trained and fused attention.
+The specs of the layers (:mod:`megastack.models.specs`) list them; here they are summed over a stage. With recompute a
+block saves fewer of them, and backward restores the others one block at a time. From I to W of a schedule that splits
+backwards a microbatch holds other tensors (:func:`deferred_in_block`). ``docs/activations.md`` writes the same as
+formulas, and a test compares the list with the tensors that autograd saves. Torch-free.
 
-Not here: gradients in flight, temporary buffers of single operations, and what the allocator adds.
+Not here: gradients in flight, temporary buffers of single operations, and what the allocator adds. All parameters count
+as trained.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 from megastack.config.schema import TrainConfig
-from megastack.models.profile import BYTES, head_dim, kv_groups, padded_vocab
+from megastack.layers.spec import LocalMicrobatch, SavedTensor
+from megastack.models.profile import BYTES
+from megastack.models.specs import DecoderSpec, decoder_spec, dropout_saved, norm_saved
 
-ATTENTION_CORE = ("log-sum-exp", "weights", "kept weights", "dropped weights", "copied value")
-"""The items of ``attend``, which selective recompute does not keep."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """One tensor that is kept for backward.
-
-    Attributes:
-        name: what it is.
-        owner: the module that recomputes it when it is recomputed itself, by its name in the block; "" is the block.
-        shape: this rank's part.
-        width: bytes of an element.
-    """
-
-    name: str
-    owner: str
-    shape: tuple[int, ...]
-    width: int
-
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        return prod(self.shape) * self.width
+_INPUT = "input"
+"""The input of a block, which recompute never drops."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """This rank's part of every size, and the bytes of an element.
-
-    Attributes:
-        rows: S/t where the sequence is split over tp, else S.
-        width: bytes of an activation.
-        wide: bytes of what is never below fp32.
-    """
-
-    batch: int
-    sequence: int
-    rows: int
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    ffn: int
-    width: int
-    wide: int
-
-    @staticmethod
-    def of(config: TrainConfig) -> Sizes:
-        """The sizes on a rank of a configuration."""
-        model, batch, tp = config.model, config.batch, config.parallel.tp
-        width = BYTES[config.precision.compute]
-        return Sizes(
-            batch=batch.micro_size,
-            sequence=batch.sequence_length,
-            rows=batch.sequence_length // (tp if config.parallel.sequence_parallel else 1),
-            hidden=model.hidden,
-            heads=model.heads // tp,
-            groups=max(kv_groups(model) // tp, 1),
-            head_dim=head_dim(model),
-            ffn=model.ffn // tp,
-            width=width,
-            wide=max(width, 4),
-        )
-
-    @property
-    def hidden_shape(self) -> tuple[int, int, int]:
-        """Hidden states between the layers."""
-        return self.batch, self.rows, self.hidden
+def local_microbatch(config: TrainConfig) -> LocalMicrobatch:
+    """A microbatch of the run on one rank."""
+    batch, grid = config.batch, config.parallel
+    rows = batch.sequence_length // (grid.tp if grid.sequence_parallel else 1)
+    return LocalMicrobatch(batch.micro_size, batch.sequence_length, rows, grid.tp, BYTES[config.precision.compute])
 
 
-def block_items(config: TrainConfig, layer: int | None = None) -> list[Kept]:
-    """What one block keeps for a microbatch, in order of use.
+def saved_in_block(config: TrainConfig, layer: int | None = None) -> list[SavedTensor]:
+    """The tensors that one block saves for a microbatch, in order of use.
 
     Args:
         config: the run.
         layer: the block's number, for its recompute; None is a block without recompute.
     """
-    items = [*_norm(config, "attention_norm", "input"), *_attention(config)]
-    items += [*_norm(config, "mlp_norm", "middle"), *_mlp(config)]
+    items = _spec(config).block.saved(local_microbatch(config))
     return items if layer is None else [item for item in items if not _is_recomputed(config, layer, item)]
 
 
-def _norm(config: TrainConfig, name: str, reads: str) -> Iterator[Kept]:
-    """The residual stream that a norm reads, its statistics, and its output, which the layer behind it reads."""
-    sizes = Sizes.of(config)
-    yield Kept(reads, "input" if reads == "input" else "", sizes.hidden_shape, sizes.width)
-    yield from _statistics(config, name, (sizes.batch, sizes.rows))
-    yield Kept(f"{name} output", "", sizes.hidden_shape, sizes.width)
+def _spec(config: TrainConfig) -> DecoderSpec:
+    return decoder_spec(config, config.parallel.tp)
 
 
-def _statistics(config: TrainConfig, name: str, rows: tuple[int, ...]) -> Iterator[Kept]:
-    wide = Sizes.of(config).wide
-    if config.model.norm == "layer":
-        yield Kept(f"{name} mean", name, rows, wide)
-    yield Kept(f"{name} scale", name, rows, wide)
-
-
-def _attention(config: TrainConfig) -> Iterator[Kept]:
-    sizes, model = Sizes.of(config), config.model
-    row = (sizes.batch, sizes.sequence)
-    q, kv = (*row, sizes.heads, sizes.head_dim), (*row, sizes.groups, sizes.head_dim)
-    if model.qk_norm:
-        yield Kept("query before its norm", "attention", q, sizes.width)
-        yield Kept("query scale", "attention", (*row, sizes.heads), sizes.wide)
-        yield Kept("key before its norm", "attention", kv, sizes.width)
-        yield Kept("key scale", "attention", (*row, sizes.groups), sizes.wide)
-    yield Kept("query", "attention", q, sizes.width)
-    yield Kept("key", "attention", kv, sizes.width)
-    yield Kept("value", "attention", kv, sizes.width)
-    yield from _core(config)
-    yield Kept("attended", "attention", q, sizes.width)
-    yield from _dropped(config, "attention")
-
-
-def _core(config: TrainConfig) -> Iterator[Kept]:
-    """Between queries and attended values: one number a row, or all weights where some of them are dropped."""
-    sizes = Sizes.of(config)
-    square = (sizes.batch, sizes.heads, sizes.sequence, sizes.sequence)
-    if not config.model.attention_dropout:
-        yield Kept("log-sum-exp", "attention", square[:3], sizes.wide)
-        return
-    if config.model.qk_norm and sizes.batch > 1:  # the value itself is kept with the key before its norm
-        shape = (sizes.batch, sizes.sequence, sizes.groups, sizes.head_dim)
-        yield Kept("copied value", "attention", shape, sizes.width)
-    yield Kept("weights", "attention", square, sizes.width)
-    yield Kept("dropped weights", "attention", square, 1)
-    yield Kept("kept weights", "attention", square, sizes.width)
-
-
-def _mlp(config: TrainConfig) -> Iterator[Kept]:
-    sizes = Sizes.of(config)
-    inner = (sizes.batch, sizes.sequence, sizes.ffn)
-    gated = config.model.activation == "swiglu"
-    yield Kept("gate and up" if gated else "up", "mlp", (2, *inner) if gated else inner, sizes.width)
-    yield Kept("activated", "mlp", inner, sizes.width)
-    yield from _dropped(config, "mlp")
-
-
-def _dropped(config: TrainConfig, site: str) -> Iterator[Kept]:
-    sizes = Sizes.of(config)
-    if config.model.dropout:
-        yield Kept(f"dropped behind {site}", "", sizes.hidden_shape, 1)
-
-
-def _is_recomputed(config: TrainConfig, layer: int, item: Kept) -> bool:
+def _is_recomputed(config: TrainConfig, layer: int, item: SavedTensor) -> bool:
     mode, pattern = config.recompute.mode, config.recompute.pattern
-    if mode == "none" or item.owner == "input":
+    if mode == "none" or item.name == _INPUT:
         return False
     if mode == "selective":
-        return item.name in ATTENTION_CORE
+        return item.in_attend
     chosen = r"blocks\.\d+" if mode == "full" else pattern or ""
-    names = (f"blocks.{layer}", f"blocks.{layer}.{item.owner}") if item.owner else (f"blocks.{layer}",)
+    names = (f"blocks.{layer}", f"blocks.{layer}.{item.module}") if item.module else (f"blocks.{layer}",)
     return any(re.fullmatch(chosen, name) for name in names)
 
 
-def shared_items(config: TrainConfig) -> list[Kept]:
-    """What the blocks of a stage share for a microbatch: rotary tables, and the mask of documents.
+def shared_by_blocks(config: TrainConfig) -> list[SavedTensor]:
+    """The tensors that the blocks of a stage share for a microbatch."""
+    documents, recompute = config.data.pack and config.data.document_mask, config.recompute.mode != "none"
+    return _spec(config).block.attention.shared(local_microbatch(config), documents=documents, recompute=recompute)
 
-    Fused attention keeps the mask as numbers; recompute keeps it in both forms, for whoever runs again.
-    """
-    sizes = Sizes.of(config)
-    items = []
-    if config.model.positions == "rope":
-        angles = (sizes.batch, sizes.sequence, sizes.head_dim // 2)
-        items += [Kept("cosines", "", angles, sizes.wide), Kept("sines", "", angles, sizes.wide)]
-    if _has_documents(config):
-        mask = (sizes.batch, 1, sizes.sequence, sizes.sequence)
-        again = config.recompute.mode != "none"
-        items += [Kept("mask", "", mask, 1)] if again else []
-        items += [Kept("bias", "", mask, sizes.width)] if again or not config.model.attention_dropout else []
+
+def saved_at_ends(config: TrainConfig, *, embedding: bool, head: bool) -> list[SavedTensor]:
+    """The tensors that the embedding and the head save for a microbatch."""
+    spec, microbatch, items = _spec(config), local_microbatch(config), []
+    if embedding:
+        items += spec.embedding.saved(microbatch)
+        items += dropout_saved(spec.block.dropout, "embedding", spec.embedding.hidden, microbatch)
+    if head:
+        items += [*norm_saved(spec.norm, "norm", "output", microbatch), *spec.head.saved(microbatch)]
     return items
 
 
-def _has_documents(config: TrainConfig) -> bool:
-    return config.data.pack and config.data.document_mask
+def deferred_in_block(config: TrainConfig) -> list[SavedTensor]:
+    """The tensors that one block holds for a microbatch from I to W: inputs of its linear layers, gradients of their
+    outputs."""
+    return _spec(config).block.deferred(local_microbatch(config))
 
 
-def end_items(config: TrainConfig, *, embedding: bool, head: bool) -> list[Kept]:
-    """What the embedding and the head keep for a microbatch."""
-    sizes, tp = Sizes.of(config), config.parallel.tp
-    row = (sizes.batch, sizes.sequence)
-    items = []
-    if embedding and tp > 1:
-        items += [Kept("ids looked up here", "", row, 8), Kept("ids held elsewhere", "", row, 1)]
+def deferred_at_ends(config: TrainConfig, *, embedding: bool, head: bool) -> list[SavedTensor]:
+    """The same for the embedding and the head."""
+    spec, microbatch, items = _spec(config), local_microbatch(config), []
     if embedding:
-        items += _dropped(config, "embedding")
+        items += spec.embedding.deferred(microbatch)
     if head:
-        items += _norm(config, "norm", "output")
-        items.append(Kept("logits", "", (*row, padded_vocab(config.model) // tp), sizes.width))
-        items.append(Kept("log-sum-exp of the logits", "", row, sizes.wide))
-    return items
-
-
-def weight_items(config: TrainConfig) -> list[Kept]:
-    """What one block keeps for a microbatch from I to W: inputs of its linear layers, gradients of their outputs."""
-    sizes, gated = Sizes.of(config), config.model.activation == "swiglu"
-    row, width = (sizes.batch, sizes.sequence), sizes.width
-    q, kv = (*row, sizes.heads, sizes.head_dim), (*row, sizes.groups, 2, sizes.head_dim)
-    whole, inner = (*row, sizes.hidden), (*row, sizes.ffn)
-    return [
-        Kept("attention_norm output", "", sizes.hidden_shape, width),
-        Kept("gradient of query", "attention", q, width),
-        Kept("gradient of key and value", "attention", kv, width),
-        Kept("attended", "attention", q, width),
-        Kept("gradient of attention", "", whole, width),
-        Kept("mlp_norm output", "", sizes.hidden_shape, width),
-        Kept("gradient of gate and up" if gated else "gradient of up", "mlp", (2, *inner) if gated else inner, width),
-        Kept("activated", "mlp", inner, width),
-        Kept("gradient of mlp", "", whole, width),
-    ]
-
-
-def weight_end_items(config: TrainConfig, *, embedding: bool, head: bool) -> list[Kept]:
-    """The same of the embedding and the head."""
-    sizes = Sizes.of(config)
-    row, width = (sizes.batch, sizes.sequence), sizes.width
-    items = []
-    if embedding:
-        items += [Kept("ids", "", row, 8), Kept("gradient of embedding", "", (*row, sizes.hidden), width)]
-    if head:
-        logits = (*row, padded_vocab(config.model) // config.parallel.tp)
-        items += [Kept("norm output", "", sizes.hidden_shape, width), Kept("gradient of logits", "", logits, width)]
+        items += [norm_saved(spec.norm, "norm", "output", microbatch)[-1], *spec.head.deferred(microbatch)]
     return items
 
 
@@ -250,26 +94,27 @@ class ActivationBytes:
     """Activations of one stage on a rank.
 
     Attributes:
-        kept: bytes of each microbatch in flight.
-        again: bytes that backward brings back for one block, of one microbatch at a time.
+        saved: bytes of each microbatch in flight.
+        recomputed: bytes that backward brings back for one block, of one microbatch at a time.
         until_w: bytes of each microbatch between its I and its W.
     """
 
-    kept: int
-    again: int
+    saved: int
+    recomputed: int
     until_w: int
 
 
 def activation_bytes(config: TrainConfig, layers: range, *, embedding: bool, head: bool) -> ActivationBytes:
-    """What a stage keeps for a microbatch, and what its largest recomputed block adds while its backward runs."""
-    whole = _total(block_items(config))
-    kept = [_total(block_items(config, layer)) for layer in layers]
-    ends = _total(end_items(config, embedding=embedding, head=head))
-    shared = _total(shared_items(config)) if layers else 0
-    until_w = len(layers) * _total(weight_items(config))
-    until_w += _total(weight_end_items(config, embedding=embedding, head=head))
-    return ActivationBytes(sum(kept) + ends + shared, max((whole - part for part in kept), default=0), until_w)
+    """The bytes that a stage saves for a microbatch, and those of its largest recomputed block during its backward."""
+    whole = _total(saved_in_block(config))
+    saved = [_total(saved_in_block(config, layer)) for layer in layers]
+    ends = _total(saved_at_ends(config, embedding=embedding, head=head))
+    shared = _total(shared_by_blocks(config)) if layers else 0
+    until_w = len(layers) * _total(deferred_in_block(config))
+    until_w += _total(deferred_at_ends(config, embedding=embedding, head=head))
+    recomputed = max((whole - part for part in saved), default=0)
+    return ActivationBytes(sum(saved) + ends + shared, recomputed, until_w)
 
 
-def _total(items: list[Kept]) -> int:
+def _total(items: list[SavedTensor]) -> int:
     return sum(item.bytes for item in items)

@@ -1,12 +1,12 @@
-"""One Transformer block: attention and MLP, each behind a norm and added back to the residual stream (pre-norm).
+"""One pre-norm Transformer block: attention and MLP, each after a norm and added to the residual stream.
 
-A block's layers come in as factories that already hold their arguments, so the block knows no layer's options and a
-user's block (``model.block={_target_: my_file.MyBlock}``) may build them, or not. Where the hidden states are split
-along the sequence over tp, norms, dropout and sums see this rank's slice.
+A block receives its layers as factories that already hold their arguments, so it does not depend on their options, and
+a user's block (``model.block={_target_: my_file.MyBlock}``) need not build them. Where hidden states are split along
+the sequence over tp, norms, dropout and sums see this rank's slice.
 
-A block that hands more than hidden states to the next one names these values in ``boundary()``. It is then called
-with them, in that order, and returns ``(hidden, *values)``; a value that no earlier block gave is None. The decoder
-passes them on, across stages too. For example::
+A block that passes more than hidden states to the next block names the values in ``boundary()``. It is then called with
+them, in that order, and returns ``(hidden, *values)``; a value that no earlier block returned is None. The decoder
+passes them on, across pipeline stages too. For example::
 
     class Counting(Block):
         def boundary(self) -> tuple[str, ...]:
@@ -33,22 +33,22 @@ from megastack.placement.module import ParallelModule
 
 
 class Block(ParallelModule):
-    """A pre-norm block; communicates what its two layers do.
+    """A pre-norm block; only its two layers communicate.
 
     Args:
         hidden: width of the residual stream.
-        mesh: the ranks it is split over.
-        layer: the block's global number, which names its dropout.
+        mesh: the ranks to split over.
+        layer: the block's global number, part of the names of its dropout.
         attention: builds the attention layer.
         mlp: builds the MLP.
         norm: builds a norm over ``hidden``.
-        dropout: drop probability of what the two layers add to the residual stream.
+        dropout: drop probability of the outputs of the two layers.
         sequence_parallel: hidden states are split along the sequence over tp.
 
     Attributes:
-        uses_cache: a subclass with a method of its own sets it to True if generation may call it with the new tokens
-            alone, those before them being in ``context.cache``: it mixes tokens in its attention layers only. Not set
-            by the built-in class.
+        uses_cache: a subclass that overrides a method sets it to True if generation may call it with only the new
+            tokens, earlier ones being in ``context.cache``: it mixes tokens only in its attention layers. The built-in
+            class does not set it.
     """
 
     uses_cache: ClassVar[bool]
@@ -77,7 +77,7 @@ class Block(ParallelModule):
 
     @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None, *values: Any) -> Any:
-        """Hidden states to hidden states; whatever :meth:`boundary` names is returned beside them, unchanged."""
+        """Maps hidden states to hidden states; the values of :meth:`boundary` are returned unchanged after them."""
         context = None if context is None else context.within(f"blocks.{self.layer}")
         attended_BSD = self.attention(self.attention_norm(hidden_BSD), context)
         hidden_BSD = hidden_BSD + self._drop(attended_BSD, context, "attention")

@@ -1,18 +1,18 @@
 """A decoder-only Transformer, or the slice of one that a pipeline stage holds.
 
 The model is a flat list of units: the embedding, the blocks, and the head (final norm, output projection, loss). A
-stage is a slice of that list; the whole model is the stage that has them all, so one rank and a pipeline run the same
+stage is a slice of that list. The whole model is the stage with all units, so one rank and a pipeline run the same
 code. Blocks are keyed by their global number, so a parameter has the same name on every layout:
 ``blocks.17.mlp.up.weight``.
 
-A tied output projection is the embedding's own parameter. Where the last stage has no embedding, it holds a copy
-under the same global name, ``embedding.weight``, which starts alike; whoever reduces gradients sums the two.
+A tied output projection is the embedding's own parameter. A last stage without the embedding holds a copy under the
+same global name, ``embedding.weight``, with the same initial values; the gradient reduction sums the two.
 
-Between stages goes the *carry*: ``{"hidden": …}`` and what blocks name in ``boundary()``. Tokens, labels, positions
-and documents come with the microbatch on every stage. There are no buffers, so a decoder can be built on the meta
-device.
+The inputs and outputs of a stage are ``{"hidden": …}`` and the values that blocks name in ``boundary()``. Tokens,
+labels, positions and documents come with the microbatch on every stage. There are no buffers, so a decoder can be built
+on the meta device.
 
-Shapes: B microbatch, S sequence (S/t in the carry under sequence parallelism), D hidden, V vocabulary of this rank.
+Shapes: B microbatch, S sequence (S/t between stages under sequence parallelism), D hidden, V vocabulary of this rank.
 """
 
 from __future__ import annotations
@@ -24,56 +24,47 @@ import torch
 from torch import Tensor, nn
 
 from megastack.batch import Microbatch, StageLoss
-from megastack.config.rules import with_legal_values
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
 from megastack.layers.cache import KeyValueCache
-from megastack.layers.cacheable import cache_obstacle
 from megastack.layers.context import Context
 from megastack.layers.dropout import dropout
-from megastack.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from megastack.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead
 from megastack.layers.linear_ops import column_product
 from megastack.layers.loss import vocab_parallel_losses
-from megastack.layers.overrides import built_in
+from megastack.layers.overrides import built_in, cache_obstacle
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.models.families import (
-    block_factory,
-    learned_positions,
-    norm_factory,
-    rope_of,
-    splits_sequence,
-    vocabulary_layer,
-)
+from megastack.models.config import ModelConfig
+from megastack.models.families import block_factory, norm_factory, rope_of
 from megastack.models.recompute import recompute_blocks_
+from megastack.models.specs import decoder_spec
 from megastack.placement.module import ParallelModule, ReshardPolicy
 
 LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Activations below fp32, which begin behind the embedding: its weight may be kept in fp32."""
-READS = ("seed", "model", "loss", "recompute", "batch.sequence_length", "parallel.sequence_parallel")
-"""What a decoder reads of a configuration."""
+"""Activation dtypes below fp32. They begin after the embedding, whose weight may be in fp32."""
 StageTensors = Mapping[str, Any]
-"""What one stage gives the next: ``hidden``, and blocks' extra values by name (a tensor or None)."""
+"""Inputs or outputs of a stage: ``hidden``, and the blocks' extra values by name (a tensor or None)."""
 
 
 class Decoder(ParallelModule):
     """A stage of the model that a configuration describes.
 
     Args:
-        config: the run; its model, loss, seed, sequence length and sequence parallelism are read.
-        mesh: the ranks the layers are split over; the degrees come from here, never from the configuration.
-        layers: global numbers of the blocks, all of them by default.
-        embedding: whether the stage begins with the embedding; by default if the blocks begin with block 0.
-        head: whether it ends with norm, output projection and loss; by default if the blocks end with the last one.
+        config: the options of the model. From a ``TrainConfig`` only those are read, and no parallel degree.
+        mesh: the ranks to split the layers over.
+        layers: global numbers of the blocks; all of them by default.
+        embedding: the stage begins with the embedding; by default if the blocks begin with block 0.
+        head: the stage ends with norm, output projection and loss; by default if the blocks end with the last one.
 
     Raises:
-        ConfigError: a ``_target_`` that cannot be used, or a value that is read has another type or is out of range.
-        PlacementError: sizes that the tensor-parallel degree does not divide.
+        ConfigError: a value has the wrong type or is out of range, or a ``_target_`` cannot be used.
+        PlacementError: the tensor-parallel degree does not divide a size.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: ModelConfig | TrainConfig,
         mesh: Mesh,
         *,
         layers: range | None = None,
@@ -81,66 +72,66 @@ class Decoder(ParallelModule):
         head: bool | None = None,
     ) -> None:
         super().__init__(mesh)
-        self.config = config = with_legal_values(config, *READS)
-        self.layers = range(config.model.layers) if layers is None else layers
+        self.config = ModelConfig.validated(config)
+        model, recompute = self.config.model, self.config.recompute
+        spec = decoder_spec(self.config, mesh.shape.tp)
+        self.layers = range(model.layers) if layers is None else layers
         self.has_embedding = self.layers.start == 0 if embedding is None else embedding
-        self.has_head = self.layers.stop == config.model.layers if head is None else head
-        self.sequence_parallel = splits_sequence(config, mesh)
-        self.rope = rope_of(config)
-        embeds = self.has_embedding or (self.has_head and config.model.tied)
-        learns = self.has_embedding and config.model.positions == "learned"
-        projects = self.has_head and not config.model.tied
-        block = block_factory(config, mesh)
-        self.embedding = vocabulary_layer(VocabParallelEmbedding, config, mesh) if embeds else None
-        self.positions = learned_positions(config, mesh) if learns else None
+        self.has_head = self.layers.stop == model.layers if head is None else head
+        self.sequence_parallel = spec.norm.sequence_parallel
+        self.rope = rope_of(model, spec)
+        embeds = self.has_embedding or (self.has_head and model.tied)
+        learned = spec.positions if self.has_embedding else None
+        projects = self.has_head and not model.tied
+        block = block_factory(model, spec, mesh)
+        self.embedding = VocabParallelEmbedding.from_spec(spec.embedding, mesh) if embeds else None
+        self.positions = None if learned is None else LearnedPositions.from_spec(learned, mesh)
         self.blocks = nn.ModuleDict({str(layer): block(layer=layer) for layer in self.layers})
-        recompute_blocks_(
-            dict(self.blocks.items()), config.recompute.mode, config.recompute.pattern, layers=config.model.layers
-        )
-        self.norm = norm_factory(config, mesh)() if self.has_head else None
-        self.head = vocabulary_layer(VocabParallelHead, config, mesh) if projects else None
+        recompute_blocks_(dict(self.blocks.items()), recompute.mode, recompute.pattern, layers=model.layers)
+        self.norm = norm_factory(spec, mesh)() if self.has_head else None
+        self.head = VocabParallelHead.from_spec(spec.head, mesh) if projects else None
 
     @built_in
-    def forward(self, carry: StageTensors, microbatch: Microbatch) -> dict[str, Any] | StageLoss:
+    def forward(self, inputs: StageTensors, microbatch: Microbatch) -> dict[str, Any] | StageLoss:
         """Run the stage on one microbatch.
 
         Args:
-            carry: what the stage before gave; empty where this stage has the embedding.
+            inputs: the outputs of the stage before; empty for a stage with the embedding.
             microbatch: the microbatch, the same on every stage and tensor-parallel rank.
 
         Returns:
-            The carry for the next stage, or the loss sums where this stage has the head.
+            The inputs of the next stage, or the loss sums of a stage with the head.
         """
-        carry = self._run(carry, microbatch)
-        self.mesh.ledger.flight_recorder.layer = "head" if self.has_head else None
-        return self._loss(self._logits(carry["hidden"]), microbatch.labels_BS) if self.has_head else carry
+        outputs = self._run(inputs, microbatch)
+        self.mesh.observer.on_layer("head" if self.has_head else None)
+        return self._loss(self._logits(outputs["hidden"]), microbatch.labels_BS) if self.has_head else outputs
 
-    def logits(self, carry: StageTensors, microbatch: Microbatch) -> Tensor:
+    def logits(self, inputs: StageTensors, microbatch: Microbatch) -> Tensor:
         """This rank's columns (B, S, V) of the logits, padded vocabulary included; for a stage with the head."""
-        return self._logits(self._run(carry, microbatch)["hidden"])
+        return self._logits(self._run(inputs, microbatch)["hidden"])
 
     @built_in
     def infer(
-        self, carry: StageTensors, microbatch: Microbatch, *, at_B: Tensor, cache: KeyValueCache | None = None
+        self, inputs: StageTensors, microbatch: Microbatch, *, at_B: Tensor, cache: KeyValueCache | None = None
     ) -> dict[str, Any] | Tensor:
-        """Run the stage without labels: the carry for the next stage, or this rank's logits where it has the head.
+        """Run the stage without labels; returns the inputs of the next stage, or this rank's logits (B, 1, V).
 
         Args:
-            carry: as in :meth:`forward`.
-            microbatch: whole rows or, with a cache, tokens that follow those in it.
-            at_B: the place in each row whose logits (B, 1, V) are wanted.
+            inputs: as in :meth:`forward`.
+            microbatch: whole rows or, with a cache, the tokens that follow those in it.
+            at_B: the index in each row at which a stage with the head computes logits.
             cache: keys and values of this stage's layers.
         """
-        assert not self.sequence_parallel, "rows of any length are not cut over tp"
-        carry = self._run(carry, microbatch, cache)
+        assert not self.sequence_parallel, "rows of any length are not split over tp"
+        outputs = self._run(inputs, microbatch, cache)
         if not self.has_head:
-            return carry
+            return outputs
         rows_B = torch.arange(len(at_B), device=at_B.device)
-        return self._logits(carry["hidden"][rows_B, at_B][:, None])
+        return self._logits(outputs["hidden"][rows_B, at_B][:, None])
 
     @property
     def cache_obstacle(self) -> str | None:
-        """Why generation has to run this stage with whole rows for every token; None if a cache gives the same."""
+        """The reason why generation must run this stage with whole rows for every token; None if a cache is exact."""
         return cache_obstacle(self)
 
     def units(self) -> dict[nn.Module, ReshardPolicy]:
@@ -162,16 +153,17 @@ class Decoder(ParallelModule):
         return policies
 
     def share_embedding(self, first: Decoder) -> None:
-        """Use the embedding of ``first`` as the tied projection, where one rank holds both; there is no copy then."""
+        """Use the embedding of ``first`` as the tied projection, instead of a copy, where one rank holds both
+        stages."""
         assert self.config.model.tied and first.embedding is not None and self.embedding is not None
         self.embedding = first.embedding
 
     @built_in
-    def _run(self, carry: StageTensors, microbatch: Microbatch, cache: KeyValueCache | None = None) -> dict[str, Any]:
+    def _run(self, inputs: StageTensors, microbatch: Microbatch, cache: KeyValueCache | None = None) -> dict[str, Any]:
         context = self._context(microbatch, cache)
-        values = {"hidden": self._embed(microbatch, context)} if self.has_embedding else dict(carry)
+        values = {"hidden": self._embed(microbatch, context)} if self.has_embedding else dict(inputs)
         for name, block in self.blocks.items():
-            self.mesh.ledger.flight_recorder.layer = f"blocks.{name}"
+            self.mesh.observer.on_layer(f"blocks.{name}")
             values |= _call(block, values, context)
         return values
 
@@ -192,7 +184,7 @@ class Decoder(ParallelModule):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The dtype of the parameters, or what the configuration says in a stage without any."""
+        """The dtype of the parameters, or the configured one in a stage without parameters."""
         own = next(self.parameters(), None)
         if own is not None:
             return own.dtype
@@ -231,7 +223,7 @@ class Decoder(ParallelModule):
 
 
 def _call(block: nn.Module, values: Mapping[str, Any], context: Context) -> dict[str, Any]:
-    """What a block gives, by name: hidden states, and the values it names in ``boundary()``."""
+    """The outputs of a block by name: hidden states, and the values that it names in ``boundary()``."""
     names = block.boundary() if isinstance(block, ParallelModule) else ()
     if not names:
         return {"hidden": block(values["hidden"], context)}

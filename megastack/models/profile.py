@@ -1,11 +1,11 @@
-"""What a decoder costs, from its configuration alone: parameters, static bytes, floating point operations, split
-costs.
+"""The cost of a decoder, from its configuration alone: parameters, static bytes, FLOPs, and costs for the split over
+stages.
 
-Torch-free, so that ``show`` and the planner describe a 405-billion-parameter model in milliseconds. A model is made
-of three kinds of **unit**: the embedding (with learned positions), a block, and the head (final norm and output
-projection). :func:`stage_placements` lists the parameters that a stage holds, with the placements that the built
-modules declare; a test holds the two equal, so counts are exact, padding, kv copies and tied copies included. Where a
-``_target_`` replaces a layer, the built-in one is described in its place.
+Everything here adds up the specs of the layers (:mod:`megastack.models.specs`) and imports no torch, so that ``show``
+and the planner describe a 405-billion-parameter model in milliseconds. A model is made of three kinds of **unit**: the
+embedding (with learned positions), a block, and the head (final norm and output projection).
+:func:`stage_placements` lists the parameters of a stage with the placements that the built modules declare, so counts
+are exact, padding, kv copies and tied copies included.
 
 **FLOPs.** A multiplication and an addition are 2; the backward costs twice the forward; recomputation is not counted.
 Embedding lookups, norms, activations and the softmax count nothing; kv heads count as they are. Attention scores
@@ -22,38 +22,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from megastack.config.schema import ModelOptions, TrainConfig
-from megastack.mesh.shape import Axis, MeshShape
+from megastack.config.schema import TrainConfig
+from megastack.layers.spec import LayerSpec
+from megastack.mesh.shape import MeshShape
+from megastack.models.specs import decoder_spec
 from megastack.placement.boxes import local_shape
-from megastack.placement.placement import Placement, Shard
+from megastack.placement.placement import Placement
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ELEMENT_FLOPS = 16
 """FLOPs of a matrix product in the time of one element of an element-wise pass; a rough figure, for the split only."""
 
 
-def head_dim(model: ModelOptions) -> int:
-    """K, the width of a head."""
-    return model.head_dim or model.hidden // model.heads
-
-
-def kv_groups(model: ModelOptions) -> int:
-    """G, the number of key and value heads."""
-    return model.kv_groups or model.heads
-
-
-def padded_vocab(model: ModelOptions) -> int:
-    """Rows of the embedding with padding; depends on no parallel degree."""
-    return -(-model.vocab // model.vocab_multiple) * model.vocab_multiple
-
-
-def max_positions(config: TrainConfig) -> int:
-    """Rows of the learned position table."""
-    return config.model.max_positions or config.batch.sequence_length
-
-
 def stage_placements(config: TrainConfig, layers: range, *, embedding: bool, head: bool) -> dict[str, Placement]:
-    """The parameters of a stage by global name: shape, padding and cut (initial values and partial axes left out).
+    """The parameters of a stage by global name, with the placements that the built modules declare.
 
     Args:
         config: the run; its ``parallel.tp`` decides how many copies of a kv group there are.
@@ -61,58 +43,8 @@ def stage_placements(config: TrainConfig, layers: range, *, embedding: bool, hea
         embedding: whether the stage holds the embedding.
         head: whether it holds the head.
     """
-    placements: dict[str, Placement] = {}
-    if embedding or (head and config.model.tied):
-        placements["embedding.weight"] = _vocabulary(config.model)
-    if embedding and config.model.positions == "learned":
-        placements["positions.weight"] = Placement((max_positions(config), config.model.hidden))
-    block = block_placements(config)
-    placements |= {f"blocks.{layer}.{name}": block[name] for layer in layers for name in block}
-    if head:
-        placements |= _norm("norm", config.model.hidden, config.model)
-        if not config.model.tied:
-            placements["head.weight"] = _vocabulary(config.model)
-    return placements
-
-
-def block_placements(config: TrainConfig) -> dict[str, Placement]:
-    """The parameters of one block, by name within the block."""
-    model, tp = config.model, config.parallel.tp
-    hidden, heads, groups, width = model.hidden, model.heads, kv_groups(model), head_dim(model)
-    copies = tp // groups if tp > groups else 1
-    qkv_bias = model.bias or model.qkv_bias
-    up = (2, model.ffn) if model.activation == "swiglu" else (model.ffn,)
-    return {
-        **_norm("attention_norm", hidden, model),
-        **_linear("attention.q", (heads, width), hidden, Shard(0), qkv_bias),
-        **_linear("attention.kv", (groups, 2, width), hidden, Shard(0, copies), qkv_bias),
-        **(_scale("attention.q_norm", width) | _scale("attention.k_norm", width) if model.qk_norm else {}),
-        **_linear("attention.out", (hidden,), heads * width, Shard(1), model.bias),
-        **_norm("mlp_norm", hidden, model),
-        **_linear("mlp.up", up, hidden, Shard(len(up) - 1), model.bias),
-        **_linear("mlp.down", (hidden,), model.ffn, Shard(1), model.bias),
-    }
-
-
-def _linear(name: str, out: tuple[int, ...], inputs: int, shard: Shard, bias: bool) -> dict[str, Placement]:
-    weight = Placement((*out, inputs), {Axis.TP: shard})
-    row = shard.dim == len(out)
-    offset = Placement(out, {} if row else {Axis.TP: shard})
-    return {f"{name}.weight": weight, **({f"{name}.bias": offset} if bias else {})}
-
-
-def _scale(name: str, width: int) -> dict[str, Placement]:
-    return {f"{name}.weight": Placement((width,))}
-
-
-def _norm(name: str, width: int, model: ModelOptions) -> dict[str, Placement]:
-    bias = {f"{name}.bias": Placement((width,))} if model.norm == "layer" else {}
-    return _scale(name, width) | bias
-
-
-def _vocabulary(model: ModelOptions) -> Placement:
-    padded = (padded_vocab(model), model.hidden)
-    return Placement((model.vocab, model.hidden), {Axis.TP: Shard(0)}, padded_shape=padded)
+    tp = config.parallel.tp
+    return decoder_spec(config, tp).stage_placements(layers, embedding=embedding, head=head, tp=tp)
 
 
 @dataclass(frozen=True)
@@ -128,7 +60,8 @@ def unit_parameters(config: TrainConfig) -> UnitParameters:
     """Parameters of the embedding, one block and the head, without padding or copies."""
     embedding = _numel(stage_placements(config, range(0), embedding=True, head=False).values())
     both = _numel(stage_placements(config, range(0), embedding=True, head=True).values())
-    return UnitParameters(embedding, _numel(block_placements(config).values()), both - embedding)
+    block = _numel(stage_placements(config, range(1), embedding=False, head=False).values())
+    return UnitParameters(embedding, block, both - embedding)
 
 
 def total_parameters(config: TrainConfig) -> int:
@@ -199,27 +132,16 @@ def _bytes_of(config: TrainConfig, name: str, count: int) -> tuple[int, int, int
     return count * compute, count * gradient, count * (moments * wide + master)
 
 
-def block_matmul_parameters(config: TrainConfig) -> int:
-    """Weights of one block that enter a matrix product with every token."""
-    matrices = (p for name, p in block_placements(config).items() if name.endswith(".weight") and "norm" not in name)
-    return _numel(matrices)
-
-
 def matmul_parameters(config: TrainConfig) -> int:
     """Weights that enter a matrix product with every token: all projections and the head, tied or not, unpadded."""
-    model = config.model
-    return model.layers * block_matmul_parameters(config) + model.vocab * model.hidden
+    spec = decoder_spec(config)
+    return spec.layers * spec.block.matmul_parameters + spec.head.matmul_parameters
 
 
 def flops_per_token(config: TrainConfig, *, causal: bool = True) -> int:
     """Model FLOPs of a training step (forward and backward) per token, with the attention convention above."""
-    return 6 * matmul_parameters(config) + 3 * config.model.layers * _attention_flops(config, causal=causal)
-
-
-def _attention_flops(config: TrainConfig, *, causal: bool) -> int:
-    """Forward FLOPs of one block's scores and of their product with the values, per token."""
-    full = 4 * config.batch.sequence_length * config.model.heads * head_dim(config.model)
-    return full // 2 if causal else full
+    spec, sequence = decoder_spec(config), config.batch.sequence_length
+    return 3 * (spec.layers * spec.block.flops(sequence, causal=causal) + spec.head.flops(sequence))
 
 
 @dataclass(frozen=True)
@@ -236,9 +158,9 @@ def unit_costs(config: TrainConfig) -> UnitCosts:
 
     Matrix products count by FLOPs, element-wise passes by elements times :data:`ELEMENT_FLOPS`.
     """
-    model = config.model
-    passes = 12 * model.hidden + 4 * model.ffn
-    block = 2 * block_matmul_parameters(config) + _attention_flops(config, causal=True) + ELEMENT_FLOPS * passes
-    first = ELEMENT_FLOPS * 2 * model.hidden
-    last = 2 * model.vocab * model.hidden + ELEMENT_FLOPS * (4 * model.hidden + 4 * model.vocab)
+    spec, sequence = decoder_spec(config), config.batch.sequence_length
+    units: list[list[LayerSpec]] = [[spec.embedding], [spec.block], [spec.norm, spec.head]]
+    first, block, last = (
+        sum(layer.flops(sequence) + ELEMENT_FLOPS * layer.elements for layer in layers) for layers in units
+    )
     return UnitCosts(first / block, last / block)

@@ -1,21 +1,20 @@
-"""Activation recompute: forget what a part of the model saved for backward, and run its forward again to get it back.
+"""Activation recompute: drop the tensors that a part of the model saves for backward, and run its forward again there.
 
-:func:`recompute` runs a function and keeps only the tensors it was given. When backward first asks for one that the
-function saved, the function runs once more, up to the last tensor that was saved: what comes after it (a block's down
-projection and its reduction) is not done again. Tensors found again go one by one as backward uses them up.
+:func:`recompute` runs a function and keeps only its inputs. When backward needs the first tensor that the function had
+saved, the function runs again, up to its last saved tensor: what follows (a block's down projection and its reduction)
+is not repeated. Each recomputed tensor is freed when backward has used it.
 
-Collectives inside run again too, in the order of the first time and at the same point of backward on every rank of a
-tensor-parallel group. Dropout is a function of the microbatch (:mod:`megastack.layers.dropout`) and repeats itself; a
-layer that draws from torch's generator finds it as it was, ``torch.autocast`` is on where it was on, and a layer that
-updates a buffer of the recomputed module updates it once (:mod:`megastack.models.kept_buffers`). A function that takes
-gradients itself runs again there and then, up to where it is, and what it had saved by then is kept from there on. The
-second run sees ``context.recomputing``, so that side effects such as counters can be left to the first. A second run
-that saves other tensors than the first is an error.
+Collectives inside the function run again too, in the same order and at the same point of backward on every rank of a
+tensor-parallel group. Dropout is a function of the microbatch (:mod:`megastack.layers.dropout`) and repeats itself.
+torch's random generators and ``torch.autocast`` are restored for the second run, and buffers of the recomputed module
+are updated only by the first (:class:`BufferCopies`). If the function itself computes gradients, it runs again at that
+point, up to where it is, and the tensors saved by then are kept. The second run sees ``context.recomputing``, so that
+side effects such as counters happen only in the first. A second run that saves different tensors raises an error.
 
-:func:`recompute_blocks_` chooses the parts. It gives their modules a class of the same name whose ``forward`` (or
-``attend``) is recomputed, as FSDP does with its own; parameters, their names and users' classes stay what they are.
+:func:`recompute_blocks_` selects the modules. It gives each one a class of the same name whose ``forward`` (or
+``attend``) is recomputed, as FSDP does; parameters, their names and users' classes do not change.
 
-The means are those of ``torch.utils.checkpoint`` without reentrance: hooks on saved tensors, and an early stop.
+The mechanism is that of non-reentrant ``torch.utils.checkpoint``: hooks on saved tensors, and an early stop.
 """
 
 from __future__ import annotations
@@ -37,23 +36,24 @@ from megastack.layers.attention import ParallelAttention
 from megastack.layers.autocast import AutocastState
 from megastack.layers.context import Context
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megastack.models.kept_buffers import KeptBuffers
+from megastack.torch_private import buffers_of, version_of
+from megastack.weight_gradients import current_scope, entered
 
 EVERY_BLOCK = r"blocks\.\d+"
 
 
 def recompute_blocks_(blocks: Mapping[str, nn.Module], mode: str, pattern: str | None, *, layers: int) -> None:
-    """Choose what the blocks of a stage compute again in backward.
+    """Select the modules of a stage's blocks that backward recomputes.
 
     Args:
         blocks: the blocks by global layer number.
         mode: ``none``; ``selective`` (``attend`` of each attention layer); ``full`` (each block); ``pattern``.
         pattern: for ``pattern``, a regular expression that matches the whole global name of each module to recompute,
-            such as ``blocks\\.\\d+\\.mlp``. Modules inside of one that matches are recomputed with it.
+            such as ``blocks\\.\\d+\\.mlp``. Modules inside one that matches are recomputed with it.
         layers: the number of blocks of the whole model.
 
     Raises:
-        ConfigError: the choice is nothing in these blocks, or a linear layer, which its parent may not even call.
+        ConfigError: nothing in these blocks is selected, or a linear layer, which its parent need not call.
     """
     if mode == "none" or not blocks:
         return
@@ -95,7 +95,7 @@ def _check_attention(blocks: Mapping[str, nn.Module], chosen: Mapping[str, nn.Mo
 
 
 def _check_pattern(blocks: Mapping[str, nn.Module], chosen: Mapping[str, nn.Module], pattern: str, layers: int) -> None:
-    """A stage may well have no match; a model may not, and this stage's blocks tell what the others are like."""
+    """A stage may have no match but the model must have one; the blocks of all stages have the same modules."""
     for name, module in chosen.items():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             raise ConfigError(
@@ -112,7 +112,7 @@ def _check_pattern(blocks: Mapping[str, nn.Module], chosen: Mapping[str, nn.Modu
 
 
 def _recomputed(kind: type[nn.Module], method: str) -> type[nn.Module]:
-    """A subclass, alike but for one method that is computed again in backward."""
+    """A subclass with one method that backward recomputes."""
     original = getattr(kind, method)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -123,41 +123,41 @@ def _recomputed(kind: type[nn.Module], method: str) -> type[nn.Module]:
 
 
 def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, of which only the tensors it is given are kept for backward.
+    """Call ``function(*args, **kwargs)`` and keep only its tensor arguments for backward.
 
     Raises:
-        MegastackError: in backward, when the second run does not save the tensors that the first one did.
+        MegastackError: in backward, if the second run does not save the same tensors as the first.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     call = _Call(function, args, kwargs)
-    with saved_tensors_hooks(call.forget, call.find):
+    with saved_tensors_hooks(call.drop, call.restore):
         result = function(*args, **kwargs)
-    call.generators.forget_if_unused()
+    call.generators.drop_if_unused()
     return result
 
 
-class _Place:
-    """Stands in the graph for a tensor that was not kept, and holds it once it is found again.
+class _Placeholder:
+    """Stands in the graph for a dropped tensor, and holds it once it is recomputed.
 
-    It dies, and the tensor with it, when backward is done with the operation that saved it.
+    It is freed, and the tensor with it, when backward is done with the operation that saved it.
     """
 
-    __slots__ = ("__weakref__", "dtype", "found", "shape")
+    __slots__ = ("__weakref__", "dtype", "shape", "tensor")
 
     def __init__(self, x: Tensor) -> None:
         self.shape, self.dtype = x.shape, x.dtype
-        self.found: Tensor | None = None
+        self.tensor: Tensor | None = None
 
 
 class _Done(Exception):
-    """Ends a second run; no error."""
+    """Ends a second run; not an error."""
 
 
 class _Call:
-    """A function with its arguments, and the places of what it saved; the graph owns it through its hooks.
+    """A function with its arguments and the placeholders of its saved tensors; the graph owns it through its hooks.
 
-    Tensor arguments are saved by autograd itself: hooks outside of this call see them and may recompute them in turn.
+    Autograd saves the tensor arguments: hooks of an enclosing recomputed call see them and may drop them in turn.
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -165,54 +165,55 @@ class _Call:
         self.names = tuple(kwargs)
         values = (*args, *kwargs.values())
         tensors = [x for x in values if isinstance(x, Tensor)]
-        self.others = [_AGAIN if isinstance(x, Tensor) else x for x in values]
-        self.inputs = _Keep.apply(torch.empty(0, requires_grad=True), *tensors)
-        self.generators = _Generators(tensors)
-        self.buffers = KeptBuffers(function)
+        self.others = [_TENSOR if isinstance(x, Tensor) else x for x in values]
+        self.inputs = _SaveInputs.apply(torch.empty(0, requires_grad=True), *tensors)
+        self.generators = _GeneratorStates(tensors)
+        self.buffers = BufferCopies(function)
         self.autocast = AutocastState.now(tensors)
-        self.places: list[ref[_Place]] = []
+        self.scope = current_scope()
+        self.placeholders: list[ref[_Placeholder]] = []
 
-    def forget(self, x: Tensor) -> _Place:
-        place = _Place(x)
-        self.places.append(ref(place))
-        return place
+    def drop(self, x: Tensor) -> _Placeholder:
+        placeholder = _Placeholder(x)
+        self.placeholders.append(ref(placeholder))
+        return placeholder
 
-    def find(self, place: _Place) -> Tensor:
-        if place.found is None:
+    def restore(self, placeholder: _Placeholder) -> Tensor:
+        if placeholder.tensor is None:
             self._run_again()
-        if place.found is None:
-            raise self._other("fewer tensors")
-        return place.found
+        if placeholder.tensor is None:
+            raise self._mismatch("fewer tensors")
+        return placeholder.tensor
 
     def _run_again(self) -> None:
-        waiting = iter(self.places)
-        left = len(self.places)
+        remaining = iter(self.placeholders)
+        left = len(self.placeholders)
 
         def take(x: Tensor) -> Tensor:
             nonlocal left
             left -= 1
-            place, kept = next(waiting)(), x.detach()
-            if place is not None:
-                if (place.shape, place.dtype) != (x.shape, x.dtype):
-                    raise self._other(f"a tensor {tuple(x.shape)} where it had saved {tuple(place.shape)}")
-                place.found = kept
+            placeholder, kept = next(remaining)(), x.detach()
+            if placeholder is not None:
+                if (placeholder.shape, placeholder.dtype) != (x.shape, x.dtype):
+                    raise self._mismatch(f"a tensor {tuple(x.shape)} where it had saved {tuple(placeholder.shape)}")
+                placeholder.tensor = kept
             if not left:
                 raise _Done
             return kept
 
         args, kwargs = self._arguments()
-        hooks = saved_tensors_hooks(take, _as_kept)
-        before = self.generators.as_they_were(), self.buffers.as_they_were(), self.autocast.restored()
-        with before[0], before[1], before[2], suppress(_Done), torch.enable_grad(), hooks:
+        hooks = saved_tensors_hooks(take, _as_saved)
+        before = self.generators.restored(), self.buffers.restored(), self.autocast.restored()
+        with before[0], before[1], before[2], entered(self.scope), suppress(_Done), torch.enable_grad(), hooks:
             self.function(*args, **kwargs)
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
         tensors = (x.detach().requires_grad_(x.requires_grad) for x in self.inputs.grad_fn.saved_tensors)
-        values = [next(tensors) if x is _AGAIN else _marked(x) for x in self.others]
+        values = [next(tensors) if x is _TENSOR else _marked(x) for x in self.others]
         positional = len(values) - len(self.names)
         return values[:positional], dict(zip(self.names, values[positional:], strict=True))
 
-    def _other(self, what: str) -> MegastackError:
+    def _mismatch(self, what: str) -> MegastackError:
         function = self.function.func if isinstance(self.function, partial) else self.function
         name = getattr(function, "__qualname__", str(function))
         return MegastackError(
@@ -221,21 +222,21 @@ class _Call:
         )
 
 
-_AGAIN = object()
-"""Where a tensor stood among the arguments."""
+_TENSOR = object()
+"""Stands for a tensor among the arguments."""
 
 
 def _marked(x: Any) -> Any:
     return replace(x, recomputing=True) if isinstance(x, Context) else x
 
 
-def _as_kept(x: Tensor) -> Tensor:
-    """What a second run saved, for gradients that the function itself takes; there is no other backward through it."""
+def _as_saved(x: Tensor) -> Tensor:
+    """A tensor of the second run, for gradients that the function itself computes; no other backward uses it."""
     return x
 
 
-class _Keep(torch.autograd.Function):
-    """Saves tensors for a backward that never comes; ``first`` makes sure that there is a node to hold them."""
+class _SaveInputs(torch.autograd.Function):
+    """Saves tensors for a backward that never runs; ``first`` ensures that there is a node to hold them."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, *tensors: Tensor) -> Tensor:
@@ -247,8 +248,8 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("nothing is computed from this")
 
 
-class _Generators:
-    """torch's random generators before the first run, kept only if that run drew from them."""
+class _GeneratorStates:
+    """The states of torch's random generators before the first run, kept only if that run drew from them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.cuda = next((x.device for x in tensors if x.device.type == "cuda"), None)
@@ -262,13 +263,13 @@ class _Generators:
         if self.cuda is not None:
             torch.cuda.set_rng_state(states[1], self.cuda)
 
-    def forget_if_unused(self) -> None:
+    def drop_if_unused(self) -> None:
         assert self.before is not None
         if all(map(torch.equal, self.before, self._states())):
             self.before = None
 
     @contextmanager
-    def as_they_were(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         if self.before is None:
             yield
             return
@@ -278,3 +279,49 @@ class _Generators:
             yield
         finally:
             self._set(now)
+
+
+_COPIES = "_recompute_copies"
+"""The attribute of a module that holds the last copy of each of its buffers, with the buffer and its version."""
+
+
+class BufferCopies:
+    """The values of a module's buffers at the time of the first run, on which the second run operates.
+
+    A layer may update a buffer in its forward (a running mean). The second run must not update it again, nor read what
+    the first run or later microbatches have written. An unchanged buffer is copied once; changes are detected by
+    torch's version counter, which does not see writes through ``.data``.
+
+    Args:
+        function: a method of the module bound with ``functools.partial``; any other function has no buffers.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        owner = function.args[0] if isinstance(function, partial) and function.args else None
+        modules = owner.modules() if isinstance(owner, nn.Module) else ()
+        self._copies = [
+            (module, name, _copy_of(module, name, buffer))
+            for module in modules
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Replace the module's buffers with copies of the recorded values inside the context."""
+        now = [(module, name, buffers_of(module)[name]) for module, name, _ in self._copies]
+        for module, name, copy in self._copies:
+            buffers_of(module)[name] = copy.clone()
+        try:
+            yield
+        finally:
+            for module, name, buffer in now:
+                buffers_of(module)[name] = buffer
+
+
+def _copy_of(module: nn.Module, name: str, buffer: Tensor) -> Tensor:
+    """The last copy of a buffer if the buffer has not changed since, else a new one."""
+    copies: dict[str, tuple[ref[Tensor], int, Tensor]] = module.__dict__.setdefault(_COPIES, {})
+    last = copies.get(name)
+    if last is None or last[0]() is not buffer or last[1] != version_of(buffer):
+        last = copies[name] = ref(buffer), version_of(buffer), buffer.detach().clone()
+    return last[2]

@@ -1,37 +1,36 @@
 """Layers named in the configuration: ``model.mlp={_target_: my.file.MyMLP, width: 3}``.
 
-A named class is called exactly as its parent would have called the built-in one, plus the other keys of the mapping
-as keyword arguments. So a subclass of the built-in layer needs no constructor of its own. Arguments come in two
-kinds: those of the built-in layer's documented signature are always passed; *extras* (initial values, rarely used
-options) only to a callable that takes them, and one that is in use and not taken is refused, never dropped."""
+A named class is called exactly as its parent would have called the built-in one, with the other keys of the mapping as
+further keyword arguments. So a subclass of the built-in layer needs no constructor. There are two kinds of arguments:
+those of the built-in layer's documented signature are always passed; *extras* (initial values, rarely used options) are
+passed only to a callable that accepts them. An extra that is set and not accepted is an error, never dropped."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from megastack.errors import ConfigError, LayerError, MegastackError, counted
+from megastack.targets import import_path
 
 ADVISORY = ("init", "out_init")
-"""Extras that a layer may leave out without being refused: then it chooses its own initial values."""
+"""Extras that a layer need not accept; it then chooses its own initial values."""
 
 
 def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """A callable that builds the layer named by ``spec``, or ``default`` when that is None.
+    """A callable that builds the layer named by ``spec``, or ``default`` if ``spec`` is None.
 
-    It is called with the documented arguments, and ``extras`` as ``{name: (value, neutral value)}``.
+    It takes the documented arguments, and ``extras`` as ``{name: (value, neutral value)}``.
 
     Raises:
-        ConfigError: no ``_target_``, one that cannot be imported or called, a call that does not fit its signature or
-            ends with any error (``LayerError``), or a result that is no module.
+        ConfigError: there is no ``_target_``, it cannot be imported, the call does not match its signature or raises
+            (``LayerError``), or the result is not a module.
     """
     target = default if spec is None else import_target(key, spec)
     own = {} if spec is None else {name: value for name, value in spec.items() if name != "_target_"}
@@ -66,23 +65,7 @@ def import_target(key: str, spec: Any) -> Callable[..., Any]:
     path = spec.get("_target_") if isinstance(spec, Mapping) else None
     if not isinstance(path, str) or "." not in path.strip("."):
         raise ConfigError(f"{key}={spec}: must name a layer; use {key}={{_target_: my_file.MyLayer}}")
-    module_name, name = path.rsplit(".", 1)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"{key}._target_={path}: importing {module_name} failed with {type(error).__name__}: {error}; "
-            "use a module on sys.path (the current folder is on it)"
-        ) from error
-    target = getattr(module, name, None)
-    if not callable(target):
-        near = [other for other in get_close_matches(name, dir(module), 4) if other != name][:3]
-        near = near or [other for other in vars(module) if other[:1].isupper() and other != name][:3]
-        raise ConfigError(
-            f"{key}._target_={path}: {module_name} has no class or function {name}; "
-            f"use {' or '.join(near) or 'another name'}"
-        )
-    return target
+    return import_path(f"{key}._target_", path)
 
 
 def _accepted(key: str, target: Callable[..., Any], extras: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
@@ -100,7 +83,7 @@ def _accepted(key: str, target: Callable[..., Any], extras: Mapping[str, tuple[A
 
 
 def _parameters(target: Callable[..., Any]) -> Sequence[inspect.Parameter]:
-    """What a callable takes; nothing by name where it does not say, as some built-in ones."""
+    """The parameters of a callable; empty where it has no signature, as some built-in ones."""
     try:
         return tuple(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):
@@ -108,7 +91,7 @@ def _parameters(target: Callable[..., Any]) -> Sequence[inspect.Parameter]:
 
 
 def _place(error: BaseException, target: Callable[..., Any]) -> str:
-    """Where an error arose: the deepest line of the target's own file, else the deepest one."""
+    """The line that raised an error: the deepest one in the target's own file, else the deepest one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = getattr(sys.modules.get(getattr(target, "__module__", "")), "__file__", None)
     frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megastack.observe.files import replace_text
-from megastack.records import MOST, RecordError, integer, read_record, string
+from megastack.records import MAX_INTEGER, RecordError, integer, read_record, string
 
 FIELDS = ("status", "step", "checkpoint", "reason", "rank", "coordinates", "exit_code", "pid", "start", "time")
 EXIT_CODES = {"completed": 0, "preempted": 75, "failed": 1, "diverged": 1}
@@ -38,7 +38,7 @@ def read_status(path: Path) -> dict[str, Any] | None:
         record = dict.fromkeys(FIELDS) | read_record(path)
         string(record, "status")
         for name in ("step", "pid", "rank", "exit_code"):
-            record[name] is None or integer(record, name, least=-MOST)
+            record[name] is None or integer(record, name, least=-MAX_INTEGER)
         for name in ("checkpoint", "reason", "coordinates", "start"):
             record[name] is None or string(record, name)
     except (OSError, RecordError):

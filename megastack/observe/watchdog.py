@@ -295,7 +295,7 @@ def _absent(report: RankState, by_rank: Mapping[int, RankState]) -> set[int]:
     if operation is None:
         return set()
     others = set(operation.ranks) - {report.rank}
-    line = operation.other.line
+    line = operation.other.channel
     return {rank for rank in others if rank not in by_rank or by_rank[rank].counts.get(line, 0) < operation.number}
 
 
@@ -304,7 +304,7 @@ def _straggler(reports: Sequence[RankState]) -> MissingRank | None:
     arrived = defaultdict[tuple[frozenset[str], int], list[RankState]](list)
     for report in sorted(reports, key=lambda report: report.idle_since_s):
         if report.waiting is not None:
-            lines = frozenset((report.waiting.line, report.waiting.other.line))
+            lines = frozenset((report.waiting.channel, report.waiting.other.channel))
             arrived[lines, report.waiting.number].append(report)
     if not arrived:
         return None

@@ -1,1 +1,1 @@
-"""Optimizers on flat buckets and learning-rate schedules."""
+"""Optimizers on flat local shards, main parameters, the loss scale and learning-rate schedules."""

@@ -1,13 +1,13 @@
 """The loss scale: a factor on the loss, and its inverse on the gradients, that keeps fp16 gradients in fp16's range.
 
-fp16 has nothing below 6e-8 and nothing above 65504. Multiplied by a large power of two, small gradients survive the
-backward; the flat buffers, masters and moments are fp32 and see the gradients divided by it again, so no result depends
-on the scale. (bf16 has the range of fp32 and needs none.)
+fp16 represents magnitudes from 6e-8 to 65504. Small gradients survive the backward if the loss is multiplied by a large
+power of two. The flat buffers, main parameters and moments are fp32 and the gradients in them are divided by the scale,
+so no result depends on it. (bf16 has the range of fp32 and needs no scale.)
 
-A *dynamic* scale finds its own size (Micikevicius et al. 2018): a gradient that is not finite makes every rank skip the
-step and halves it, ``interval`` good steps in a row double it. Whether a gradient is finite is read off the norm, which
-is alike on all ranks, so all scales are; nothing is read on the host. Scale and count are tensors that the checkpoint
-holds, written in place.
+A *dynamic* scale adapts (Micikevicius et al. 2018): a non-finite gradient makes every rank skip the step and halves the
+scale, ``interval`` good steps in a row double it. The norm shows whether a gradient is finite; it is identical on all
+ranks, so all scales are too. Nothing is read on the host. The scale and the number of good steps are tensors in the
+checkpoint, written in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megastack.gradients.interface import Gradients
 
 INITIAL = 2.0**16
 LOWEST = 1.0
-"""A dynamic scale does not fall below this: what overflows without any scaling is no fault of the scale."""
+"""A dynamic scale does not fall below this: an overflow without scaling has another cause."""
 HIGHEST = 2.0**24
 
 
@@ -27,10 +27,10 @@ class LossScale:
     """The loss scale of a run, or none.
 
     Args:
-        initial: the scale at the start; ``None`` for none at all.
-        dynamic: whether it adapts; otherwise it stays.
+        initial: the scale at the start; ``None`` for no scale.
+        dynamic: whether it adapts; otherwise it is constant.
         interval: good steps in a row after which a dynamic scale doubles.
-        device: where the run's tensors live.
+        device: the device of the run's tensors.
 
     Attributes:
         value: the scale, an fp32 scalar, or ``None``.
@@ -53,12 +53,12 @@ class LossScale:
     def unscale_(self, buckets: Gradients) -> None:
         """Divide the reduced gradients by the scale."""
         if self.value is not None:
-            for bucket in buckets.buckets:
-                bucket.local_gradients.mul_((1.0 / self.value).to(bucket.local_gradients.dtype))
+            for shard in buckets.buckets:
+                shard.local_gradients.mul_((1.0 / self.value).to(shard.local_gradients.dtype))
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
-        """Adapt a dynamic scale after a step; ``found_inf`` is 1 where the step was skipped, alike on all ranks."""
+        """Adapt a dynamic scale after a step; ``found_inf`` is 1 if the step was skipped, identical on all ranks."""
         if self.value is None or not self.is_dynamic:
             return
         skipped = found_inf > 0
@@ -69,14 +69,14 @@ class LossScale:
         self.good_steps.copy_(torch.where(grows, 0, good))
 
     def may_overflow(self, scale: Tensor | None) -> bool:
-        """Whether a lower scale may cure a gradient that was not finite under this one.
+        """Whether a gradient that was non-finite under this scale may be finite under a lower one.
 
-        Reads the tensor: to be asked after a step.
+        Reads the tensor on the host: call it after a step.
         """
         return self.is_dynamic and scale is not None and float(scale) > LOWEST
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors of a dynamic scale by name; writing into them loads it."""
+        """The tensors of a dynamic scale by name; writing into them loads the scale."""
         if self.value is None or not self.is_dynamic:
             return {}
         return {"scale": self.value, "good_steps": self.good_steps}

@@ -1,8 +1,8 @@
-"""The learning rate as a pure function of the step: no state, so nothing to save and nothing to restart wrongly.
+"""The learning rate as a pure function of the step: there is no state to save or to restore.
 
 Step ``t`` is 0-based: ``t = 0`` is the first update. Warm-up over ``w`` steps is linear, ``(t + 1) / w`` of the peak,
-so no update has a rate of zero. After it, with ``T`` the total and ``x = (t - w) / (T - w)`` clamped to [0, 1], the
-share of the peak is
+so no update has a rate of zero. After it, with ``T`` total steps, ``x = (t - w) / (T - w)`` clamped to [0, 1] and
+``floor`` the minimum learning-rate ratio, the rate relative to the peak is
 
 ========  =====================================================================
 constant  1
@@ -11,8 +11,8 @@ linear    ``1 - (1 - floor) · x``
 wsd       1, then linear to ``floor`` over the last ``decay_steps`` of the ``T``
 ========  =====================================================================
 
-A run that goes on beyond ``T`` stays at the last value. A run that is resumed with another ``T`` follows the new curve
-from its step on. No torch here.
+``wsd`` is warmup-stable-decay. Beyond ``T`` the rate keeps its last value. A run that is resumed with another ``T``
+follows the new curve from its step on. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class LearningRate:
     """A learning-rate schedule; :meth:`at` is its value at a 0-based step.
 
     Args:
-        schedule: ``constant``, ``cosine``, ``linear`` or ``wsd`` (warm-up, stable, decay).
+        schedule: ``constant``, ``cosine``, ``linear`` or ``wsd`` (warmup-stable-decay).
         lr: the peak.
-        warmup_steps: steps of the linear warm-up.
+        warmup_steps: the length of the linear warm-up.
         total_steps: the step at which the decay ends.
-        decay_steps: length of wsd's decay, ``None`` for a fifth of the total (at least one step); for wsd alone.
-        floor: the final rate as a share of the peak, for schedules that decay.
+        decay_steps: the length of wsd's decay; ``None`` for a fifth of the total (at least one step). Only for wsd.
+        floor: the minimum learning-rate ratio: the final rate relative to the peak, for schedules that decay.
 
     Raises:
-        ConfigError: naming every value that cannot be.
+        ConfigError: lists every invalid value.
     """
 
     schedule: str
@@ -60,12 +60,12 @@ class LearningRate:
 
     @property
     def decay_length(self) -> int:
-        """The steps of wsd's decay."""
+        """The length of wsd's decay in steps."""
         return max(1, self.total_steps // 5) if self.decay_steps is None else self.decay_steps
 
 
 def _progress(step: int, start: int, stop: int) -> float:
-    """How far ``step`` is on the way from ``start`` to ``stop``, within [0, 1]."""
+    """The position of ``step`` between ``start`` and ``stop``, clamped to [0, 1]."""
     return min(1.0, max(0.0, (step - start) / (stop - start))) if stop > start else 1.0
 
 
@@ -102,7 +102,7 @@ def _errors(rate: LearningRate) -> list[str]:
     if rate.total_steps < 1:
         errors.append(f"lr.total_steps={rate.total_steps}: must be at least 1; use run.steps")
     if not 0 <= rate.floor <= 1:
-        errors.append(f"lr.floor={rate.floor}: is a share of the peak; use 0 to 1")
+        errors.append(f"lr.floor={rate.floor}: must be a ratio to the peak; use 0 to 1")
     return errors + _decay_errors(rate)
 
 

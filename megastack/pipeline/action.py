@@ -1,8 +1,9 @@
 """One instruction of a pipeline schedule, as a value and as text.
 
-The text is that of ``torch.distributed.pipelining`` (``2F0``, ``1SEND_F3``, ``0UNSHARD``, ``(0F1;1B2)OVERLAP_F_B``), so
-lists written by either system load in the other. Actions say *what* and *in which order*; they know no tensors, no
-processes and no time. Schedules hold them packed into integers (:func:`pack`); ``Action`` is the readable form.
+The text form is that of ``torch.distributed.pipelining`` (``2F0``, ``1SEND_F3``, ``0UNSHARD``,
+``(0F1;1B2)OVERLAP_F_B``), so lists written by either system load in the other. Actions define *what* to do and *in
+which order*, without tensors, processes or time. Schedules hold them packed into integers (:func:`pack`); ``Action`` is
+the readable form.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megastack.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """What an action does; the values are the words of the text form."""
+    """The kinds of actions; the values are used in the text form."""
 
     F = "F"  # forward
     B = "B"  # full backward: I and W in one
@@ -29,7 +30,7 @@ class Op(StrEnum):
     UNSHARD = "UNSHARD"  # gather a stage's parameters
     RESHARD = "RESHARD"  # drop what was gathered
     REDUCE_GRAD = "REDUCE_GRAD"  # reduce a stage's gradients over data-parallel ranks
-    OVERLAP_F_B = "OVERLAP_F_B"  # its parts run as one unit
+    OVERLAP_F_B = "OVERLAP_F_B"  # its parts run as one computation
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
@@ -37,23 +38,23 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 COMMUNICATION = SENDS | RECEIVES
 EXECUTED = COMPUTE | COMMUNICATION
-"""What the runtime can do; lists may hold other actions to be drawn and checked."""
+"""The actions that the runtime executes; lists may contain others, which are drawn and checked."""
 _WITHOUT_MICROBATCH = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 _EXAMPLES = "actions look like 2F0, 1SEND_B3, 0UNSHARD or (0F1;1B2)OVERLAP_F_B"
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One instruction: do `op` on `microbatch` of `stage`.
+    """One instruction: run `op` on `microbatch` of `stage`.
 
     Args:
-        op: what to do; its text is accepted too.
-        stage: global stage number; -1 for ``OVERLAP_F_B``, whose parts name theirs.
-        microbatch: its number within the step, None for UNSHARD, RESHARD and REDUCE_GRAD.
-        parts: for ``OVERLAP_F_B`` only, the actions that run as one unit.
+        op: the kind of action, or its text.
+        stage: global stage number; -1 for ``OVERLAP_F_B``, whose parts have their own.
+        microbatch: its number within the step; None for UNSHARD, RESHARD and REDUCE_GRAD.
+        parts: for ``OVERLAP_F_B`` only, the actions that run as one computation.
 
     Raises:
-        ScheduleError: for an unknown op, a negative number, or a microbatch or parts that the op does not take.
+        ScheduleError: the op is unknown, a number is negative, or the op does not have a microbatch or parts.
     """
 
     op: Op
@@ -77,12 +78,12 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        """Whether it takes a rank's compute time: F, B, I, W, or several of them as one unit."""
+        """Whether it uses a rank's compute time: F, B, I, W, or several of them as one computation."""
         return self.op in COMPUTE or self.op is Op.OVERLAP_F_B
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read the text form. Raises ScheduleError for anything else, the empty string included."""
+        """Parse the text form. Raises ScheduleError for any other text."""
         text = text.strip()
         if match := _OVERLAP.fullmatch(text):
             return cls(_op(match[2]), -1, None, tuple(map(cls.parse, match[1].split(";"))))
@@ -102,7 +103,7 @@ def _op(text: str) -> Op:
         raise ScheduleError(f"{text!r} is not an op; use one of {', '.join(Op)}") from None
 
 
-# Packed form: | joined: 1 | op: 5 | stage: 24 | microbatch + 1: 24 |. A unit of several parts is stored as its parts,
+# Packed form: | joined: 1 | op: 5 | stage: 24 | microbatch + 1: 24 |. An OVERLAP_F_B is stored as its parts,
 # each but the last with `joined` set.
 OP_SHIFT, STAGE_SHIFT = 48, 24
 JOINED = 1 << 53
@@ -142,12 +143,12 @@ def microbatch_of(packed: int) -> int | None:
 
 
 def unpack(packed: int) -> Action:
-    """The action of one packed integer (the part alone where it belongs to a unit)."""
+    """The action of one packed integer (a part on its own)."""
     return Action(op_of(packed), stage_of(packed), microbatch_of(packed))
 
 
-def units(row: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    """Group a row of packed integers into its steps: one integer each, or the parts of a unit."""
+def split_steps(row: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """Group a row of packed integers into its steps: one integer each, or the parts of one action."""
     parts: tuple[int, ...] = ()
     for packed in row:
         parts += (packed & ~JOINED,)
@@ -156,13 +157,13 @@ def units(row: Iterable[int]) -> Iterator[tuple[int, ...]]:
             parts = ()
 
 
-def join(unit: Sequence[int]) -> list[int]:
-    """The parts of one step as they are stored in a row; `units` is the inverse."""
-    return [packed | JOINED for packed in unit[:-1]] + list(unit[-1:])
+def join(parts: Sequence[int]) -> list[int]:
+    """The parts of one step as they are stored in a row; `split_steps` is the inverse."""
+    return [packed | JOINED for packed in parts[:-1]] + list(parts[-1:])
 
 
-def unpack_unit(unit: tuple[int, ...]) -> Action:
+def unpack_step(parts: tuple[int, ...]) -> Action:
     """The action of one step."""
-    if len(unit) == 1:
-        return unpack(unit[0])
-    return Action(Op.OVERLAP_F_B, -1, None, tuple(map(unpack, unit)))
+    if len(parts) == 1:
+        return unpack(parts[0])
+    return Action(Op.OVERLAP_F_B, -1, None, tuple(map(unpack, parts)))

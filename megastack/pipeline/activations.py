@@ -1,7 +1,7 @@
-"""How many activations each rank keeps at most: forwards that have run and whose backward has not.
+"""Peak activations of each rank: forwards that have run and whose backward has not.
 
-A forward of one chunk adds 1/v of a rank's microbatch. B frees it, I frees the part that W does not need, W the rest.
-The order within a rank alone decides this, so no durations come in.
+A forward of one chunk adds 1/v of a rank's microbatch. B frees it; I frees the part that W does not need, and W the
+rest. Only the order within a rank matters, not durations.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from megastack.pipeline.schedule import Schedule
 
 
 def peak_chunks(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
-    """The most chunk activations alive at once, for each rank; none where there are no backwards to keep them for.
+    """The most chunk activations alive at once, for each rank; 0 for a schedule without backwards.
 
     Args:
-        schedule: what to count.
-        weight_share: what W still needs after I, as a part of an activation; more than 1 where activations are
+        schedule: the schedule.
+        weight_share: the part of an activation that W still needs after I; more than 1 where activations are
             recomputed.
     """
     if not schedule.backward:
@@ -33,5 +33,5 @@ def peak_chunks(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, .
 
 
 def peak_microbatches(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
-    """The same in microbatches of a whole rank: chunk activations over v."""
+    """The same in microbatches of a whole rank: chunk activations divided by v."""
     return tuple(peak / schedule.chunks for peak in peak_chunks(schedule, weight_share))

@@ -1,7 +1,7 @@
 """Lists of actions as a rank by step grid, for error messages.
 
-Not a drawing of time (that is ``render``): a column is a position in the rank's list, so that a reader finds the entry
-that is wrong.
+It does not show time, as ``render`` does: a column is a position in a rank's list, so that a reader finds the wrong
+entry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def grid(
     offending: tuple[int, int] | None = None,
     waiting: Mapping[int, int] | None = None,
 ) -> str:
-    """The lists of all ranks, one a line, cut to the steps around the offending one.
+    """The lists of all ranks, one per line, reduced to the steps around the offending one.
 
     Args:
         rows: the actions of each rank.

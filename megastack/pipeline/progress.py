@@ -1,7 +1,7 @@
-"""Whether lists of steps that wait for one another can all be run, and in which order.
+"""Whether lists of steps that wait for one another can complete, and in which order.
 
-The one engine behind `simulate` and `check`. A list is run from its front; a step needs some keys and gives others.
-What the keys mean is the caller's business: values of computations, posted messages, started groups of messages.
+`simulate` and `check` share it. A list runs from its front; a step needs some keys and provides others. The caller
+defines the keys: outputs of computations, posted messages, started groups of messages.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One entry of a list: it runs once all of `needs` have been given, and gives `gives`."""
+    """One entry of a list: it runs once all keys of `needs` are available, and makes those of `provides` available."""
 
     needs: tuple[Hashable, ...] = ()
-    gives: tuple[Hashable, ...] = ()
+    provides: tuple[Hashable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Progress:
     """How far the lists got.
 
     Attributes:
-        order: (list, step) in an order in which everything that ran can run.
+        order: (list, step) of all steps that ran, in a possible order.
         positions: for each list, the first step that did not run.
         missing: for each stuck list, the key that it waits for.
     """
@@ -34,24 +34,26 @@ class Progress:
     missing: dict[int, Hashable]
 
     def cycle(self, rows: Sequence[Sequence[Step]]) -> list[int]:
-        """The stuck lists that wait for each other, in turn; the last may wait for something that nobody gives."""
-        giver = {key: row for row in self.missing for step in rows[row][self.positions[row] :] for key in step.gives}
+        """The stuck lists that wait for each other, in turn; the last may wait for a key that no step provides."""
+        provider = {
+            key: row for row in self.missing for step in rows[row][self.positions[row] :] for key in step.provides
+        }
         row = min(self.missing, key=lambda stuck: self.positions[stuck])
         path: list[int] = []
         while row not in path:
             path.append(row)
             key = self.missing[row]
-            if key not in giver:
+            if key not in provider:
                 return path[-1:]
-            row = giver[key]
+            row = provider[key]
         return path[path.index(row) :]
 
 
 def run(rows: Sequence[Sequence[Step]]) -> Progress:
-    """Run all lists as far as they go, in time linear in their length."""
+    """Run all lists as far as possible, in time linear in their length."""
     positions = [0] * len(rows)
     order: list[tuple[int, int]] = []
-    given: set[Hashable] = set()
+    available: set[Hashable] = set()
     waiting: dict[Hashable, list[int]] = {}
     missing: dict[int, Hashable] = {}
     ready = deque(range(len(rows)))
@@ -60,14 +62,14 @@ def run(rows: Sequence[Sequence[Step]]) -> Progress:
         missing.pop(row, None)
         for position in range(positions[row], len(rows[row])):
             step = rows[row][position]
-            lacking = [key for key in step.needs if key not in given]
+            lacking = [key for key in step.needs if key not in available]
             if lacking:
                 waiting.setdefault(lacking[0], []).append(row)
                 missing[row] = lacking[0]
                 break
             order.append((row, position))
             positions[row] = position + 1
-            given.update(step.gives)
-            for key in step.gives:
+            available.update(step.provides)
+            for key in step.provides:
                 ready.extend(waiting.pop(key, ()))
     return Progress(order, positions, missing)

@@ -1,8 +1,8 @@
 """A pipeline schedule as a small frozen value: for each rank, the list of its actions in order.
 
-It can be printed, saved, checked, simulated, drawn and executed, and every one of those reads this same value. It holds
-no durations and no tensors. A schedule also says where each stage lives (``stage_ranks``), so nothing else needs to
-know whether stages go round the ranks in a loop or in a V.
+It can be printed, saved, checked, simulated, drawn and executed; all of these read the same value. It holds no
+durations and no tensors. ``stage_ranks`` maps each stage to its rank, so no other code depends on whether stages are
+assigned to ranks in a loop or in a V.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from itertools import islice
 from os import PathLike
 
 from megastack.errors import ScheduleError
-from megastack.pipeline.action import COMPUTE, Action, pack, units, unpack_unit
+from megastack.pipeline.action import COMPUTE, Action, pack, split_steps, unpack_step
 from megastack.pipeline.grid import grid
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank of one pipeline for one step; build one with `from_actions` or `build_schedule`.
+    """The actions of every rank of one pipeline for one step; make one with `from_actions` or `build_schedule`.
 
     Attributes:
-        name: how it was made; only for people.
-        pp: ranks of the pipeline.
-        chunks: stages of a rank (the most of any rank).
-        microbatches: microbatches of one step.
-        stage_ranks: for each stage, the rank that holds it.
+        name: a label for people.
+        pp: the number of ranks of the pipeline.
+        chunks: the number of stages per rank (the most of any rank).
+        microbatches: the number of microbatches in one step.
+        stage_ranks: the rank of each stage.
         packed: for each rank, its actions as packed 64-bit integers (see ``action.pack``).
         backward: False for a schedule of forwards only.
     """
@@ -50,10 +50,10 @@ class Schedule:
         microbatches: int | None = None,
         backward: bool = True,
     ) -> Schedule:
-        """Pack lists of actions, one list for each rank, and read off where each stage lives.
+        """Pack lists of actions, one list for each rank, and derive the rank of each stage from them.
 
         Raises:
-            ScheduleError: when a stage appears on two ranks, or on none though a later one exists.
+            ScheduleError: a stage appears on two ranks, or on none though a later stage exists.
         """
         stage_ranks = _stage_ranks(rows)
         if microbatches is None:
@@ -69,16 +69,16 @@ class Schedule:
 
     @property
     def ranks(self) -> list[list[Action]]:
-        """For each rank, its actions in order. The lists are copies."""
-        return [[unpack_unit(unit) for unit in units(self.codes(rank))] for rank in range(self.pp)]
+        """For each rank, its actions in order, as new lists."""
+        return [[unpack_step(parts) for parts in split_steps(self.codes(rank))] for rank in range(self.pp)]
 
     def codes(self, rank: int) -> memoryview:
         """The packed integers of one rank."""
         return memoryview(self.packed[rank]).cast("q")
 
     def steps(self, rank: int) -> list[tuple[int, ...]]:
-        """The steps of one rank as packed integers: one each, or the parts of a unit."""
-        return list(units(self.codes(rank)))
+        """The steps of one rank as packed integers: one each, or the parts of one action."""
+        return list(split_steps(self.codes(rank)))
 
     def stage_rank(self, stage: int) -> int:
         """The rank that holds `stage`."""
@@ -89,20 +89,20 @@ class Schedule:
         return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
 
     def chunk(self, stage: int) -> int:
-        """Which chunk of its rank a stage is."""
+        """The index of a stage among the chunks of its rank."""
         return self.stage_ranks[:stage].count(self.stage_ranks[stage])
 
     def dump(self, path: str | PathLike[str]) -> None:
-        """Write a CSV file, one line a rank, in the text form of ``torch.distributed.pipelining``."""
+        """Write a CSV file, one line per rank, in the text form of ``torch.distributed.pipelining``."""
         with open(path, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(self.ranks)
 
     @classmethod
     def load(cls, path: str | PathLike[str], *, name: str = "custom") -> Schedule:
-        """Read a CSV file, one line a rank; empty cells (torch's idle steps) are dropped.
+        """Read a CSV file with one line per rank; empty cells (torch's idle steps) are skipped.
 
         Raises:
-            ScheduleError: when the file is missing or empty, or a cell is no action (named by line and column).
+            ScheduleError: the file is missing or empty, or a cell is not an action (named by line and column).
         """
         try:
             with open(path, newline="", encoding="utf-8") as file:
@@ -117,7 +117,7 @@ class Schedule:
 
 
 _MOST_NAMED = 8
-"""Missing stages that a message names."""
+"""The number of missing stages that a message lists."""
 
 
 def _parse_row(path: str | PathLike[str], line: int, cells: Sequence[str]) -> list[Action]:
@@ -142,11 +142,11 @@ def _stage_ranks(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
         for step, action in enumerate(row):
             for part in action.parts or (action,):
                 if part.op in COMPUTE and owners.setdefault(part.stage, rank) != rank:
-                    message = f"rank {rank} runs {part}, but stage {part.stage} lives on rank {owners[part.stage]}"
+                    message = f"rank {rank} runs {part}, but stage {part.stage} is on rank {owners[part.stage]}"
                     raise ScheduleError(message, grid(rows, (rank, step)), action)
     stages = 1 + max(owners, default=-1)
     missing = list(islice((stage for stage in range(stages) if stage not in owners), _MOST_NAMED))
     if missing or not stages:
         what = f"no rank runs stages {missing}" if missing else "no rank runs any stage"
-        raise ScheduleError(f"{what}; every stage needs its F and its B", grid(rows))
+        raise ScheduleError(f"{what}; every stage needs an F and a B", grid(rows))
     return tuple(owners[stage] for stage in range(stages))

@@ -1,11 +1,11 @@
 """Time a schedule: when each action would run, given durations and link latencies.
 
-An event simulation of the runtime's semantics: a rank runs its list in order, a computation starts when its rank is
-free and its input has arrived, a send takes no compute time, a message arrives `p2p` after it was sent. There is no
-contention between messages. Both bubbles are shares of time that the busiest rank does not compute:
+An event simulation of the runtime: a rank runs its list in order, a computation starts when its rank is free and its
+input has arrived, a send takes no compute time, a message arrives `p2p` after it was sent. Messages do not contend.
+Both bubbles are the share of time in which the busiest rank does not compute:
 
-- `bubble`: of the longest span of a rank, from its first start to its last end; what closed forms speak of.
-- `step_bubble`: of the whole step, from the first start of any rank to the last end of any.
+- `bubble`: of the longest span of a rank, from its first start to its last end; closed forms refer to it.
+- `step_bubble`: of the whole step, from the first start of any rank to the last end of any rank.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from megastack.errors import ScheduleError, counted
 from megastack.pipeline import progress
-from megastack.pipeline.action import COMPUTE, SENDS, Action, Op, op_of, stage_of, unpack, unpack_unit
+from megastack.pipeline.action import COMPUTE, SENDS, Action, Op, op_of, stage_of, unpack, unpack_step
 from megastack.pipeline.activations import peak_microbatches
-from megastack.pipeline.boundary import carried, has_communication, message, value, wanted
 from megastack.pipeline.grid import grid
+from megastack.pipeline.messages import has_communication, input_key, message_of, output_key, payload_key
 from megastack.pipeline.schedule import Schedule
 
 PerStage = float | Sequence[float]
@@ -72,7 +72,7 @@ def _of_stages(schedule: Schedule, cost: PerStage, name: str) -> list[float]:
 
 
 class Span(NamedTuple):
-    """When one action runs on its rank; the parts of a unit follow one another and are spans of their own."""
+    """When one action runs on its rank; the parts of an OVERLAP_F_B are consecutive spans."""
 
     rank: int
     action: Action
@@ -85,12 +85,12 @@ class Timeline:
     """A timed schedule.
 
     Attributes:
-        schedule: what was timed.
+        schedule: the schedule.
         bubble: idle share of the longest rank span (see the module's docstring).
         step_bubble: idle share of the makespan.
         peaks: for each rank, the most activations alive, in microbatches of the whole rank.
-        makespan: from the first start to the last end.
-        times: for each rank, start and end of each computation in turn.
+        makespan: the time from the first start to the last end.
+        times: for each rank, start and end of each computation in order.
     """
 
     schedule: Schedule
@@ -107,7 +107,7 @@ class Timeline:
 
     def rank_spans(self, rank: int) -> list[Span]:
         """When each computation of one rank runs, in order."""
-        computations = [packed for unit in self.schedule.steps(rank) for packed in unit if op_of(packed) in COMPUTE]
+        computations = [packed for parts in self.schedule.steps(rank) for packed in parts if op_of(packed) in COMPUTE]
         times = self.times[rank]
         return [Span(rank, unpack(packed), times[2 * i], times[2 * i + 1]) for i, packed in enumerate(computations)]
 
@@ -116,7 +116,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Time a schedule, with or without its communication; `costs` default to ``Costs()``.
 
     Raises:
-        ScheduleError: when ranks wait for one another for ever; the grid marks where each of them stands.
+        ScheduleError: the ranks deadlock; the grid marks the action at which each of them waits.
     """
     costs = costs or Costs()
     order = run_order(schedule)
@@ -136,16 +136,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def run_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """(rank, step) in an order in which the whole schedule can run. Raises ScheduleError when there is none."""
+    """(rank, step) of the whole schedule in a possible order. Raises ScheduleError if there is none."""
     rows = _rows(schedule)
     reached = progress.run(rows)
     if reached.missing:
-        raise stuck(schedule, reached.cycle(rows), dict(enumerate(reached.positions)), "a value from another stage")
+        raise stuck(schedule, reached.cycle(rows), dict(enumerate(reached.positions)), "an output of another stage")
     return reached.order
 
 
 def error(schedule: Schedule, text: str, rank: int, step: int | None = None) -> ScheduleError:
-    """The error for one action of a rank's list, marked in the grid; without a step, for something absent from it."""
+    """The error for one action of a rank's list, marked in the grid; without a step, for an action that is missing."""
     rows = schedule.ranks
     action = None if step is None else rows[rank][step]
     where = f"rank {rank}" if step is None else f"rank {rank}, step {step}"
@@ -153,11 +153,11 @@ def error(schedule: Schedule, text: str, rank: int, step: int | None = None) -> 
     return ScheduleError(f"{where}: {text}", marked, action)
 
 
-def stuck(schedule: Schedule, cycle: Sequence[int], positions: Mapping[int, int], awaited: str) -> ScheduleError:
+def stuck(schedule: Schedule, cycle: Sequence[int], positions: Mapping[int, int], missing: str) -> ScheduleError:
     """The error for ranks that wait for one another, the first of `cycle` marked as offending."""
-    actions = [unpack_unit(schedule.steps(rank)[positions[rank]]) for rank in cycle]
+    actions = [unpack_step(schedule.steps(rank)[positions[rank]]) for rank in cycle]
     chain = ", which waits for ".join(f"rank {rank} at {action}" for rank, action in zip(cycle, actions, strict=True))
-    end = f", which waits for rank {cycle[0]}" if len(cycle) > 1 else f" waits for {awaited} that never comes"
+    end = f", which waits for rank {cycle[0]}" if len(cycle) > 1 else f" waits for {missing} that never comes"
     rows = schedule.ranks
     waiting = {rank: step for rank, step in positions.items() if step < len(rows[rank])}
     marked = grid(rows, (cycle[0], positions[cycle[0]]), waiting)
@@ -165,26 +165,26 @@ def stuck(schedule: Schedule, cycle: Sequence[int], positions: Mapping[int, int]
 
 
 def _rows(schedule: Schedule) -> list[list[progress.Step]]:
-    """What each step waits for and makes; keys are packed values, or packed sends where the lists name them."""
+    """What each step needs and provides; keys are outputs, or packed sends if the lists contain them."""
     sent = has_communication(schedule)
-    return [[_step(schedule, unit, sent) for unit in schedule.steps(rank)] for rank in range(schedule.pp)]
+    return [[_step(schedule, parts, sent) for parts in schedule.steps(rank)] for rank in range(schedule.pp)]
 
 
-def _step(schedule: Schedule, unit: tuple[int, ...], sent: bool) -> progress.Step:
+def _step(schedule: Schedule, parts: tuple[int, ...], sent: bool) -> progress.Step:
     needs: list[Hashable] = []
-    gives: list[Hashable] = []
-    for packed in unit:
+    provides: list[Hashable] = []
+    for packed in parts:
         op = op_of(packed)
         if op in COMPUTE:
-            key, made = wanted(schedule, packed), value(packed)
+            key, made = input_key(schedule, packed), output_key(packed)
             if key is not None:
-                way = message(schedule, key) if sent else None
-                needs.append(way.send if way else key)
+                message = message_of(schedule, key) if sent else None
+                needs.append(message.send if message else key)
             if made is not None:
-                gives.append(made)
+                provides.append(made)
         elif op in SENDS:
-            gives.append(packed)
-    return progress.Step(tuple(needs), tuple(gives))
+            provides.append(packed)
+    return progress.Step(tuple(needs), tuple(provides))
 
 
 def _times(schedule: Schedule, costs: Costs, order: Sequence[tuple[int, int]]) -> list[array[float]]:
@@ -195,23 +195,23 @@ def _times(schedule: Schedule, costs: Costs, order: Sequence[tuple[int, int]]) -
     arrivals: dict[int, float] = {}
     times: list[array[float]] = [array("d") for _ in range(schedule.pp)]
     for rank, position in order:
-        unit = steps[rank][position]
-        inputs = (arrivals.get(key, 0.0) for packed in unit if (key := wanted(schedule, packed)) is not None)
+        parts = steps[rank][position]
+        inputs = (arrivals.get(key, 0.0) for packed in parts if (key := input_key(schedule, packed)) is not None)
         clock = max(clocks[rank], *inputs, 0.0)
         made = []
-        for packed in unit:
+        for packed in parts:
             op = op_of(packed)
             if op in SENDS:
-                key = carried(packed)
-                way = message(schedule, key)
-                arrivals[key] = clock + (costs.latency(way.source, way.destination) if way else 0.0)
+                key = payload_key(packed)
+                message = message_of(schedule, key)
+                arrivals[key] = clock + (costs.latency(message.source, message.destination) if message else 0.0)
             elif op in COMPUTE:
                 times[rank].append(clock)
                 clock += durations[op][stage_of(packed)]
                 times[rank].append(clock)
-                made.append(value(packed))
+                made.append(output_key(packed))
         for key in made:
-            if key is not None and not ((way := message(schedule, key)) and sent):
-                arrivals[key] = clock + (costs.latency(way.source, way.destination) if way else 0.0)
+            if key is not None and not ((message := message_of(schedule, key)) and sent):
+                arrivals[key] = clock + (costs.latency(message.source, message.destination) if message else 0.0)
         clocks[rank] = clock
     return times

@@ -1,9 +1,9 @@
-"""One stage of a pipeline on its rank: forward and backward of a microbatch, and what must be kept between them.
+"""One stage of a pipeline on its rank: forward and backward of a microbatch, and the state kept between them.
 
-A stage's module takes a *carry*, the named tensors that cross the boundary before it (``{}`` on the first stage), and
-the microbatch; it returns the carry for the next stage or, on the last one, a :class:`~megastack.batch.StageLoss`. Of
-the output only its gradient edges are kept, so that its memory is free as soon as it was sent. A backward can leave the
-gradients of weights for later; then what they take is kept until :meth:`Stage.backward_weights`.
+A stage's module is called with the stage inputs, named tensors from the previous stage (``{}`` on the first stage), and
+the microbatch. It returns the inputs of the next stage or, on the last one, a :class:`~megastack.batch.StageLoss`. Only
+the gradient edges of the output are kept, so its memory is free once it was sent. A backward can defer the gradients of
+weights; their operands are then kept until :meth:`Stage.backward_weights`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megastack.batch import Microbatch, StageLoss
-from megastack.weight_gradients import PutOff, WeightGradients
+from megastack.weight_gradients import DeferredGradients, deferring
 
 StageTensors = Mapping[str, Tensor | None]
+"""The inputs or outputs of a stage, or their gradients, by name."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of one tensor at a boundary: enough to receive it, and its gradient."""
+    """Name, shape and dtype of one stage input or output: enough to receive it, and its gradient."""
 
     name: str
     shape: tuple[int, ...] | None
@@ -33,14 +34,14 @@ class TensorSpec:
 
     @staticmethod
     def of(name: str, x: Tensor | None) -> TensorSpec:
-        """The description of a tensor that is about to cross; ``None`` crosses as a slot without a shape."""
+        """The spec of a tensor; that of ``None`` has no shape."""
         if x is None:
             return TensorSpec(name, None)
         return TensorSpec(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad)
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> TensorSpec:
-        """The inverse of ``dataclasses.asdict``, after a journey as JSON, which has no tuples."""
+        """The inverse of ``dataclasses.asdict`` after a round trip through JSON, which has no tuples."""
         shape = record["shape"]
         return TensorSpec(
             record["name"], None if shape is None else tuple(shape), record["dtype"], record["needs_grad"]
@@ -57,7 +58,7 @@ class TensorSpec:
 
 @dataclass
 class _Held:
-    """What a stage keeps of a microbatch from its forward to its backward."""
+    """What a stage keeps of a microbatch between its forward and its backward."""
 
     inputs: dict[str, Tensor]
     edges: dict[str, GradientEdge]
@@ -67,40 +68,40 @@ class Stage:
     """A stage and its microbatches in flight.
 
     Args:
-        module: ``module(carry, microbatch)`` as told in this file's docstring.
+        module: called as ``module(inputs, microbatch)``; see above.
         index: the stage's global number.
-        weight_gradients: those of the mesh that the module's layers are on.
     """
 
-    def __init__(self, module: nn.Module, index: int, weight_gradients: WeightGradients) -> None:
+    def __init__(self, module: nn.Module, index: int) -> None:
         self.module = module
         self.index = index
-        self._weight_gradients = weight_gradients
         self._held: dict[int, _Held] = {}
-        self._put_off: dict[int, PutOff] = {}
+        self._deferred: dict[int, DeferredGradients] = {}
 
     @property
     def live(self) -> int:
-        """The number of microbatches whose activations are held, or those of them that weight gradients take."""
-        return len(self._held) + len(self._put_off)
+        """The number of microbatches whose activations, or operands of deferred weight gradients, are held."""
+        return len(self._held) + len(self._deferred)
 
-    def forward(self, carry: StageTensors, microbatch: Microbatch, number: int) -> dict[str, Tensor | None] | StageLoss:
+    def forward(
+        self, inputs: StageTensors, microbatch: Microbatch, number: int
+    ) -> dict[str, Tensor | None] | StageLoss:
         """Run the module and keep what the backward of microbatch ``number`` needs (nothing when grad is disabled)."""
-        output: dict[str, Tensor | None] | StageLoss = self.module(carry, microbatch)
+        output: dict[str, Tensor | None] | StageLoss = self.module(inputs, microbatch)
         if torch.is_grad_enabled():
-            inputs = {name: x for name, x in carry.items() if x is not None and x.requires_grad}
-            self._held[number] = _Held(inputs, _edges(output))
+            differentiable = {name: x for name, x in inputs.items() if x is not None and x.requires_grad}
+            self._held[number] = _Held(differentiable, _edges(output))
         return output
 
     def backward(self, number: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the backward of a microbatch and let its activations go.
+        """Run the backward of a microbatch and release its activations.
 
         Args:
             number: the microbatch.
-            gradients: of the output, by name; on the last stage of ``objective``, the inverse denominator.
+            gradients: of the outputs, by name; on the last stage of ``objective``, the inverse denominator.
 
         Returns:
-            The gradients of the carry, by name, for each tensor that needs one.
+            The gradients of the inputs, by name, for each tensor that needs one.
         """
         held = self._held.pop(number)
         if held.edges:
@@ -109,24 +110,24 @@ class Stage:
         return {name: x.grad if x.grad is not None else torch.zeros_like(x) for name, x in held.inputs.items()}
 
     def backward_input(self, number: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As :meth:`backward`, without the weight gradients that can be put off until :meth:`backward_weights`."""
-        with self._weight_gradients.collecting() as put_off:
+        """As :meth:`backward`, but weight gradients that can be deferred are left to :meth:`backward_weights`."""
+        with deferring() as deferred:
             produced = self.backward(number, gradients)
-        self._put_off[number] = put_off
+        self._deferred[number] = deferred
         return produced
 
-    def awaited(self, number: int) -> frozenset[Tensor]:
-        """The parameters whose gradients a microbatch has put off."""
-        return self._put_off[number].parameters
+    def pending_parameters(self, number: int) -> frozenset[Tensor]:
+        """The parameters for which a gradient of a microbatch is pending."""
+        return self._deferred[number].parameters
 
     def backward_weights(self, number: int) -> None:
-        """Make the weight gradients that :meth:`backward_input` left."""
-        self._put_off.pop(number).run()
+        """Accumulate the weight gradients that :meth:`backward_input` deferred."""
+        self._deferred.pop(number).accumulate()
 
     def drop(self) -> None:
-        """Forget all microbatches in flight, after a step that was given up."""
+        """Forget all microbatches in flight, after a step that was abandoned."""
         self._held.clear()
-        self._put_off.clear()
+        self._deferred.clear()
 
 
 def _edges(output: dict[str, Tensor | None] | StageLoss) -> dict[str, GradientEdge]:
@@ -135,5 +136,5 @@ def _edges(output: dict[str, Tensor | None] | StageLoss) -> dict[str, GradientEd
 
 
 def leaf(x: Tensor | None, needs_grad: bool) -> Tensor | None:
-    """A tensor as the next stage's autograd sees it: cut from the previous stage's graph."""
+    """A tensor as a leaf of the next stage's autograd graph, detached from the previous stage's."""
     return None if x is None else x.detach().requires_grad_(needs_grad)

@@ -1,8 +1,8 @@
-"""The buffers of a module: which of them are state, and how they come from the meta device to a real one.
+"""The buffers of a module: which of them are state, and how they move from the meta device to a real one.
 
 A persistent buffer (``register_buffer`` without ``persistent=False``) is part of the training state: checkpoints hold
-it beside the weights. Where a rank holds a part of it, or it was built on the meta device, the module that owns it
-declares it in ``placements()``. Otherwise it is whole, and identical on every rank that holds it.
+it beside the weights. If ranks hold shards of it, or it was built on the meta device, the module that owns it declares
+it in ``placements()``. Otherwise it is replicated: identical on every rank that holds it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from megastack.placement.placement import Normal, Placement
+from megastack.torch_private import is_persistent
 
 
 def named_buffers(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a module by full name, persistent ones or the others; a shared one under each of its names."""
+    """The persistent (or non-persistent) buffers of a module by full name; a shared one under each of its names."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-            if (name not in owner._non_persistent_buffers_set) is persistent:
+            if is_persistent(owner, name) is persistent:
                 yield (f"{path}.{name}" if path else name), buffer
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers by global name; one that modules share under its first name."""
+    """The persistent buffers by global name; a shared one under its first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, buffer in named_buffers(module, persistent=True):
         found.setdefault(id(buffer), (name, buffer))
@@ -32,11 +33,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def unfillable_buffers(module: nn.Module, declared: Mapping[str, Placement]) -> Iterator[str]:
-    """One message for each buffer on the meta device whose values nothing tells.
+    """One message for each buffer on the meta device that nothing can fill.
 
     Args:
         module: the module.
-        declared: the placements that it declares, by full name.
+        declared: its placements by full name.
     """
     everything = (*named_buffers(module, persistent=True), *named_buffers(module, persistent=False))
     for name, buffer in everything:
@@ -57,14 +58,14 @@ def unfillable_buffers(module: nn.Module, declared: Mapping[str, Placement]) -> 
 def materialise_buffers_(
     module: nn.Module, device: torch.device | str | None, default: torch.device
 ) -> dict[str, Tensor]:
-    """Replace buffers on the meta device by unfilled ones, and move the others if a ``device`` is given.
+    """Replace buffers on the meta device by uninitialised ones, and move the others if a ``device`` is given.
 
-    Buffers keep their dtype; one that modules share stays shared.
+    Buffers keep their dtype; a shared buffer stays shared.
 
     Returns:
-        What is to be filled, by the first name.
+        The uninitialised buffers, by their first name.
     """
-    fresh: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensors, so that no identity is used twice
+    fresh: dict[int, tuple[Tensor, Tensor]] = {}  # holds the old tensors, so that no id is reused
     unfilled: dict[str, Tensor] = {}
     for path, owner in module.named_modules():
         for name, old in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
@@ -79,7 +80,7 @@ def materialise_buffers_(
 
 
 def share_buffers_(module: nn.Module, source: nn.Module) -> None:
-    """Let a module use the buffers of another that has the same ones, which no state dict need hold."""
+    """Let a module use the buffers of another module of the same structure."""
     for owner, other in zip(module.modules(), source.modules(), strict=True):
         for name, buffer in other.named_buffers(recurse=False, remove_duplicate=False):
             setattr(owner, name, buffer)

@@ -1,10 +1,13 @@
-"""Modules that own parameters, and what a model of them declares: placements by global name, and initial values.
+"""Modules that declare their parameters: placements by global name, and initial values.
 
 A :class:`ParallelModule` declares every parameter it owns in :meth:`~ParallelModule.placements`; users subclass it, or
-one of the layers built on it. :func:`placements_of` collects the declarations of a whole model and holds them against
-its tensors; :func:`initialise_` gives every parameter its values. Global names are the model's own parameter names, so
-a model that keys its blocks by the global layer number gives them the same names on every stage. A persistent buffer of
-which a rank holds a part is declared in the same way (:func:`buffer_placements_of`).
+one of the layers built on it. :func:`placements_of` collects the declarations of a model and checks them against its
+tensors; :func:`initialise_` sets the initial values. Global names are the model's own parameter names, so a model that
+keys its blocks by the global layer number has the same names on every stage. A sharded persistent buffer is declared in
+the same way (:func:`buffer_placements_of`).
+
+Initial values are a function of the seed, the parameter's global name and each element's global index, so every layout
+starts from the same weights and a rank evaluates only its own shard. Padding is zero.
 
 Example::
 
@@ -39,6 +42,7 @@ from megastack.placement.buffers import (
 )
 from megastack.placement.placement import Normal, Ones, Placement, Zeros
 from megastack.random import counter_normal
+from megastack.torch_private import buffers_of, parameters_of
 
 
 class ReshardPolicy(Enum):
@@ -58,7 +62,7 @@ class ReshardPolicy(Enum):
 
 
 class ParallelModule(nn.Module):
-    """A module that knows its mesh and declares the placement of each parameter it owns.
+    """A module that has a mesh and declares the placement of each parameter it owns.
 
     Subclasses override :meth:`placements` and call :meth:`create_parameters` at the end of their ``__init__``.
     """
@@ -70,32 +74,32 @@ class ParallelModule(nn.Module):
     def placements(self) -> dict[str, Placement]:
         """The placement of each parameter of this module, and of each buffer that needs one, by its local name.
 
-        A dotted name declares a parameter or buffer of a plain ``nn.Module`` child, which cannot declare its own.
+        A dotted name declares a parameter or buffer of a plain ``nn.Module`` child.
         """
         return {}
 
     def boundary(self) -> tuple[str, ...]:
-        """The names of the values that this block takes and gives beside the hidden states, for stages to pass on."""
+        """The names of the values that this block reads and returns beside the hidden states, which stages send on."""
         return ()
 
     def create_parameters(self) -> None:
-        """Allocates the declared parameters of this module itself, with their local shapes and initial values.
+        """Allocate the declared parameters of this module itself, with their local shapes and initial values.
 
-        Names that are registered as buffers are left alone. Uses the default dtype and device. Values are those of seed
-        0 under the local name, good for trying a layer alone; :func:`initialise_` gives a model its real ones. On the
-        meta device nothing is filled.
+        Skips names that are registered as buffers. Uses the default dtype and device. The values are those of seed 0
+        under the local name, enough to try a layer on its own; :func:`initialise_` sets those of a model. On the meta
+        device nothing is filled.
         """
         for name, placement in self.placements().items():
-            if "." in name or name in self._buffers:
+            if "." in name or name in buffers_of(self):
                 continue
             tensor = torch.empty(local_shape(placement, self.mesh.shape))
             fill_(tensor, placement, self.mesh.shape, self.mesh.coordinates, seed=0, name=name)
             self.register_parameter(name, nn.Parameter(tensor))
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """As in torch; a declared buffer replaces the parameter that a parent's constructor made of the declaration."""
-        if name in self._parameters and name in self.placements():
-            del self._parameters[name]
+        """As in torch; a declared buffer replaces the parameter that the base class created from the declaration."""
+        if name in parameters_of(self) and name in self.placements():
+            del parameters_of(self)[name]
         super().register_buffer(name, tensor, persistent)
 
 
@@ -103,9 +107,9 @@ def placements_of(module: nn.Module) -> dict[str, Placement]:
     """The placement of every parameter of a model by global name; a tied parameter once, under its first name.
 
     Raises:
-        PlacementError: names in one message every parameter without a placement, with a wrong local shape, with a cut
+        PlacementError: lists in one message every parameter without a placement, with a wrong local shape, with a dim
             that the mesh does not divide or with two different declarations, every declaration of neither a parameter
-            nor a persistent buffer, and what is wrong with the declarations of buffers.
+            nor a persistent buffer, and the errors of the declarations of buffers.
     """
     declared, errors = _declarations(module)
     names = _aliases(module.named_parameters(remove_duplicate=False))
@@ -122,33 +126,33 @@ def placements_of(module: nn.Module) -> dict[str, Placement]:
     errors += [error for buffer, aliases in buffers.items() for error in _buffer_errors(aliases, buffer, declared)]
     found: dict[str, Placement] = {}
     for parameter, aliases in names.items():
-        own = [declared[name] for name in aliases if name in declared]
-        if not own:
+        declarations = [declared[name] for name in aliases if name in declared]
+        if not declarations:
             errors.append(f"{aliases[0]}: has no placement; declare it in placements() of the module that owns it")
             continue
-        found[aliases[0]] = own[0][0]
-        errors += _tensor_errors(aliases, parameter, own)
+        found[aliases[0]] = declarations[0][0]
+        errors += _tensor_errors(aliases, parameter, declarations)
     if errors:
         raise PlacementError("\n".join(errors))
     return found
 
 
 def buffer_placements_of(module: nn.Module) -> dict[str, Placement]:
-    """The placement of every persistent buffer by global name: the declared one, or whole on every rank."""
+    """The placement of every persistent buffer by global name: the declared one, or replicated on every rank."""
     declared, _ = _declarations(module)
     aliases = _aliases(named_buffers(module, persistent=True))
     found = {}
     for name, buffer in persistent_buffers(module).items():
-        own = next((declared[alias][0] for alias in aliases[buffer] if alias in declared), None)
-        found[name] = own or Placement(tuple(buffer.shape), init=Zeros())
+        placement = next((declared[alias][0] for alias in aliases[buffer] if alias in declared), None)
+        found[name] = placement or Placement(tuple(buffer.shape), init=Zeros())
     return found
 
 
 def check_buffers(module: nn.Module) -> None:
-    """Nothing where every buffer has values, or a declaration that gives it some.
+    """Check that every buffer has values, or a declaration of its initial values.
 
     Raises:
-        PlacementError: naming each buffer on the meta device that nothing could fill.
+        PlacementError: lists each buffer on the meta device that nothing can fill.
     """
     declared, _ = _declarations(module)
     if errors := list(unfillable_buffers(module, {name: placement for name, (placement, _) in declared.items()})):
@@ -163,11 +167,11 @@ def initialise_(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> None:
-    """Gives every parameter its initial values: a function of the seed, the global name and the global index.
+    """Set every parameter to its initial values: a function of the seed, the global name and the global index.
 
     Parameters on the meta device are allocated first, on ``device`` or else the mesh's device; others move there if a
     ``device`` or ``dtype`` is given. Buffers keep their dtype and values and move with them; those on the meta device
-    start at the ``init`` of their placement. What is tied stays tied. Communicates nothing.
+    start at the ``init`` of their placement. Tied parameters stay tied. Nothing is communicated.
 
     Raises:
         PlacementError: as :func:`placements_of` and :func:`check_buffers`.
@@ -192,10 +196,10 @@ def fill_(
     seed: int,
     name: str,
 ) -> None:
-    """Fills the local tensor of a parameter with its initial values, in place; on the meta device does nothing.
+    """Fill the local tensor of a parameter with its initial values, in place; on the meta device, do nothing.
 
     Args:
-        tensor: the local tensor, of the shape that ``local_shape`` gives.
+        tensor: the local tensor, of shape ``local_shape``.
         placement: the parameter's placement.
         mesh_shape: the degrees of the mesh.
         coordinates: this rank's coordinates.
@@ -203,7 +207,7 @@ def fill_(
         name: the parameter's global name.
 
     Raises:
-        PlacementError: when the tensor does not have the local shape, as with another mesh than it was built for.
+        PlacementError: the tensor does not have the local shape, as on a mesh that it was not built for.
     """
     expected = local_shape(placement, mesh_shape)
     if tuple(tensor.shape) != expected:
@@ -232,7 +236,7 @@ _T = TypeVar("_T", bound=Tensor)
 
 
 def _declarations(module: nn.Module) -> tuple[dict[str, _Declaration], list[str]]:
-    """Each declared placement by full name with the module that declares it, and the names declared twice, unlike."""
+    """Each declared placement by full name with the module that declares it, and an error for each conflict."""
     declared: dict[str, _Declaration] = {}
     errors = []
     for path, owner in module.named_modules(remove_duplicate=False):
@@ -255,7 +259,7 @@ def _aliases(named: Iterable[tuple[str, _T]]) -> dict[_T, list[str]]:
 
 
 def _tensor_errors(aliases: list[str], tensor: Tensor, declared: list[_Declaration]) -> Iterator[str]:
-    """What is wrong between one parameter or buffer and its declarations (several where it is tied)."""
+    """Check one parameter or buffer against its declarations (several where it is tied)."""
     name, (placement, owner) = aliases[0], declared[0]
     if any(other != placement for other, _ in declared):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -271,29 +275,29 @@ def _tensor_errors(aliases: list[str], tensor: Tensor, declared: list[_Declarati
 
 
 def _buffer_errors(aliases: list[str], buffer: Tensor, declared: dict[str, _Declaration]) -> Iterator[str]:
-    """What is wrong with the declarations of a persistent buffer, which needs none."""
-    own = [declared[name] for name in aliases if name in declared]
-    if not own:
+    """Check the declarations of a persistent buffer, which needs none."""
+    declarations = [declared[name] for name in aliases if name in declared]
+    if not declarations:
         return
-    if own[0][0].partial:
+    if declarations[0][0].partial:
         yield f"{aliases[0]}: a buffer has no gradient that could be partial; declare it without partial"
-    yield from _tensor_errors(aliases, buffer, own)
+    yield from _tensor_errors(aliases, buffer, declarations)
 
 
 def _materialise_(
     module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None, default: torch.device
 ) -> None:
-    """Replaces each parameter that is on meta, or of another dtype or device, by an unfilled one; ties survive."""
+    """Replace each parameter on the meta device, or of another dtype or device, by an uninitialised one; keep ties."""
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if old not in fresh:
                 place = device if device is not None else (default if old.is_meta else old.device)
-                fresh[old] = _unfilled(old, dtype or old.dtype, torch.device(place))
+                fresh[old] = _uninitialised(old, dtype or old.dtype, torch.device(place))
             owner.register_parameter(name, fresh[old])
 
 
-def _unfilled(old: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def _uninitialised(old: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     if old.dtype == dtype and old.device == device:
         return old
     return nn.Parameter(torch.empty(old.shape, dtype=dtype, device=device), requires_grad=old.requires_grad)

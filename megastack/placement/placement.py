@@ -1,14 +1,14 @@
-"""What a parameter is, as a value: its global shape, how axes cut it, where its gradient is partial, how it starts.
+"""A parameter as a value: its global shape, its shards, where its gradient is partial, its initial values.
 
-A :class:`Placement` is the one source of truth for a parameter. Initial values, gradient reductions, which copy counts
-in the gradient norm, checkpoint boxes and memory estimates all follow from it and from nothing else. It holds no tensor
-and needs no process group, so it can be printed, compared and used for planning. The arithmetic on it (which part of
-the parameter a rank holds) lives in ``megastack.placement.boxes``.
+A :class:`Placement` is the one source of truth for a parameter. Initial values, gradient reductions, the owner of a
+replica in the gradient norm, checkpoint boxes and memory estimates follow from it alone. It holds no tensor and needs
+no process group, so it can be printed, compared and used for planning. ``megastack.placement.boxes`` computes which
+part of the parameter a rank holds, ``megastack.placement.replication`` which ranks hold the same part.
 
-The data-parallel and context axes are never written down: every parameter is whole over them and every gradient is
-partial over them. The pipeline axis decides which rank has a module at all.
+A placement does not name the data-parallel and context axes: every parameter is replicated over them and every gradient
+is partial over them. The pipeline axis only decides which rank has a module.
 
-Example: the query projection of 32 heads of 128 over a hidden size of 4096, its heads cut over the tensor axis::
+Example: the query projection of 32 heads of 128 over a hidden size of 4096, its heads sharded over the tensor axis::
 
     Placement(shape=(32, 128, 4096), shards={Axis.TP: Shard(0)}, init=Normal(0.02))
 """
@@ -55,12 +55,12 @@ Initialiser: TypeAlias = Normal | Zeros | Ones
 
 @dataclass(frozen=True)
 class Shard:
-    """A cut of one tensor dim into equal contiguous parts over a mesh axis.
+    """One tensor dim split into equal contiguous shards over a mesh axis.
 
     Args:
-        dim: the tensor dim that is cut, counted from 0.
-        copies: how many adjacent ranks of the axis hold the same part. Their gradients are summed, and copy 0 is the
-            one that counts in norms and checkpoints.
+        dim: the tensor dim, counted from 0.
+        copies: the number of adjacent ranks of the axis that hold the same shard. Their gradients are summed, and copy
+            0 is the owner in norms.
     """
 
     dim: int
@@ -75,20 +75,20 @@ class Shard:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the elements of one parameter live on the mesh, and how they start.
+    """Where the elements of one parameter live on the mesh, and their initial values.
 
     Args:
-        shape: the logical global shape, which counts, initial values and checkpoints see.
-        shards: how each axis cuts the tensor; an axis that is absent holds it whole.
-        partial: the axes over which the ranks' gradients of this parameter must still be summed, as for a replicated
-            parameter that is applied to a tensor split over the axis.
+        shape: the logical global shape, used by counts, initial values and checkpoints.
+        shards: how each axis shards the tensor; it is replicated over an absent axis.
+        partial: the axes over which the gradient is partial, as for a replicated parameter that is applied to a tensor
+            split over the axis.
         init: the initial values.
-        decay: whether weight decay applies unless the optimizer options say otherwise.
+        decay: whether weight decay applies unless the optimizer options exclude the parameter.
         padded_shape: the shape that the ranks allocate together where it exceeds ``shape`` (vocabulary rows). Padded
             elements come last in their dim, are zero, and are in no norm, count or checkpoint.
 
     Raises:
-        PlacementError: when the parts do not fit each other; the message lists every fault.
+        PlacementError: the arguments do not fit each other; the message lists every error.
     """
 
     shape: tuple[int, ...]

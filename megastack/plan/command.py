@@ -40,7 +40,7 @@ def show_command(options: argparse.Namespace, load_look: Callable[[], Look]) -> 
         return 0
     given = compose_partial(overrides, **place)
     config = given.config
-    with given.origins():
+    with given.located_errors():
         notes = load_look()(config, [*given.errors, *violations(config)])
     for note in "\n".join(notes).splitlines():
         sys.stderr.write(printable(f"note: {note}") + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megastack.config.data_phases import phase_configs, source_text
+from megastack.config.phases import phase_configs, source_text
 from megastack.config.schema import TrainConfig
 from megastack.errors import counted
 from megastack.mesh.shape import DENSE_AXES
@@ -142,7 +142,7 @@ def _schedule_figures(layout: Layout) -> str:
     bubble, whole = f"{timeline.bubble:.1%}", f"{timeline.step_bubble:.1%}"
     over = "" if whole == bubble else f" of a rank's own span, {whole} of the whole step"
     return (
-        f"schedule  {layout.config.schedule.name}, {counted(layout.schedule.stages, 'stage')}; bubble {bubble}{over}; "
+        f"schedule  {layout.schedule.name}, {counted(layout.schedule.stages, 'stage')}; bubble {bubble}{over}; "
         f"at most {counted(peak, 'microbatch', 'microbatches')} alive; "
         f"{gibibytes(heaviest.bytes.total)} static on the fullest rank"
     )

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from megastack.config.data_phases import longest
 from megastack.config.layout_rules import mesh_shape
+from megastack.config.phases import longest
 from megastack.config.schema import TrainConfig
 from megastack.mesh.shape import MeshShape
 from megastack.models.activations import activation_bytes
@@ -85,11 +85,11 @@ class Layout:
         """The most that microbatches keep at once, and one block that is recomputed; of the longest sequences."""
         config = longest(self.config)
         each = [activation_bytes(config, s.layers, embedding=s.embedding, head=s.head) for s in own]
-        kept = sum(stage.kept for stage in each)
-        if not kept:  # no layers at this place
+        saved = sum(stage.saved for stage in each)
+        if not saved:  # no layers at this place
             return 0
-        peaks = peak_microbatches(self.schedule, sum(stage.until_w for stage in each) / kept)
-        return ceil(peaks[place] * kept) + max(stage.again for stage in each)
+        peaks = peak_microbatches(self.schedule, sum(stage.until_w for stage in each) / saved)
+        return ceil(peaks[place] * saved) + max(stage.recomputed for stage in each)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from megastack.assemble.data import configured_tokenizer, read_dataset
 from megastack.assemble.optimizer import moment_kinds
 from megastack.checkpoint.manifest import read_manifest
-from megastack.config.convert import UnusableError, replace_values, value_of
+from megastack.config.convert import InvalidValueError, replace_values, value_of
 from megastack.config.fields import keys
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import RecomputeOptions, TrainConfig
@@ -77,7 +77,7 @@ class ErrorCollector:
             return None
         try:
             return question()
-        except UnusableError:
+        except InvalidValueError:
             return None
         except ConfigError as error:
             self._add(error.errors)
@@ -134,7 +134,7 @@ def ask_parts_of_data(config: TrainConfig, errors: ErrorCollector, skip: Collect
     for at, sources in enumerate(errors.ask(lambda: _later_sources(config)) or ()):
         own = errors.separately()
         _ask_paths(sources, own, files, skip)
-        errors.found += [f"data.stages[{at}]: {error}" for error in own.found]
+        errors.found += [f"data.phases[{at}]: {error}" for error in own.found]
     errors.ask(lambda: _check_ids([*files.values()], config), "model.vocab")
 
 
@@ -173,7 +173,7 @@ def _first_sources(config: TrainConfig) -> list[DatasetSpec]:
 def _later_sources(config: TrainConfig) -> list[list[DatasetSpec]]:
     """What each later stage names itself, which is there or not whatever else is wrong with the stage."""
     found, kind = [], config.data.source
-    for stage in config.data.stages:
+    for stage in config.data.phases:
         kind = kind if stage.source is None else stage.source
         blend = [DatasetSpec(each.source, each.paths) for each in stage.blend or ()]
         found.append(blend or ([DatasetSpec(kind, stage.paths)] if stage.paths else []))
@@ -239,7 +239,7 @@ def _model(config: TrainConfig, errors: ErrorCollector) -> Decoder | None:
     try:
         with torch.device("meta"):
             return Decoder(config, Mesh.single())
-    except (MegastackError, UnusableError):
+    except (MegastackError, InvalidValueError):
         raise
     except Exception as error:
         logging.getLogger(__name__).debug("left to the ranks: %s", error)

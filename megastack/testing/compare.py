@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megastack.checkpoint.items import StateItem
+from megastack.checkpoint.state import StateItem
 from megastack.mesh.shape import Axis
 from megastack.placement.placement import Placement
 

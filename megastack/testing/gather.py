@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megastack.checkpoint.items import StateItem
+from megastack.checkpoint.state import StateItem
 from megastack.comm.objects import gather_objects
 from megastack.mesh.mesh import Mesh
 

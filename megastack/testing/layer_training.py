@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megastack.checkpoint.collect import items_of, model_items, stage_placements
-from megastack.checkpoint.items import StateItem
+from megastack.checkpoint.state import StateItem, items_of, model_items, stage_placements
 from megastack.errors import PlacementError
 from megastack.gradients.buckets import GradientBuckets
 from megastack.gradients.norm import grad_norm

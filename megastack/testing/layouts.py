@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megastack.config.choices import ComputeDtype, Device, OptimizerName
 from megastack.config.convert import replace_values
 from megastack.config.layout_rules import data_parallel_degree, mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import (
     ClusterOptions,
-    ComputeDtype,
-    Device,
-    OptimizerName,
     ParallelOptions,
     RecomputeOptions,
     ScheduleOptions,
     TrainConfig,
 )
 from megastack.errors import counted
-from megastack.layers.rules import divisors
+from megastack.layers.spec import divisors
 from megastack.pipeline.schedules.registry import schedule_names
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from megastack.checkpoint.collect import items_of
-from megastack.checkpoint.items import StateItem
+from megastack.checkpoint.state import StateItem, items_of
 from megastack.mesh.mesh import Mesh
 from megastack.placement.module import placements_of
 from megastack.placement.placement import Normal, Placement

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megastack.assemble.training import Training, build_training
-from megastack.checkpoint.collect import stage_placements
+from megastack.checkpoint.state import stage_placements
 from megastack.config.compose import compose
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 from megastack.assemble.data import read_dataset
+from megastack.config.convert import coerce
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
-from megastack.config.typed import typed
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, DataError, MegastackError, PlacementError, ScheduleError, Violation, counted
 from megastack.mesh.shape import DENSE_AXES
@@ -85,7 +85,7 @@ class Verifier:
     tolerance = TOLERANCES[torch.float64]
 
     def __init__(self, config: TrainConfig, *, steps: int = 3, dataset: Dataset | None = None) -> None:
-        config, mistyped = typed(config)
+        config, mistyped = coerce(config)
         if mistyped:
             raise ConfigError.of([*mistyped, *violations(config)])
         self.config = in_double(config)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megastack.config.compose import PartialConfig, compose_partial
-from megastack.config.convert import UnusableError
+from megastack.config.convert import InvalidValueError
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
@@ -52,7 +52,7 @@ def _verify(options: argparse.Namespace) -> int:
         options.all,
         compose_partial(options.overrides, config_dir=options.config_dir, config_name=options.config_name),
     )
-    with given.origins():
+    with given.located_errors():
         dataset = _inspected(given, many)
     config = given.config
     verifier = Verifier(config, steps=options.steps, dataset=dataset)
@@ -75,7 +75,7 @@ def _inspected(given: PartialConfig, many: bool) -> Dataset:
         ConfigError: every fault.
     """
     config = given.config
-    with suppress(UnusableError):  # a section that could not be read; it is in the report
+    with suppress(InvalidValueError):  # a section that could not be read; it is in the report
         config = in_double(config)
     config = reference_of(config) if many else config
     errors = ErrorCollector([*given.errors, *violations(config)])

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megastack.checkpoint.items import State
-from megastack.checkpoint.manager import CheckpointManager, Saved
+from megastack.checkpoint.manager import CheckpointManager, PublishedCheckpoint
+from megastack.checkpoint.state import State
 from megastack.comm.collectives import all_reduce
 from megastack.data.validation import ValidationBatches
 from megastack.mesh.mesh import Mesh
@@ -143,7 +143,7 @@ class Loop:
         if fingerprints_differ(*bounds):
             require_identical(inputs, self.mesh)
         if not busy:
-            self._published(self.manager.settle())
+            self._published(self.manager.wait())
         return code, int(memory)
 
     def _step_inputs(self, step: int) -> StepInputs | None:
@@ -231,7 +231,7 @@ class Loop:
         self.doing, self._saved = f"saving step {self.progress.step}", self.progress.step
         self._published(self.manager.save(self.progress.step, self.state()))
 
-    def _published(self, checkpoints: list[Saved]) -> None:
+    def _published(self, checkpoints: list[PublishedCheckpoint]) -> None:
         """Report complete checkpoints; every rank does so after the same step."""
         for saved in checkpoints:
             self.recorder.checkpoint(saved.step, saved.path, saved.seconds, saved.write_seconds)
@@ -244,7 +244,7 @@ class Loop:
 
     def _end(self, status: str, reason: str | None, origin: NonfiniteOrigin | None = None) -> RunResult:
         self.doing = "ending"
-        self._published(self.manager.settle())
+        self._published(self.manager.wait())
         rank, coordinates = (None, None) if origin is None else (origin.rank, origin.coordinates)
         result = RunResult(
             status, self.progress.step, self._loss, self.folder, reason, rank=rank, coordinates=coordinates

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megastack.comm.ledger import Ledger
+from megastack.comm.traffic import Ledger
 from megastack.observe.console import Console
 from megastack.observe.metrics import MetricsWriter, Row, row
 from megastack.observe.status import write_status

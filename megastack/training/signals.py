@@ -9,10 +9,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import Any
 
+Handler = Callable[[int, FrameType | None], object] | int | None
 TIME_LIMIT = 999.0
 """The code of a stop request for the time limit; above every signal number."""
 
@@ -29,7 +29,7 @@ class StopRequest:
         self._deadline = None if limit_s is None else time.monotonic() + limit_s
         self._signals = signals
         self._received: int | None = None
-        self._former: dict[signal.Signals, Any] = {}
+        self._former: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():

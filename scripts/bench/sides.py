@@ -14,10 +14,10 @@ from bench.task import Layout, configuration
 from bench.torch_side import Torch
 from megastack.assemble.training import Training, build_training
 from megastack.batch import Microbatch
-from megastack.comm.ledger import Ledger
+from megastack.comm.traffic import Ledger
 from megastack.config.layout_rules import mesh_shape
 from megastack.data.loader import Loader
-from megastack.launch.memory import keep_freed_memory
+from megastack.mesh.device import keep_freed_memory
 from megastack.mesh.mesh import Mesh
 
 

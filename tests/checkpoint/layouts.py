@@ -1,7 +1,7 @@
-"""States as layouts really cut them: stages, tensor shards with copies and padding, flat slices, cuts of the last dim.
+"""States as real layouts shard them: stages, tensor shards with replicas and padding, flat slices, last-dim shards.
 
-A state is described by a mesh shape and by how data ranks share what the optimizer keeps; the parameters are few and
-odd on purpose. Every element of every tensor differs, so a wrong cut cannot look right.
+A state is described by a mesh shape and by how data ranks shard the optimizer state; the parameters are few and have
+odd sizes on purpose. Every element of every tensor differs, so a wrong box cannot pass.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megastack.checkpoint.cover import overlap
-from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.state import State, StateItem
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.placement.boxes import Box, local_box, local_shape, range_boxes
+from megastack.placement.boxes import Box, intersect, local_box, local_shape, range_boxes
 from megastack.placement.placement import Placement, Shard
 
 ZERO_KINDS = ("exp_avg", "exp_avg_sq", "master")
@@ -24,11 +23,11 @@ ZERO_KINDS = ("exp_avg", "exp_avg_sq", "master")
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid of ranks and the cut over data ranks.
+    """A mesh shape and the sharding over data ranks.
 
     Attributes:
-        cut: ``none`` (all hold all), ``flat`` (slices of one flat buffer a stage, optimizer state only) or ``last``
-            (the last dim of everything, weights too, in uneven parts).
+        cut: ``none`` (replicated), ``flat`` (slices of one flat buffer per stage, optimizer state only) or ``last``
+            (the last dim of all tensors, including weights, in uneven parts).
         alignment: flat slices are whole multiples of this, so that the last ranks may hold nothing.
     """
 
@@ -56,7 +55,7 @@ LAYOUTS = (
 
 
 def parameters(tp: int) -> dict[str, tuple[Placement, float]]:
-    """The model by global name: a placement, and where along the depth (0 to 1) its stage is."""
+    """The model by global name: a placement, and the position of its stage along the depth (0 to 1)."""
     kv = Shard(0, copies=max(1, tp // 2))
     return {
         "embedding.weight": (Placement((37, 5), {Axis.TP: Shard(0)}, padded_shape=(40, 5)), 0.0),
@@ -72,7 +71,7 @@ def parameters(tp: int) -> dict[str, tuple[Placement, float]]:
 
 
 def global_tensor(name: str) -> Tensor:
-    """What a tensor of the state holds; weights are bf16, the optimizer's are fp32."""
+    """The values of a tensor of the state; weights are bf16, optimizer state is fp32."""
     kind, _, parameter = name.removeprefix("optim/").rpartition("/")
     names = list(parameters(1))
     shape = parameters(1)[parameter][0].shape
@@ -82,7 +81,7 @@ def global_tensor(name: str) -> Tensor:
 
 
 def state_of(layout: Layout, rank: int, *, blank: bool = False) -> State:
-    """The state of one rank of a layout, filled or to be filled."""
+    """The state of one rank of a layout, filled or blank."""
     items = []
     for name, boxes in named_boxes(layout, rank):
         whole = global_tensor(name)
@@ -92,7 +91,7 @@ def state_of(layout: Layout, rank: int, *, blank: bool = False) -> State:
 
 
 def wrong_names(state: State) -> list[str]:
-    """Tensors that do not hold, bit by bit, what their boxes should."""
+    """Tensors whose boxes do not have the expected bits."""
     return [
         item.name
         for item in state.items
@@ -107,7 +106,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def named_boxes(layout: Layout, rank: int) -> Iterator[tuple[str, list[Box]]]:
-    """The boxes of every item of a rank; other stages' items are not there, those of empty slices have no boxes."""
+    """The boxes of every item of a rank; items of other stages are absent, items of empty slices have no boxes."""
     shape, here = layout.shape, layout.shape.coordinates(rank)
     stage = [
         (name, placement)
@@ -137,9 +136,7 @@ def optimizer_boxes(
         count = math.prod(size)
         first, last = (min(max(edge - start, 0), count) for edge in (dp * part, (dp + 1) * part))
         moved = (shifted(box, locals_[name].offset) for box in range_boxes(size, first, last))
-        found[name] = [
-            common for box in moved if (common := overlap(box, locals_[name]))
-        ]  # padding is in no checkpoint
+        found[name] = [common for box in moved if (common := intersect(box, locals_[name]))]  # padding is not saved
         start += count
     return found
 
@@ -149,7 +146,7 @@ def shifted(box: Box, offset: tuple[int, ...]) -> Box:
 
 
 def last_dim(box: Box, layout: Layout, dp: int) -> list[Box]:
-    """This data rank's part of a box, cut in the last dim; the last parts may be empty."""
+    """This data rank's shard of a box along the last dim; the last shards may be empty."""
     part = -(-box.size[-1] // layout.shape.dp)
     first, last = (min(edge * part, box.size[-1]) for edge in (dp, dp + 1))
     offset, size = (*box.offset[:-1], box.offset[-1] + first), (*box.size[:-1], last - first)

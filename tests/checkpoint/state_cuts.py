@@ -1,13 +1,12 @@
-"""States of odd shapes, cut over ranks in several ways, with a different value in every element."""
+"""States of odd shapes, sharded over ranks in several ways, with a different value in every element."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from megastack.checkpoint.cover import whole
-from megastack.checkpoint.items import State, StateItem
-from megastack.placement.boxes import Box, range_boxes
+from megastack.checkpoint.state import State, StateItem
+from megastack.placement.boxes import Box, range_boxes, whole_box
 
 TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "model/embedding.weight": ((37, 7), torch.float32),
@@ -22,7 +21,7 @@ CUTS = ("whole", "rows", "columns", "flat", "stages")
 
 
 def tensor_of(name: str) -> Tensor:
-    """The global tensor of a name: all elements differ, within the tensor and (but for booleans) between tensors."""
+    """The global tensor of a name: all elements differ, within the tensor and (except booleans) between tensors."""
     shape, dtype = TENSORS[name]
     numbers = torch.arange(math.prod(shape)) + 300 * list(TENSORS).index(name)
     if dtype is torch.bool:
@@ -33,12 +32,12 @@ def tensor_of(name: str) -> Tensor:
 
 
 def boxes_of(name: str, cut: str, rank: int, world: int) -> list[Box]:
-    """The boxes of a tensor that a rank holds under a way of cutting."""
+    """The boxes of a tensor that a rank holds under a kind of sharding."""
     shape = TENSORS[name][0]
     if cut == "stages":
-        return [whole(shape)] if list(TENSORS).index(name) % world == rank else []
+        return [whole_box(shape)] if list(TENSORS).index(name) % world == rank else []
     if cut == "whole" or not shape:
-        return [whole(shape)]
+        return [whole_box(shape)]
     if cut == "flat":
         count = math.prod(shape)
         part = -(-count // world)
@@ -51,7 +50,7 @@ def boxes_of(name: str, cut: str, rank: int, world: int) -> list[Box]:
 
 
 def state_of(cut: str, rank: int, world: int, *, blank: bool = False, only: str = "") -> State:
-    """A rank's state; blank tensors are there to be filled."""
+    """A rank's state; blank tensors are zero, for loading."""
     items = []
     for name in TENSORS:
         if only and not name.startswith(only):

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the step that is named is the step that is kept, and no failure is lost."""
+"""Saving while training continues: the checkpoint holds the step it is named for, and every failure is reported."""
 
 import multiprocessing
 import os
@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megastack.checkpoint import asynchronous, write
+from megastack.checkpoint import asynchronous, writer
+from megastack.checkpoint.asynchronous import StagingBuffer
 from megastack.checkpoint.folder import list_checkpoints, newest_complete, read_latest
-from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.checkpoint.save import save
-from megastack.checkpoint.staging import Staging
+from megastack.checkpoint.state import State, StateItem
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -27,27 +27,27 @@ from tests.checkpoint.state_cuts import CUTS, TENSORS, same_bits, state_of, tens
 
 
 def slow_down(seconds: float) -> None:
-    """Let every file that is written from now on take longer, on this rank."""
-    fast = write.write_tensors
+    """Make every write of a file on this rank take longer."""
+    fast = writer.write_tensors
 
     def slow(*arguments: object) -> object:
         time.sleep(seconds)
         return fast(*arguments)  # type: ignore[arg-type]
 
-    vars(write)["write_tensors"] = slow
+    vars(writer)["write_tensors"] = slow
 
 
 def rows(rank: int, world: int, step: int) -> State:
-    """A replicated tensor and one that is cut by rows, with values that name the step."""
-    shared, mine = torch.full((5,), float(step)), torch.full((2, 3), step + 0.5)
-    cut = StateItem("optim/exp_avg/w", (2 * world, 3), ((Box((2 * rank, 0), (2, 3)), mine),))
-    return State([StateItem.replicated("model/w", shared), cut], {"step": step})
+    """A replicated tensor and one that is sharded by rows, with values that identify the step."""
+    replicated, shard = torch.full((5,), float(step)), torch.full((2, 3), step + 0.5)
+    cut = StateItem("optim/exp_avg/w", (2 * world, 3), ((Box((2 * rank, 0), (2, 3)), shard),))
+    return State([StateItem.replicated("model/w", replicated), cut], {"step": step})
 
 
 def train_on(root: Path, slow_rank: int) -> bool:
-    """Whether the checkpoint was there when the call came back, which a slow writer cannot have managed."""
+    """Whether the checkpoint existed when the call returned, which is too early with a slow writer."""
     mesh = Mesh.from_environment(MeshShape(dp=3))
-    fast = write.write_tensors
+    fast = writer.write_tensors
     if mesh.rank == slow_rank:
         slow_down(0.5)
     state = rows(mesh.rank, 3, 3)
@@ -57,9 +57,9 @@ def train_on(root: Path, slow_rank: int) -> bool:
         for _, tensor in item.boxes:
             tensor.add_(1.0).add_(1.0)
     state.trainer["step"] = 5
-    vars(write)["write_tensors"] = fast
+    vars(writer)["write_tensors"] = fast
     second = save(root / "step_00000005", state, mesh, asynchronous=True)
-    assert (root / "step_00000003").is_dir() and handle.done and handle.told
+    assert (root / "step_00000003").is_dir() and handle.done and handle.settled
     for item in state.items:
         for _, tensor in item.boxes:
             tensor.zero_()
@@ -68,7 +68,7 @@ def train_on(root: Path, slow_rank: int) -> bool:
 
 
 @pytest.mark.parametrize("slow_rank", [0, 2])
-def test_the_snapshot_is_the_step_it_names_though_training_goes_on(tmp_path: Path, slow_rank: int) -> None:
+def test_the_checkpoint_holds_the_step_it_is_named_for_while_training_continues(tmp_path: Path, slow_rank: int) -> None:
     assert run_ranks(train_on, 3, tmp_path, slow_rank) == [False] * 3
     for step in (3, 5):
         reader = CheckpointReader(tmp_path / f"step_{step:08d}")
@@ -82,11 +82,11 @@ def test_the_snapshot_is_the_step_it_names_though_training_goes_on(tmp_path: Pat
 
 
 def fail_in_the_copy(root: Path) -> list[str]:
-    """What is left in the folder once the first rank is through with a save whose copy failed on the second."""
+    """What is left in the folder once the first rank has finished a save whose copy failed on the second."""
     mesh = Mesh.from_environment(MeshShape(dp=2))
     state = rows(mesh.rank, 2, 3)
     if mesh.rank:
-        with mock.patch.object(Staging, "copy", side_effect=MemoryError("no room")), pytest.raises(MemoryError):
+        with mock.patch.object(StagingBuffer, "copy", side_effect=MemoryError("no room")), pytest.raises(MemoryError):
             save(root / "step_00000003", state, mesh, asynchronous=True)
     else:
         handle, end = save(root / "step_00000003", state, mesh, asynchronous=True), time.monotonic() + 20
@@ -97,7 +97,7 @@ def fail_in_the_copy(root: Path) -> list[str]:
     return os.listdir(root)
 
 
-def test_a_rank_that_has_no_room_for_the_copy_keeps_no_other_waiting(tmp_path: Path) -> None:
+def test_a_rank_without_memory_for_the_copy_does_not_block_the_others(tmp_path: Path) -> None:
     assert run_ranks(fail_in_the_copy, 2, tmp_path) == [[], []]
 
 
@@ -108,7 +108,7 @@ def save_cuts(root: Path) -> None:
     save(root / "last", state_of("rows", mesh.rank, 2), mesh)  # a blocking save waits for the one in flight as well
 
 
-def test_every_dtype_and_cut_is_kept_bitwise(tmp_path: Path) -> None:
+def test_every_dtype_and_sharding_is_saved_bitwise(tmp_path: Path) -> None:
     run_ranks(save_cuts, 2, tmp_path)
     for folder in (*CUTS, "last"):
         reader = CheckpointReader(tmp_path / folder)
@@ -138,7 +138,7 @@ def fail_in_the_writer(root: Path, weak_rank: int, surfaces: str) -> tuple[str, 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         with pytest.raises(CheckpointError, match="step_00000004"):
             handle.wait()
-        save(root / "step_00000008", state, mesh, asynchronous=True).wait()  # told once, and on it goes
+        save(root / "step_00000008", state, mesh, asynchronous=True).wait()  # the error is reported once
         return str(error), seen
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -148,7 +148,7 @@ def fail_in_the_writer(root: Path, weak_rank: int, surfaces: str) -> tuple[str, 
 
 @pytest.mark.parametrize("surfaces", ["wait", "save", "blocking save"])
 @pytest.mark.parametrize("weak_rank", [0, 1])
-def test_a_writers_error_is_told_on_all_ranks(tmp_path: Path, weak_rank: int, surfaces: str) -> None:
+def test_an_error_of_the_writer_is_raised_on_all_ranks(tmp_path: Path, weak_rank: int, surfaces: str) -> None:
     (first, seen), second = run_ranks(fail_in_the_writer, 2, tmp_path, weak_rank, surfaces)
     assert (first, seen) == second
     assert f"rank {weak_rank}: " in first and f"rank_0000{weak_rank}.safetensors" in first and "File too large" in first
@@ -157,7 +157,7 @@ def test_a_writers_error_is_told_on_all_ranks(tmp_path: Path, weak_rank: int, su
     assert newest_complete(tmp_path) == tmp_path / "step_00000008"
 
 
-def refuse_on_all(root: Path, problem: str) -> str:
+def fail_in_the_plan(root: Path, problem: str) -> str:
     mesh = Mesh.from_environment(MeshShape(tp=3))
     names = ["model/w", "model/w"] if problem == "twice" and mesh.rank == 1 else ["model/w"]
     trainer = {"bad": {1, 2}} if problem == "trainer" and mesh.rank == 0 else {}
@@ -171,12 +171,12 @@ def refuse_on_all(root: Path, problem: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
-    [("twice", "rank 1: model/w: given 2 times"), ("trainer", "plain JSON"), ("shape", "rank 2 shape (4,)")],
+    ("problem", "message"),
+    [("twice", "rank 1: model/w: occurs 2 times"), ("trainer", "plain JSON"), ("shape", "rank 2 shape (4,)")],
 )
-def test_what_can_be_refused_at_once_is(tmp_path: Path, error: str, said: str) -> None:
-    errors = run_ranks(refuse_on_all, 3, tmp_path, error)
-    assert len(set(errors)) == 1 and said in errors[0]
+def test_an_invalid_state_is_an_error_of_the_call(tmp_path: Path, problem: str, message: str) -> None:
+    errors = run_ranks(fail_in_the_plan, 3, tmp_path, problem)
+    assert len(set(errors)) == 1 and message in errors[0]
     assert os.listdir(tmp_path) == []
 
 
@@ -185,7 +185,7 @@ def end_without_waiting(root: Path) -> None:
     save(root / "step_00000002", state_of("whole", 0, 1), Mesh.single(), asynchronous=True)
 
 
-def test_the_end_of_the_program_waits_for_the_write(tmp_path: Path) -> None:
+def test_the_program_does_not_exit_before_the_write(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=end_without_waiting, args=(tmp_path,))
     process.start()
     process.join(30)
@@ -198,7 +198,7 @@ def wait_for_a_rank_that_dies(root: Path, killed: int, when: str) -> str:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     state = rows(mesh.rank, 2, 2)
     save(root / "step_00000002", state, mesh)
-    place = {"writing": (write, "write_tensors"), "reporting": (asynchronous.AsynchronousSave, "_leave")}
+    place = {"writing": (writer, "write_tensors"), "reporting": (asynchronous.AsynchronousSave, "_send_report")}
     place["publishing"] = (asynchronous, "complete")
     if mesh.rank == killed:
         owner, name = place[when]
@@ -207,13 +207,13 @@ def wait_for_a_rank_that_dies(root: Path, killed: int, when: str) -> str:
     try:
         handle.wait()
     except CheckpointError as error:
-        assert "a rank is gone" in str(error)
+        assert "a rank has exited" in str(error)
         raise
     return "no error"
 
 
 @pytest.mark.parametrize(("killed", "when"), [(0, "writing"), (1, "writing"), (1, "reporting"), (0, "publishing")])
-def test_a_rank_that_is_killed_publishes_nothing_and_holds_up_nobody(tmp_path: Path, killed: int, when: str) -> None:
+def test_after_a_rank_is_killed_nothing_is_published_and_no_rank_hangs(tmp_path: Path, killed: int, when: str) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         run_ranks(wait_for_a_rank_that_dies, 2, tmp_path, killed, when)

@@ -1,4 +1,4 @@
-"""A rank is killed at any point of a save: nothing half-written is ever chosen, all ranks agree, nobody hangs."""
+"""A rank is killed at any point of a save: no incomplete checkpoint is chosen, all ranks agree, no rank hangs."""
 
 import os
 import signal
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megastack.checkpoint import publish, tensorfile, write
+from megastack.checkpoint import publish, tensor_files, writer
 from megastack.checkpoint.folder import list_checkpoints, newest_complete, read_latest, resolve_resume
-from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.checkpoint.save import save
+from megastack.checkpoint.state import State, StateItem
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.testing.ranks import RankFailure, run_ranks
@@ -24,26 +24,28 @@ def state(rank: int, step: int) -> State:
     return State([StateItem.replicated(f"model/w{rank}", torch.arange(float(LENGTH)) + step)], {"step": step})
 
 
-def kill_myself(*_: object) -> None:
+def kill_this_process(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die(point: str) -> None:
-    """Arrange that this rank is killed at a point of its next save."""
+    """Make this rank be killed at a point of its next save."""
     if point == "before its shard":
-        vars(write)["write_tensors"] = kill_myself
+        vars(writer)["write_tensors"] = kill_this_process
     elif point == "during its shard":
-        whole = tensorfile._write
-        vars(tensorfile)["_write"] = lambda fd, data, crc: whole(fd, data[: len(data) // 2], crc) and kill_myself()
+        write = tensor_files._write
+        vars(tensor_files)["_write"] = lambda fd, data, crc: (
+            write(fd, data[: len(data) // 2], crc) and kill_this_process()
+        )
     elif point == "after its shard":
-        whole_file = write.write_tensors
-        vars(write)["write_tensors"] = lambda *given: kill_myself(whole_file(*given))
+        write_tensors = writer.write_tensors
+        vars(writer)["write_tensors"] = lambda *given: kill_this_process(write_tensors(*given))
     elif point == "before the manifest":
-        vars(write)["write_texts"] = kill_myself
+        vars(writer)["write_texts"] = kill_this_process
     elif point == "before the rename":
-        vars(write)["publish"] = kill_myself
+        vars(writer)["publish"] = kill_this_process
     else:
-        vars(write)["note_latest"] = kill_myself
+        vars(writer)["update_latest"] = kill_this_process
 
 
 def save_and_die(root: Path, killed: int, point: str) -> None:
@@ -54,8 +56,8 @@ def save_and_die(root: Path, killed: int, point: str) -> None:
     save(root / "step_00000004", state(mesh.rank, 4), mesh)
 
 
-def come_back(root: Path) -> tuple[Path | None, int, bool]:
-    """What a rank finds and loads after the crash, and whether the values are those of the step."""
+def load_newest(root: Path) -> tuple[Path | None, int, bool]:
+    """The checkpoint that a rank finds and loads after the crash, and whether the values belong to the step."""
     mesh = Mesh.from_environment(MeshShape(dp=3))
     path = newest_complete(root)
     assert path is not None
@@ -69,18 +71,18 @@ def come_back(root: Path) -> tuple[Path | None, int, bool]:
     [(rank, point) for point in ("before its shard", "during its shard", "after its shard") for rank in (0, 1, 2)]
     + [(0, point) for point in ("before the manifest", "before the rename", "before latest moves")],
 )
-def test_the_previous_checkpoint_is_there_and_all_ranks_take_it(tmp_path: Path, killed: int, point: str) -> None:
+def test_the_previous_checkpoint_is_complete_and_all_ranks_load_it(tmp_path: Path, killed: int, point: str) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         run_ranks(save_and_die, 3, tmp_path, killed, point)
     assert time.monotonic() - began < 15
-    assert "did not return" not in str(failure.value)  # the others raised by themselves
+    assert "did not return" not in str(failure.value)  # the others raised
     published = point == "before latest moves"
     step = 4 if published else 2
     chosen = tmp_path / f"step_{step:08d}"
     assert [entry.step for entry in list_checkpoints(tmp_path)] == ([2, 4] if published else [2])
     assert read_latest(tmp_path) == tmp_path / "step_00000002"
-    assert run_ranks(come_back, 3, tmp_path) == [(chosen, step, True)] * 3
+    assert run_ranks(load_newest, 3, tmp_path) == [(chosen, step, True)] * 3
     save(tmp_path / "step_00000004", State([], {"step": 4}), Mesh.single())
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002", "step_00000004"]
 
@@ -90,12 +92,12 @@ def replace_and_die(root: Path) -> None:
     save(root / "step_00000002", state(mesh.rank, 1), mesh)
     save(root / "step_00000004", state(mesh.rank, 4), mesh)
     rename = os.rename
-    if mesh.rank == 0:  # the former one is out of the way, the new one is not yet in its place
-        vars(publish)["os"].rename = lambda a, b: kill_myself() if str(a).endswith(".writing") else rename(a, b)
+    if mesh.rank == 0:  # the old one is renamed, the new one is not yet published
+        vars(publish)["os"].rename = lambda a, b: kill_this_process() if str(a).endswith(".writing") else rename(a, b)
     save(root / "step_00000004", state(mesh.rank, 5), mesh)
 
 
-def test_a_step_that_is_being_replaced_leaves_an_older_one(tmp_path: Path) -> None:
+def test_a_crash_while_replacing_a_step_leaves_an_older_one(tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         run_ranks(replace_and_die, 2, tmp_path)
     assert newest_complete(tmp_path) == tmp_path / "step_00000002"
@@ -127,4 +129,4 @@ def test_damage_on_disk_falls_back_and_names_the_file(tmp_path: Path, damage: ob
     found = resolve_resume("auto", tmp_path, tmp_path)
     assert found.checkpoint == root / "step_00000002"
     assert len(found.skipped) == 1 and name in found.skipped[0]
-    assert run_ranks(come_back, 3, root) == [(root / "step_00000002", 2, True)] * 3
+    assert run_ranks(load_newest, 3, root) == [(root / "step_00000002", 2, True)] * 3

@@ -1,4 +1,4 @@
-"""Which checkpoint counts: listing, falling back, resuming, removing."""
+"""The checkpoints of a run: listing, finding, resuming, removing."""
 
 import os
 import zlib
@@ -8,20 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from megastack.checkpoint import usable
+from megastack.checkpoint import integrity
 from megastack.checkpoint.folder import (
+    NoCheckpointError,
     Resume,
     checkpoint_error,
+    find_checkpoint,
     keep_last,
     list_checkpoints,
     newest_complete,
     read_latest,
     resolve_resume,
 )
-from megastack.checkpoint.items import State, StateItem
+from megastack.checkpoint.integrity import VerifiedFiles
 from megastack.checkpoint.manifest import FileRecord, dump_manifest, read_manifest
 from megastack.checkpoint.save import save
-from megastack.checkpoint.usable import Verified
+from megastack.checkpoint.state import State, StateItem
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 
@@ -46,7 +48,7 @@ def at(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
-def test_checkpoints_are_listed_by_step_with_what_is_wrong(tmp_path: Path) -> None:
+def test_checkpoints_are_listed_by_step_with_their_errors(tmp_path: Path) -> None:
     folder = write(tmp_path, 20, 3, 100)
     damage(folder, 20, "truncate")
     (folder / "step_00000050").mkdir()
@@ -68,7 +70,7 @@ def test_a_flipped_bit_is_found_when_content_is_checked(tmp_path: Path) -> None:
     assert newest_complete(tmp_path / "nowhere") is None
 
 
-def test_latest_is_none_where_it_leads_nowhere(tmp_path: Path) -> None:
+def test_latest_is_none_if_its_target_does_not_exist(tmp_path: Path) -> None:
     folder = write(tmp_path, 2)
     assert read_latest(folder) == at(folder, 2)
     for content in ("step_00000009", "../../etc", ""):
@@ -77,7 +79,7 @@ def test_latest_is_none_where_it_leads_nowhere(tmp_path: Path) -> None:
     assert read_latest(tmp_path) is None
 
 
-def test_no_resume_is_fresh_and_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
+def test_no_resume_is_fresh_and_rejects_a_folder_with_checkpoints(tmp_path: Path) -> None:
     assert resolve_resume(None, None, tmp_path) == Resume()
     assert resolve_resume(None, tmp_path / "new", tmp_path) == Resume()
     write(tmp_path / "run", 2)
@@ -85,7 +87,7 @@ def test_no_resume_is_fresh_and_refuses_a_folder_with_checkpoints(tmp_path: Path
         resolve_resume(None, tmp_path / "run", tmp_path)
 
 
-def test_auto_takes_the_newest_of_its_run_else_starts_fresh(tmp_path: Path) -> None:
+def test_auto_resumes_the_newest_of_its_run_else_starts_fresh(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert resolve_resume("auto", run, tmp_path) == Resume(None, run)
     folder = write(run, 2, 10, 4)
@@ -94,7 +96,7 @@ def test_auto_takes_the_newest_of_its_run_else_starts_fresh(tmp_path: Path) -> N
         resolve_resume("auto", None, tmp_path)
 
 
-def test_a_damaged_newest_is_passed_over_or_refused(tmp_path: Path) -> None:
+def test_a_damaged_newest_is_skipped_or_rejected(tmp_path: Path) -> None:
     run = tmp_path / "run"
     folder = write(run, 2, 4)
     file = damage(folder, 4)
@@ -106,7 +108,7 @@ def test_a_damaged_newest_is_passed_over_or_refused(tmp_path: Path) -> None:
             resolve_resume(resume, run, tmp_path, on_corrupt="refuse")
 
 
-def test_last_takes_the_newest_run_under_the_root(tmp_path: Path) -> None:
+def test_last_resumes_the_newest_run_under_the_root(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="resume=last: there is no checkpoint under"):
         resolve_resume("last", None, tmp_path)
     with pytest.raises(CheckpointError, match="resume=last"):
@@ -129,14 +131,14 @@ def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{file}: crc32"):
         resolve_resume(str(at(folder, 4)), None, tmp_path)
     for inside in (folder, tmp_path / "run"):
-        said = rf"={inside}: is not a usable checkpoint \({file}: crc32 .*\); use {at(folder, 2)}, or null"
-        with pytest.raises(CheckpointError, match=said):
+        message = rf"={inside}: is not a usable checkpoint \({file}: crc32 .*\); use {at(folder, 2)}, or null"
+        with pytest.raises(CheckpointError, match=message):
             resolve_resume(str(inside), None, tmp_path)
     with pytest.raises(CheckpointError, match=r"nowhere: is not a usable checkpoint \(no such folder\)"):
         resolve_resume(str(tmp_path / "nowhere"), None, tmp_path)
 
 
-def test_only_the_newest_stay(tmp_path: Path) -> None:
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     folder = write(tmp_path, 2, 4, 6, 8, 10)
     assert keep_last(folder, 2) == [at(folder, step) for step in (2, 4, 6)]
     assert sorted(os.listdir(folder)) == ["latest", "step_00000008", "step_00000010"]
@@ -145,14 +147,14 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
         keep_last(folder, 0)
 
 
-def test_multiples_and_the_one_that_latest_names_stay(tmp_path: Path) -> None:
+def test_multiples_and_the_one_that_latest_names_are_kept(tmp_path: Path) -> None:
     folder = write(tmp_path, 2, 3, 4, 5, 6)
     (folder / "latest").write_text("step_00000003\n")
     keep_last(folder, 1, every=4)
     assert [entry.step for entry in list_checkpoints(folder)] == [3, 4, 6]
 
 
-def test_nothing_foreign_is_ever_removed(tmp_path: Path) -> None:
+def test_foreign_files_are_never_removed(tmp_path: Path) -> None:
     folder = write(tmp_path, 2, 4, 6)
     (at(folder, 2) / "notes.txt").write_text("mine")
     (folder / "step_00000001").mkdir()
@@ -177,15 +179,15 @@ def test_nothing_foreign_is_ever_removed(tmp_path: Path) -> None:
     assert checkpoint_error(at(outside, 3)) is None
 
 
-def test_damaged_checkpoints_do_not_count_among_the_kept(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     folder = write(tmp_path, 2, 4, 6)
     damage(folder, 6, "truncate")
     assert keep_last(folder, 1) == [at(folder, 2)]
     assert [entry.step for entry in list_checkpoints(folder)] == [4, 6]
 
 
-def test_a_checkpoint_counts_among_the_kept_if_a_resume_would_take_it(tmp_path: Path) -> None:
-    """Damage that only the content shows: what is kept is what resume=auto falls back to."""
+def test_a_checkpoint_counts_as_kept_if_a_resume_would_accept_it(tmp_path: Path) -> None:
+    """Corruption that only the content shows: the checkpoint that resume=auto falls back to is kept."""
     folder = write(tmp_path, 2, 4, 6, 8)
     damage(folder, 8)
     damage(folder, 6)
@@ -199,7 +201,7 @@ def test_a_checkpoint_counts_among_the_kept_if_a_resume_would_take_it(tmp_path: 
     assert resolve_resume("auto", tmp_path, tmp_path).checkpoint == at(folder, 2)
 
 
-def test_trainer_state_that_cannot_be_used_is_damage_too(tmp_path: Path) -> None:
+def test_invalid_trainer_state_is_damage_too(tmp_path: Path) -> None:
     folder = write(tmp_path, 2, 4)
     path = at(folder, 4)
     manifest = read_manifest(path)
@@ -211,13 +213,13 @@ def test_trainer_state_that_cannot_be_used_is_damage_too(tmp_path: Path) -> None
     assert keep_last(folder, 1) == []
 
 
-def test_what_a_process_has_verified_is_read_again_only_when_it_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, verified, read = write(tmp_path, 2, 4, 6), Verified(), list[str]()
-    whole = usable.file_error
-    monkeypatch.setattr(usable, "file_error", lambda f, file, *given: read.append(f.name) or whole(f, file, *given))
-    verified.trust(at(folder, 6))
+def test_verified_files_are_read_again_only_if_they_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, verified, read = write(tmp_path, 2, 4, 6), VerifiedFiles(), list[str]()
+    file_error = integrity.file_error
+    monkeypatch.setattr(
+        integrity, "file_error", lambda f, file, *given: read.append(f.name) or file_error(f, file, *given)
+    )
+    verified.add(at(folder, 6))
     assert keep_last(folder, 3, verified=verified) == []
     assert set(read) == {"step_00000002", "step_00000004"}
     read.clear()
@@ -227,21 +229,21 @@ def test_what_a_process_has_verified_is_read_again_only_when_it_has_changed(
     assert keep_last(folder, 1, verified=verified) == [at(folder, 2)] and set(read) == {"step_00000006"}
 
 
-def test_what_could_not_be_read_in_time_does_not_count_yet(tmp_path: Path) -> None:
-    folder, verified = write(tmp_path, 2, 4, 6, 8), Verified()
+def test_a_checkpoint_not_verified_in_time_does_not_count(tmp_path: Path) -> None:
+    folder, verified = write(tmp_path, 2, 4, 6, 8), VerifiedFiles()
     assert keep_last(folder, 1, verified=verified, limit_s=-1.0) == []
-    verified.trust(at(folder, 6))
+    verified.add(at(folder, 6))
     assert keep_last(folder, 1, verified=verified, limit_s=-1.0) == [at(folder, 2), at(folder, 4)]
     assert keep_last(folder, 1, verified=verified) == [at(folder, 6)]
 
 
-def test_steps_of_a_future_that_the_run_left_neither_count_nor_go(tmp_path: Path) -> None:
+def test_steps_beyond_the_current_one_neither_count_nor_are_removed(tmp_path: Path) -> None:
     folder = write(tmp_path, 2, 4, 10, 12, 6)
     assert keep_last(folder, 1, upto=6) == [at(folder, 2), at(folder, 4)]
     assert [entry.step for entry in list_checkpoints(folder)] == [6, 10, 12]
 
 
-def test_latest_has_to_be_a_name_of_a_checkpoint_beside_it(tmp_path: Path) -> None:
+def test_latest_must_name_a_checkpoint_in_the_same_folder(tmp_path: Path) -> None:
     folder = write(tmp_path, 2)
     write(tmp_path / "other", 4)
     elsewhere = b"../other/checkpoints/step_00000004"
@@ -251,3 +253,58 @@ def test_latest_has_to_be_a_name_of_a_checkpoint_beside_it(tmp_path: Path) -> No
     (folder / "latest").unlink()
     (folder / "latest").mkdir()
     assert read_latest(folder) is None
+
+
+def test_a_run_folder_refers_to_its_newest_checkpoint(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", 2, 10, 4)
+    for path in (tmp_path / "run", folder, at(folder, 10)):
+        assert find_checkpoint(path) == at(folder, 10)
+        assert resolve_resume(str(path), None, tmp_path) == Resume(at(folder, 10))
+    assert find_checkpoint(at(folder, 4)) == at(folder, 4)
+
+
+def test_an_import_refers_to_its_weights_and_cannot_be_resumed(tmp_path: Path) -> None:
+    save(tmp_path / "weights", State([], {"step": 0, "imported": {}}), Mesh.single())
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "weights") == tmp_path / "weights"
+    with pytest.raises(CheckpointError, match=rf"resume={tmp_path}: is an import, .*; use checkpoint.load_weights="):
+        resolve_resume(str(tmp_path), None, tmp_path)
+
+
+def test_a_checkpoint_by_any_name(tmp_path: Path) -> None:
+    save(tmp_path / "mine", State([], {"step": 3}), Mesh.single())
+    assert find_checkpoint(tmp_path / "mine", content=True) == tmp_path / "mine"
+
+
+def test_a_damaged_newest_is_an_error_that_names_the_previous_one(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2, 4)
+    damage(folder, 4, "truncate")
+    for path in (tmp_path, folder):
+        with pytest.raises(NoCheckpointError, match=rf"rank_00000.safetensors: .*truncated\)\); use {at(folder, 2)}$"):
+            find_checkpoint(path)
+
+
+def test_an_interrupted_replacement_is_found_under_its_hidden_name(tmp_path: Path) -> None:
+    folder = write(tmp_path, 4)
+    at(folder, 4).rename(folder / ".step_00000004.replaced")
+    for path in (tmp_path, folder):
+        assert find_checkpoint(path) == folder / ".step_00000004.replaced"
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda path: None, "no such folder"),
+        (lambda path: path.write_text("x"), "is a file"),
+        (lambda path: path.mkdir(), "an empty folder"),
+        (lambda path: (path / "checkpoints").mkdir(parents=True), "it holds checkpoints"),
+        (lambda path: [(path / name).mkdir(parents=True) for name in "abcdef"], "it holds a, b, c, d and 2 more"),
+        (lambda path: (path / "step_00000002").mkdir(parents=True), "step_00000002/manifest.json: missing"),
+    ],
+)
+def test_the_error_says_what_else_the_path_is(tmp_path: Path, make: object, found: str) -> None:
+    path = tmp_path / "given"
+    make(path)  # type: ignore[operator]
+    with pytest.raises(NoCheckpointError, match=rf"^{path}: no usable checkpoint \(.*{found}.*\); use "):
+        find_checkpoint(path)
+    with pytest.raises(CheckpointError, match=rf"^resume={path}: is not a usable checkpoint \(.*{found}.*\); use "):
+        resolve_resume(str(path), None, tmp_path)

@@ -1,4 +1,4 @@
-"""Loading: any layout from any other, bitwise; and one report, the same on all ranks, of what does not fit."""
+"""Loading: any layout from any other, bitwise; and one error, the same on all ranks, of all mismatches."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.checkpoint.save import save
+from megastack.checkpoint.state import State, StateItem
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -35,7 +35,7 @@ def load_every_checkpoint(root: Path, world: int) -> list[str]:
     return wrong
 
 
-def test_any_cut_on_any_ranks_loads_as_any_other_bitwise(tmp_path: Path) -> None:
+def test_any_sharding_on_any_ranks_loads_as_any_other_bitwise(tmp_path: Path) -> None:
     for world in (1, 2, 3):
         run_ranks(save_every_cut, world, tmp_path, world)
     for world in (1, 2, 4):
@@ -46,7 +46,7 @@ LENGTHS = {"a": 3, "b": 5, "c": 7}
 
 
 def flat_state(rank: int, world: int, *, blank: bool = False, alignment: int = 4) -> State:
-    """Moments as one flat buffer, padded to whole slices, of which each rank holds one."""
+    """Moments as one flat buffer, padded to equal slices, one per rank."""
     part = -(-sum(LENGTHS.values()) // (world * alignment)) * alignment
     items, base = [], 0
     for number, (name, length) in enumerate(LENGTHS.items()):
@@ -72,7 +72,7 @@ def load_flat(root: Path) -> bool:
     return all(torch.equal(a, b) for x, y in pairs for (_, a), (_, b) in zip(x.boxes, y.boxes, strict=True))
 
 
-def test_flat_slices_whose_padding_differs_keep_every_moment_by_name(tmp_path: Path) -> None:
+def test_flat_slices_with_different_padding_keep_every_moment_by_name(tmp_path: Path) -> None:
     run_ranks(save_flat, 4, tmp_path)
     assert run_ranks(load_flat, 3, tmp_path) == [True] * 3
 
@@ -103,37 +103,37 @@ def whole_items(names: list[str]) -> list[StateItem]:
     return [StateItem.replicated(name, torch.zeros_like(tensor_of(name))) for name in names]
 
 
-def load_misfits(root: Path) -> tuple[str, bool, tuple[str, ...], tuple[str, ...]]:
+def load_mismatches(root: Path) -> tuple[str, bool, tuple[str, ...], tuple[str, ...]]:
     """Both ranks have a name that the checkpoint lacks; rank 0 has two tensors of another shape and dtype."""
     mesh = Mesh.from_environment(MeshShape(pp=2))
     kept = [name for name in TENSORS if name not in ("optim/mask", "model/norm.weight")]
     fine = [*whole_items(kept), StateItem.replicated("model/renamed.weight", torch.ones(3))]
-    misfits = {"optim/mask": torch.zeros(6, dtype=torch.bool), "model/norm.weight": torch.zeros(3).double()}
-    wrong = [StateItem.replicated(name, tensor) for name, tensor in misfits.items() if mesh.rank == 0]
+    mismatched = {"optim/mask": torch.zeros(6, dtype=torch.bool), "model/norm.weight": torch.zeros(3).double()}
+    wrong = [StateItem.replicated(name, tensor) for name, tensor in mismatched.items() if mesh.rank == 0]
     try:
         load(root / "x", State(fine + wrong), mesh)
-        said = "no error"
+        text = "no error"
     except CheckpointError as error:
-        said = str(error)
+        text = str(error)
     untouched = all(not tensor.any() for item in fine[:-1] for _, tensor in item.boxes)
     report = load(root / "x", State(fine), mesh, strict=False)
     assert wrong_items(State(fine[:-1])) == [] and bool((fine[-1].boxes[0][1] == 1).all())
-    return said, untouched, report.missing, report.unexpected
+    return text, untouched, report.missing, report.unexpected
 
 
-def test_all_that_does_not_fit_is_one_report_on_all_ranks(tmp_path: Path) -> None:
+def test_all_mismatches_are_one_error_on_all_ranks(tmp_path: Path) -> None:
     save(tmp_path / "x", state_of("whole", 0, 1), Mesh.single())
-    first, second = run_ranks(load_misfits, 2, tmp_path)
+    first, second = run_ranks(load_mismatches, 2, tmp_path)
     assert first == second
-    said, untouched, missing, unexpected = first
-    assert "missing from the checkpoint: model/renamed.weight" in said
-    assert "optim/mask: shape (6,) here, (5,) in the checkpoint" in said
-    assert "model/norm.weight: dtype float64 here, float32 in the checkpoint" in said
+    text, untouched, missing, unexpected = first
+    assert "missing from the checkpoint: model/renamed.weight" in text
+    assert "optim/mask: shape (6,) here, (5,) in the checkpoint" in text
+    assert "model/norm.weight: dtype float64 here, float32 in the checkpoint" in text
     assert untouched
     assert (missing, unexpected) == (("model/renamed.weight",), ("model/norm.weight", "optim/mask"))
 
 
-def test_unexpected_names_are_refused(tmp_path: Path) -> None:
+def test_unexpected_names_are_an_error(tmp_path: Path) -> None:
     save(tmp_path / "x", state_of("whole", 0, 1), Mesh.single())
     names = [name for name in TENSORS if name != "optim/step"]
     with pytest.raises(CheckpointError, match="unexpected in the checkpoint: optim/step"):
@@ -174,7 +174,7 @@ def load_damaged(root: Path) -> str:
         load(root / "x", state, mesh)
     except CheckpointError as error:
         untouched = all(not tensor.any() for item in state.items for _, tensor in item.boxes)
-        assert untouched or "left the state half filled" in str(error)
+        assert untouched or "left the state partially overwritten" in str(error)
         return str(error)
     return "no error"
 
@@ -193,10 +193,10 @@ def test_a_damaged_file_is_named_on_all_ranks(tmp_path: Path, damage: Callable[[
 
 def save_experts(root: Path) -> None:
     mesh = Mesh.from_environment(MeshShape(dp=2))
-    mine = range(mesh.rank * 2, mesh.rank * 2 + 2)
+    experts = range(mesh.rank * 2, mesh.rank * 2 + 2)
     items = [
         StateItem.replicated(f"{kind}experts.{expert}.weight", torch.full((3, 5), float(expert)))
-        for expert in mine
+        for expert in experts
         for kind in ("model/", "optim/exp_avg/")
     ]
     save(root / "x", State(items), mesh)
@@ -204,30 +204,30 @@ def save_experts(root: Path) -> None:
 
 def load_experts(root: Path, world: int) -> bool:
     mesh = Mesh.from_environment(MeshShape(dp=world))
-    mine = range(mesh.rank * 4 // world, (mesh.rank + 1) * 4 // world)
+    experts = range(mesh.rank * 4 // world, (mesh.rank + 1) * 4 // world)
     tensors = {
         f"{kind}experts.{expert}.weight": (torch.zeros(3, 5), float(expert))
-        for expert in mine
+        for expert in experts
         for kind in ("model/", "optim/exp_avg/")
     }
     load(root / "x", State([StateItem.replicated(name, tensor) for name, (tensor, _) in tensors.items()]), mesh)
     return all(bool((tensor == value).all()) for tensor, value in tensors.values())
 
 
-def test_parts_that_live_on_single_ranks_move_by_global_name(tmp_path: Path) -> None:
+def test_tensors_of_single_ranks_are_restored_by_global_name(tmp_path: Path) -> None:
     run_ranks(save_experts, 2, tmp_path)
     for world in (1, 2, 4):
         assert run_ranks(load_experts, world, tmp_path, world) == [True] * world
 
 
 def peak_of_a_load(root: Path, dim: int) -> int:
-    """Bytes by which this rank's memory grew at most while it filled a quarter of a 32 MB checkpoint of one file."""
+    """Peak growth in bytes of this rank's memory while it loads a quarter of a 32 MB checkpoint of one file."""
     mesh = Mesh.from_environment(MeshShape(tp=4))
     offset, size = [0, 0], [1024, 1024]
     offset[dim], size[dim] = 256 * mesh.rank, 256
     box = Box(tuple(offset), tuple(size))
     state = State([StateItem(f"model/w{n}", (1024, 1024), ((box, torch.zeros(size)),)) for n in range(8)])
-    load(root / "x", state, mesh)  # what is imported and connected on first use does not count
+    load(root / "x", state, mesh)  # imports and connections of the first use do not count
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     load(root / "x", state, mesh)
@@ -243,7 +243,7 @@ def resident(field: str) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_load_needs_its_own_tensors_and_no_more_than_one_besides(tmp_path: Path, dim: int) -> None:
+def test_a_load_needs_memory_for_its_own_tensors_and_one_more(tmp_path: Path, dim: int) -> None:
     whole = [StateItem.replicated(f"model/w{n}", torch.ones(1024, 1024)) for n in range(8)]
     save(tmp_path / "x", State(whole), Mesh.single())
     growth = run_ranks(peak_of_a_load, 4, tmp_path, dim)

@@ -1,4 +1,4 @@
-"""Records of a checkpoint that are not what they should be: a CheckpointError names the file, a resume goes on."""
+"""Malformed records of a checkpoint: a CheckpointError names the file, and a resume skips the checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Pair = tuple[int, int]
 
 
 def rewrite(path: Path, change: Callable[[Body], object]) -> None:
-    """Change a manifest's body and sign it again."""
+    """Change a manifest's body and update its checksum."""
     file = path / "manifest.json"
     body = json.loads(file.read_text())["body"]
     change(body)
@@ -33,7 +33,7 @@ def rewrite(path: Path, change: Callable[[Body], object]) -> None:
 
 
 def retrain(path: Path, text: bytes) -> None:
-    """Change the trainer's state so that its checksum fits."""
+    """Change the trainer's state and update its checksum."""
     (path / "trainer.json").write_bytes(text)
     record = {"size": len(text), "crc32": f"{zlib.crc32(text):08x}"}
     rewrite(path, lambda body: body["files"].update({"trainer.json": record}))
@@ -92,8 +92,8 @@ WRONG: dict[str, Callable[[Body], object]] = {
 }
 
 
-def refused(run: Path, name: str) -> None:
-    """Every way to look at the newest checkpoint names the file, and a resume takes the one before."""
+def assert_rejected(run: Path, name: str) -> None:
+    """Every check of the newest checkpoint names the file, and a resume uses the previous one."""
     newest = at(run / "checkpoints", 4)
     assert name in str(checkpoint_error(newest)) and name in str(checkpoint_error(newest, content=False))
     found = resolve_resume("auto", run, run)
@@ -105,25 +105,25 @@ def refused(run: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
-def test_a_manifest_that_is_signed_and_wrong(tmp_path: Path, change: Callable[[Body], object]) -> None:
+def test_an_invalid_manifest_with_a_valid_checksum(tmp_path: Path, change: Callable[[Body], object]) -> None:
     folder = write(tmp_path, 2, 4)
     rewrite(at(folder, 4), lambda body: None)
     read_manifest(at(folder, 4))
     rewrite(at(folder, 4), change)
     with pytest.raises(CheckpointError, match=r"step_00000004/manifest\.json: "):
         CheckpointReader(at(folder, 4))
-    refused(tmp_path, "manifest.json")
+    assert_rejected(tmp_path, "manifest.json")
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("name", ["manifest.json", "trainer.json"])
-def test_a_record_that_cannot_be_read(tmp_path: Path, name: str, text: bytes) -> None:
+def test_an_unreadable_record(tmp_path: Path, name: str, text: bytes) -> None:
     folder = write(tmp_path, 2, 4)
     if name == "trainer.json":
         retrain(at(folder, 4), text)
     else:
         (at(folder, 4) / name).write_bytes(text)
-    refused(tmp_path, name)
+    assert_rejected(tmp_path, name)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_a_record_that_cannot_be_read(tmp_path: Path, name: str, text: bytes) ->
         *({"blend": [{"begin": 0}]}, {"blend": [{"begin": 0, "weights": {"a": "1"}}]}),
     ],
 )
-def test_trainer_state_of_other_types(tmp_path: Path, state: dict[str, object]) -> None:
+def test_trainer_state_with_wrong_types(tmp_path: Path, state: dict[str, object]) -> None:
     folder = write(tmp_path, 2, 4)
     retrain(at(folder, 4), json.dumps(state).encode())
-    refused(tmp_path, "trainer.json")
+    assert_rejected(tmp_path, "trainer.json")
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path) -> None:

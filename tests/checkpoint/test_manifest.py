@@ -1,4 +1,4 @@
-"""The manifest: round trip, and refusal of anything that is not whole or not consistent."""
+"""The manifest: round trip, and errors for anything incomplete or inconsistent."""
 
 import json
 import random
@@ -56,11 +56,11 @@ def test_names() -> None:
     assert rank_file(3) == "rank_00003.safetensors"
 
 
-def test_a_flipped_bit_anywhere_is_refused_or_harmless(tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_is_an_error_or_harmless(tmp_path: Path) -> None:
     value = manifest(whole_box())
     text = bytearray(write(tmp_path, value).joinpath("manifest.json").read_bytes())
     picks = random.Random(3)
-    refused = 0
+    rejected = 0
     for position in range(len(text)):
         flipped = bytearray(text)
         flipped[position] ^= 1 << picks.randrange(8)
@@ -69,8 +69,8 @@ def test_a_flipped_bit_anywhere_is_refused_or_harmless(tmp_path: Path) -> None:
             assert read_manifest(tmp_path) == value  # white space, or the case of a digit of the checksum
         except CheckpointError as error:
             assert "manifest.json" in str(error)
-            refused += 1
-    assert refused > 0.95 * len(text)
+            rejected += 1
+    assert rejected > 0.95 * len(text)
 
 
 def test_a_missing_manifest_is_named(tmp_path: Path) -> None:
@@ -79,24 +79,24 @@ def test_a_missing_manifest_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (manifest(), "hold 0 of the 12 elements"),
         (manifest(whole_box(), whole_box()), "overlap"),
         (manifest(whole_box(begin=160)), "outside"),
         (manifest(whole_box(file="rank_00001.safetensors")), "outside"),
         (manifest(whole_box(), dtype="F31"), "dtype"),
-        (Manifest({**FILES, "../x": FileRecord("../x", 1, 1)}, {}), "no file of a checkpoint"),
+        (Manifest({**FILES, "../x": FileRecord("../x", 1, 1)}, {}), "not a file of a checkpoint"),
         (Manifest({}, {}), r"trainer\.json"),
     ],
 )
-def test_an_inconsistent_manifest_is_refused(tmp_path: Path, value: Manifest, said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+def test_an_inconsistent_manifest_is_an_error(tmp_path: Path, value: Manifest, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         read_manifest(write(tmp_path, value))
 
 
 @pytest.mark.parametrize(("key", "content"), [("format", "other"), ("version", 2)])
-def test_a_foreign_or_newer_format_is_refused(tmp_path: Path, key: str, content: object) -> None:
+def test_a_foreign_or_newer_format_is_an_error(tmp_path: Path, key: str, content: object) -> None:
     path = write(tmp_path, manifest(whole_box())) / "manifest.json"
     outer = json.loads(path.read_text())
     outer["body"][key] = content
@@ -106,6 +106,6 @@ def test_a_foreign_or_newer_format_is_refused(tmp_path: Path, key: str, content:
         read_manifest(tmp_path)
 
 
-def test_folders_are_judged_without_torch() -> None:
+def test_checking_folders_does_not_import_torch() -> None:
     code = "import megastack.checkpoint.folder, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,11 +1,11 @@
-"""Reading a checkpoint of several ranks in one process."""
+"""Reading a checkpoint of several ranks in one process; and which rank checks which file when all ranks read."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from megastack.checkpoint.reader import CheckpointReader
+from megastack.checkpoint.reader import CheckpointReader, assign_checks
 from megastack.checkpoint.save import save
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
@@ -32,20 +32,20 @@ def test_names_tensors_and_trainer_without_a_process_group(tmp_path: Path) -> No
     assert not torch.distributed.is_initialized()
 
 
-def test_what_is_read_can_be_written_to(tmp_path: Path) -> None:
+def test_the_tensor_that_is_read_can_be_modified(tmp_path: Path) -> None:
     reader = CheckpointReader(save(tmp_path / "x", state_of("whole", 0, 1), Mesh.single()).path)
     reader.read("model/norm.weight").zero_()
     assert same_bits(reader.read("model/norm.weight"), tensor_of("model/norm.weight"))
 
 
-def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
+def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     reader = CheckpointReader(save(tmp_path / "x", state_of("whole", 0, 1), Mesh.single()).path)
-    with pytest.raises(CheckpointError, match=r"no 'model/nothing'.*model/norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"no tensor 'model/nothing'.*model/norm\.weight"):
         reader.read("model/nothing")
 
 
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "trainer.json"])
-def test_damage_is_named_before_anything_of_the_file_is_used(tmp_path: Path, name: str) -> None:
+def test_damage_is_named_before_the_file_is_used(tmp_path: Path, name: str) -> None:
     path = save(tmp_path / "x", state_of("whole", 0, 1), Mesh.single()).path
     data = bytearray((path / name).read_bytes())
     data[len(data) // 2] ^= 1
@@ -57,6 +57,22 @@ def test_damage_is_named_before_anything_of_the_file_is_used(tmp_path: Path, nam
         _ = reader.trainer if name == "trainer.json" else reader.read("model/norm.weight")
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"manifest\.json: missing"):
         CheckpointReader(tmp_path)
+
+
+def test_each_rank_checks_the_file_that_it_reads_most_of() -> None:
+    assert assign_checks([{"a": 9, "b": 1}, {"b": 9}]) == [{"a"}, {"b"}]
+    assert assign_checks([{"a": 9, "b": 9}, {}]) == [{"a", "b"}, set()]
+
+
+def test_ranks_that_read_the_same_share_the_checks() -> None:
+    same = dict.fromkeys("abcdef", 5)
+    checks = assign_checks([same, same, same])
+    assert [len(files) for files in checks] == [2, 2, 2]
+    assert set().union(*checks) == set("abcdef")
+
+
+def test_a_file_that_no_rank_reads_is_not_checked() -> None:
+    assert assign_checks([{}, {}]) == [set(), set()]

@@ -1,4 +1,4 @@
-"""Any layout to any other: weights, moments and masters are the same bits by global name."""
+"""From any layout to any other: weights, moments and main parameters are bitwise identical by global name."""
 
 from pathlib import Path
 
@@ -44,8 +44,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=[str(layout) for layout in LAYOUTS])
-def test_a_cover_of_pairs(saved: Path, number: int) -> None:
-    """Each layout loads itself and the three that are one, three and six places further, so each is loaded by four."""
+def test_some_pairs_of_layouts(saved: Path, number: int) -> None:
+    """Each layout loads its own checkpoint and three others, so that each checkpoint is loaded by four layouts."""
     sources = [(number + step) % len(LAYOUTS) for step in (0, 1, 3, 6)]
     world = LAYOUTS[number].shape.world_size
     assert run_ranks(load_layouts, world, saved, number, sources) == [[]] * world
@@ -53,12 +53,12 @@ def test_a_cover_of_pairs(saved: Path, number: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=[str(layout) for layout in LAYOUTS])
-def test_every_ordered_pair(saved: Path, number: int) -> None:
+def test_all_pairs_of_layouts(saved: Path, number: int) -> None:
     world = LAYOUTS[number].shape.world_size
     assert run_ranks(load_layouts, world, saved, number, list(range(len(LAYOUTS)))) == [[]] * world
 
 
-def test_every_checkpoint_is_the_same_whole(saved: Path) -> None:
+def test_all_checkpoints_hold_the_same_tensors(saved: Path) -> None:
     for number in range(len(LAYOUTS)):
         reader = CheckpointReader(saved / str(number))
         reader.verify()
@@ -67,7 +67,7 @@ def test_every_checkpoint_is_the_same_whole(saved: Path) -> None:
             assert (bits(reader.read(name)) == bits(global_tensor(name))).all(), (LAYOUTS[number], name)
 
 
-def test_the_layouts_are_as_odd_as_they_claim() -> None:
+def test_the_layouts_have_empty_ranks_and_uneven_slices() -> None:
     """Ranks without any optimizer state, slices that start inside a row, several boxes of a tensor on one rank."""
     items = {str(y): [i for r in range(y.shape.world_size) for i in state_of(y, r).items] for y in LAYOUTS}
     ranks = {str(y): [state_of(y, r) for r in range(y.shape.world_size)] for y in LAYOUTS}

@@ -1,4 +1,4 @@
-"""Saving: what is on disk afterwards, and what is not after a failure of any rank."""
+"""Saving: the files on disk, and the state of the folder after a failure of any rank."""
 
 import os
 import re
@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 
 from megastack.checkpoint.folder import list_checkpoints, newest_complete, read_latest
-from megastack.checkpoint.items import State, StateItem
 from megastack.checkpoint.load import load
 from megastack.checkpoint.manifest import read_manifest
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.checkpoint.save import save
+from megastack.checkpoint.state import State, StateItem
 from megastack.errors import CheckpointError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -74,7 +74,7 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
 
 
-def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_foreign_files_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "step_00000002").mkdir()
     (tmp_path / "step_00000002" / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"notes\.txt"):
@@ -83,7 +83,7 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step_00000002"]
 
 
-def test_what_a_crash_left_behind_does_not_matter(tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     stale = tmp_path / ".step_00000002.writing"
     stale.mkdir()
     (stale / "rank_00007.safetensors").write_bytes(b"half")
@@ -124,7 +124,7 @@ def save_under_a_file_size_limit(root: Path, weak_rank: int) -> tuple[str, list[
 
 
 @pytest.mark.parametrize("weak_rank", [0, 1])
-def test_a_rank_that_cannot_write_stops_all_and_leaves_the_previous(tmp_path: Path, weak_rank: int) -> None:
+def test_a_rank_that_cannot_write_fails_all_and_leaves_the_previous(tmp_path: Path, weak_rank: int) -> None:
     (first, first_seen), (second, second_seen) = run_ranks(save_under_a_file_size_limit, 2, tmp_path, weak_rank)
     assert first == second
     assert f"rank {weak_rank}: " in first and f"rank_0000{weak_rank}.safetensors" in first and "File too large" in first
@@ -146,13 +146,13 @@ def fail_on_one_rank(root: Path, problem: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
-    [("twice", "rank 1: model/w: given 2 times"), ("trainer", "plain JSON"), ("shape", r"rank 2 shape \(4,\)")],
+    ("problem", "message"),
+    [("twice", "rank 1: model/w: occurs 2 times"), ("trainer", "plain JSON"), ("shape", r"rank 2 shape \(4,\)")],
 )
-def test_a_fault_of_any_rank_is_the_same_error_on_all(tmp_path: Path, error: str, said: str) -> None:
-    errors = run_ranks(fail_on_one_rank, 3, tmp_path, error)
+def test_an_invalid_state_of_any_rank_is_the_same_error_on_all(tmp_path: Path, problem: str, message: str) -> None:
+    errors = run_ranks(fail_on_one_rank, 3, tmp_path, problem)
     assert len(set(errors)) == 1
-    assert re.search(said, errors[0])
+    assert re.search(message, errors[0])
     assert os.listdir(tmp_path) == []
 
 
@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_made_is_the_same_error_on_all(tmp_path: Path) -
     assert "NotADirectoryError" in errors[0]
 
 
-def test_saving_leaves_the_state_alone_and_the_manifest_names_every_file(tmp_path: Path) -> None:
+def test_saving_does_not_change_the_state_and_the_manifest_names_every_file(tmp_path: Path) -> None:
     state = state_of("rows", 0, 1)
     path = save(tmp_path / "x", state, Mesh.single()).wait()
     assert wrong_items(state) == []

@@ -21,8 +21,9 @@ from megastack.comm.collectives import (
     start_reduce_scatter,
 )
 from megastack.comm.group import AxisGroup
-from megastack.comm.ledger import Ledger, Traffic
 from megastack.comm.objects import all_gather_objects, gather_objects
+from megastack.comm.observer import RankObserver
+from megastack.comm.traffic import Traffic
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.testing.ranks import run_ranks
@@ -133,10 +134,10 @@ def test_a_rank_may_leave_a_gather_behind_that_others_have_not_begun() -> None:
     ],
 )
 def test_one_rank_gets_its_input_back_and_counts_nothing(operation: Callable[[Tensor, AxisGroup], Tensor]) -> None:
-    ledger = Ledger()
+    observer = RankObserver()
     x = torch.ones(3).expand(2, 3)
-    assert operation(x, AxisGroup.single("tp", ledger)) is x
-    assert ledger.total() == Traffic()
+    assert operation(x, AxisGroup.single("tp", observer)) is x
+    assert observer.ledger.total() == Traffic() and not observer.flight_recorder.operations
 
 
 def counted(size: int) -> dict[str, Traffic]:
@@ -180,4 +181,4 @@ def objects() -> tuple[list[dict[str, int]], list[dict[str, int]]]:
 def test_objects_of_all_ranks_come_in_group_order() -> None:
     everyone = [{"rank": rank} for rank in range(3)]
     assert run_ranks(objects, 3) == [(everyone, everyone), (everyone, []), (everyone, [])]
-    assert all_gather_objects(1, AxisGroup.single("dp", Ledger())) == gather_objects(1, Mesh.single().world) == [1]
+    assert all_gather_objects(1, AxisGroup.single("dp")) == gather_objects(1, Mesh.single().world) == [1]

@@ -13,7 +13,7 @@ def averages() -> tuple[dict[str, float], dict[str, float], int]:
     values = ({"b": 4.0, "a": 1.0}, {"a": 3.0}, {})[mesh.rank]
     found = average_by_key(values, mesh.world)
     orders = average_by_key(({"x": 1.0, "y": 2.0}, {"y": 4.0, "x": 3.0}, {"z": 5.0})[mesh.rank], mesh.world)
-    return found, orders, len(mesh.ledger.flight_recorder.operations)
+    return found, orders, len(mesh.flight_recorder.operations)
 
 
 def test_each_key_is_averaged_over_those_who_have_it_in_one_exchange() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megastack.comm.collectives import Pending
-from megastack.comm.flight_recorder import FlightRecorder, Waited
+from megastack.comm.observer import ObservedWork, RankObserver
 from megastack.comm.peer_failure import is_peer_failure
 from tests import tiny_runs
 
@@ -34,16 +34,15 @@ def raised_in(path: str, name: str, error: BaseException) -> BaseException:
     return raised(scope[name], error)
 
 
-def waited(wait: Callable[[], Any]) -> Waited:
-    work = type("Work", (), {"wait": staticmethod(wait)})()
-    flight_recorder = FlightRecorder()
-    return Waited(work, flight_recorder, flight_recorder.start("dp", "all_reduce", (1,), (0, 1)))
+def observed(wait: Callable[[], Any]) -> ObservedWork:
+    work, observer = type("Work", (), {"wait": staticmethod(wait)})(), RankObserver()
+    return ObservedWork(work, observer, observer.on_operation("dp", "all_reduce", (0, 1), (1,), None))
 
 
 def test_what_a_collective_or_a_wait_raises_is_a_peer_failure_whatever_it_says() -> None:
     assert is_peer_failure(raised_in(C10D, "all_reduce", RuntimeError(TEXT)))
-    assert is_peer_failure(raised(waited(c_error).wait))
-    assert is_peer_failure(raised(Pending(waited(c_error), lambda: torch.empty(0)).wait))
+    assert is_peer_failure(raised(observed(c_error).wait))
+    assert is_peer_failure(raised(Pending(observed(c_error), lambda: torch.empty(0)).wait))
 
 
 def test_the_same_error_from_a_layer_or_from_a_rank_s_own_work_is_not() -> None:
@@ -58,7 +57,7 @@ def test_what_follows_a_wait_is_own_work() -> None:
     def finish() -> torch.Tensor:
         raise RuntimeError(TEXT)
 
-    assert not is_peer_failure(raised(Pending(waited(lambda: None), finish).wait))
+    assert not is_peer_failure(raised(Pending(observed(lambda: None), finish).wait))
 
 
 @pytest.mark.parametrize(
@@ -89,13 +88,13 @@ def test_known_texts_count_where_a_user_s_code_waits(text: str) -> None:
 def test_an_error_that_follows_a_peer_failure_is_one() -> None:
     def handled(*, explicit: bool) -> None:
         try:
-            raise raised(waited(c_error).wait)
+            raise raised(observed(c_error).wait)
         except RuntimeError as error:
             raise ValueError(TEXT) from (error if explicit else None)
 
     def unhandled() -> None:
         try:
-            raise raised(waited(c_error).wait)
+            raise raised(observed(c_error).wait)
         except RuntimeError:
             raise ValueError(TEXT)  # noqa: B904 - the implicit context is what is tested
 

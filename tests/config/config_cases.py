@@ -1,4 +1,4 @@
-"""A small legal configuration, built without YAML, and values to change in it."""
+"""A small valid configuration, built without YAML, and changes to it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ LEARNED = {"model.positions": "learned"}
 BIN_37 = {"data.source": "bin", "data.paths": ["a"], "model.vocab": 37}
 LLAMA3 = {"model.rope.scaling": "llama3", "model.rope.factor": 8.0}
 
-Broken = tuple[dict[str, Any], int | None, str]
-"""Values by key, the world size, and the line of the report that they must give."""
+InvalidCase = tuple[dict[str, Any], int | None, str]
+"""Values by key, the world size, and the expected line of the report."""
 
 
 def a_config() -> TrainConfig:
-    """Two layers of width 16, with the schema's defaults for all the rest."""
+    """Two layers of width 16, otherwise with the schema's defaults."""
     return TrainConfig(
         run=RunOptions(steps=3),
         batch=BatchOptions(global_size=4, sequence_length=8),

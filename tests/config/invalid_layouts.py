@@ -1,10 +1,10 @@
-"""Values that break a rule about the grid of ranks and what is cut over it: ``config.layout_rules``."""
+"""Values that violate a rule of ``config.layout_rules``."""
 
 from __future__ import annotations
 
-from tests.config.config_cases import Broken
+from tests.config.config_cases import InvalidCase
 
-LAYOUTS: list[Broken] = [
+LAYOUTS: list[InvalidCase] = [
     # the grid
     ({"parallel.dp": 4}, 8, "parallel.dp=4: pp·dp·cp·tp = 4 must be the world of 8 ranks; use 8"),
     (
@@ -112,7 +112,7 @@ LAYOUTS: list[Broken] = [
     (
         {"schedule.name": "1f1bb"},
         None,
-        "schedule.name=1f1bb: is no schedule; use gpipe, 1f1b, interleaved, zb_h1, zb_h2 or custom",
+        "schedule.name=1f1bb: is not a schedule; use gpipe, 1f1b, interleaved, zb_h1, zb_h2 or custom",
     ),
     (
         {"schedule.name": "zb_auto"},

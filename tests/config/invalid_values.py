@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megastack.config.choices import Period
 from megastack.config.schema import BlendSource, OptimGroupOptions
-from tests.config.config_cases import LEARNED, LLAMA3, Broken
+from tests.config.config_cases import LEARNED, LLAMA3, InvalidCase
 
 FINITE = "must be a finite number or null"
 
-VALUES: list[Broken] = [
+VALUES: list[InvalidCase] = [
     # ranges
     ({"parallel.tp": 0}, None, "parallel.tp=0: must be at least 1 and at most 1048576; use 1 or more"),
     ({"parallel.pp": -1}, None, "parallel.pp=-1: must be at least 1 and at most 10000; use 1 or more"),
@@ -71,7 +71,7 @@ VALUES: list[Broken] = [
     (
         {"model.max_positions": 64},
         None,
-        "model.max_positions=64: rotary positions have no table; only for model.positions=learned; use null",
+        "model.max_positions=64: only for model.positions=learned; rotary embeddings have no table; use null",
     ),
     (
         LEARNED | {"model.max_positions": 4},
@@ -103,50 +103,50 @@ VALUES: list[Broken] = [
     (
         {"model.mlp": "mine.MLP"},
         None,
-        "model.mlp=mine.MLP: must be null or name a class by its module and name under _target_; "
+        "model.mlp=mine.MLP: must be null or a mapping whose _target_ is module.Class; "
         "use {_target_: my_file.MyMlp} or null",
     ),
     (
         {"model.attention": {"_target_": "Attention"}},
         None,
-        "model.attention={_target_: Attention}: must be null or name a class by its module and name under _target_; "
+        "model.attention={_target_: Attention}: must be null or a mapping whose _target_ is module.Class; "
         "use {_target_: my_file.MyAttention} or null",
     ),
     (
         {"model.block": {"target": "a.B"}},
         None,
-        "model.block={target: a.B}: must be null or name a class by its module and name under _target_; "
+        "model.block={target: a.B}: must be null or a mapping whose _target_ is module.Class; "
         "use {_target_: my_file.MyBlock} or null",
     ),
     # recompute
     (
         {"recompute.mode": "pattern"},
         None,
-        r"recompute.mode=pattern: needs the names of the modules in recompute.pattern; "
+        r"recompute.mode=pattern: requires recompute.pattern, the names of the modules; "
         r"use recompute.pattern='blocks\.\d+\.mlp', full or selective",
     ),
     (
         {"recompute.mode": "full", "recompute.pattern": "blocks"},
         None,
-        "recompute.pattern=blocks: is read by recompute.mode=pattern, not by full; use null or recompute.mode=pattern",
+        "recompute.pattern=blocks: only for recompute.mode=pattern, not full; use null or recompute.mode=pattern",
     ),
     (
         {"recompute.mode": "pattern", "recompute.pattern": "blocks("},
         None,
-        r"recompute.pattern=blocks(: is no regular expression (missing ), unterminated subpattern at position 6); "
+        r"recompute.pattern=blocks(: is not a regular expression (missing ), unterminated subpattern at position 6); "
         r"use blocks\(",
     ),
     # patterns and optimizer
     (
         {"optim.freeze": ["embed", "("]},
         None,
-        r"optim.freeze[1]=(: is no regular expression (missing ), unterminated subpattern at position 0); use \(",
+        r"optim.freeze[1]=(: is not a regular expression (missing ), unterminated subpattern at position 0); use \(",
     ),
     ({"optim.no_decay": [""]}, None, "optim.no_decay[0]='': an empty pattern matches every parameter; use .*"),
     (
         {"optim.groups": [OptimGroupOptions(pattern="*")]},
         None,
-        r"optim.groups[0].pattern=*: is no regular expression (nothing to repeat at position 0); use \*",
+        r"optim.groups[0].pattern=*: is not a regular expression (nothing to repeat at position 0); use \*",
     ),
     ({"optim.betas": [0.9]}, None, "optim.betas=[0.9]: must be two numbers; use [0.9, 0.95]"),
     # learning rate
@@ -164,13 +164,13 @@ VALUES: list[Broken] = [
     (
         {"lr.schedule": "cosine", "lr.decay_steps": 1},
         None,
-        "lr.decay_steps=1: lr.schedule=cosine has no decay of its own length; use null or lr.schedule=wsd",
+        "lr.decay_steps=1: lr.schedule=cosine has no separate decay; use null or lr.schedule=wsd",
     ),
     # sharing the optimizer's state
     (
         {"parallel.zero.shard_size": 1},
         None,
-        "parallel.zero.shard_size=1: parallel.zero.stage=0 shares nothing; use null or parallel.zero.stage=1",
+        "parallel.zero.shard_size=1: parallel.zero.stage=0 shards nothing; use null or parallel.zero.stage=1",
     ),
     (
         {"parallel.zero.stage": 1, "parallel.dp": 4, "batch.global_size": 4, "parallel.zero.shard_size": 3},
@@ -180,13 +180,13 @@ VALUES: list[Broken] = [
     (
         {"parallel.zero.stage": 2, "parallel.zero.gather": Period.microbatch},
         None,
-        "parallel.zero.gather=microbatch: parallel.zero.stage=2 keeps parameters whole over a step; use step or "
+        "parallel.zero.gather=microbatch: parallel.zero.stage=2 does not shard parameters; use step or "
         "parallel.zero.stage=3",
     ),
     (
         {"parallel.zero.stage": 1, "parallel.zero.reduce": Period.microbatch},
         None,
-        "parallel.zero.reduce=microbatch: parallel.zero.stage=1 reduces gradients once a step; use step or "
+        "parallel.zero.reduce=microbatch: parallel.zero.stage=1 reduces gradients once per step; use step or "
         "parallel.zero.stage=2",
     ),
     (
@@ -197,7 +197,7 @@ VALUES: list[Broken] = [
             "schedule.chunks": 2,
         },
         None,
-        "parallel.zero.stage=3: model.tied=true has the first and the last stage share a parameter, and both are on "
+        "parallel.zero.stage=3: with model.tied=true the first and last stages share a parameter, and both are on "
         "one rank; use 0, 1, schedule.chunks=1 or model.tied=false",
     ),
     (
@@ -209,13 +209,13 @@ VALUES: list[Broken] = [
             "schedule.name": "zb_h1",
         },
         None,
-        "schedule.name=zb_h1: parallel.zero.stage=2 reduces gradients in I and would miss those of W; use 1f1b or "
-        "parallel.zero.stage=1",
+        "schedule.name=zb_h1: parallel.zero.stage=2 reduces gradients after I and misses the weight gradients of W; "
+        "use 1f1b or parallel.zero.stage=1",
     ),
     (
         {"parallel.zero.stage": 2, "run.sample_prompt": "Once"},
         None,
-        "run.sample_prompt=Once: a sample between steps needs whole parameters on each rank; use null or "
+        "run.sample_prompt=Once: sampling between steps needs full parameters on each rank; use null or "
         "parallel.zero.stage=1",
     ),
     # data, checkpoints, records
@@ -228,7 +228,7 @@ VALUES: list[Broken] = [
     (
         {"data.source": "text"},
         None,
-        "data.paths=[]: data.source=text reads files and none are named; use data.paths=[FILE,…]",
+        "data.paths=[]: data.source=text needs at least one path; use data.paths=[FILE,…]",
     ),
     (
         {"data.allow_special_tokens": True},
@@ -238,7 +238,7 @@ VALUES: list[Broken] = [
     (
         {"data.source": "bin", "data.paths": ["a"], "data.pack": False},
         None,
-        "data.pack=false: token files are packed, without a list of their documents; use true",
+        "data.pack=false: token files are packed and do not list their documents; use true",
     ),
     (
         {"data.blend": [BlendSource(paths=["a"], weight=0.0)]},
@@ -253,13 +253,12 @@ VALUES: list[Broken] = [
     (
         {"data.blend": [BlendSource(weight=1.0)]},
         None,
-        "data.blend[0].paths=[]: data.blend[0].source=bin reads files and none are named; "
-        "use data.blend[0].paths=[FILE,…]",
+        "data.blend[0].paths=[]: data.blend[0].source=bin needs at least one path; use data.blend[0].paths=[FILE,…]",
     ),
     (
         {"data.blend": [BlendSource(paths=["a"], weight=1.0)], "data.paths": ["b"]},
         None,
-        "data.paths=[b]: data.blend names the paths of each of its sources; use []",
+        "data.paths=[b]: data.blend lists the paths of each source; use []",
     ),
     ({"model.vocab": 255}, None, "model.vocab=255: must hold the 256 ids of data.tokenizer=byte; use 256 or more"),
     ({"resume": "auto"}, None, "resume=auto: needs the folder to continue in; use run.dir=FOLDER, last or null"),
@@ -272,17 +271,17 @@ VALUES: list[Broken] = [
     (
         {"resume": "here", "checkpoint.load_weights": "there"},
         None,
-        "checkpoint.load_weights=there: resume already brings weights; use null, resume=null or resume=auto",
+        "checkpoint.load_weights=there: resume loads weights as well; use null, resume=null or resume=auto",
     ),
     (
         {"launch.elastic": True},
         None,
-        "launch.elastic=true: a restart goes on in its folder from the newest checkpoint, resume=null does not; "
+        "launch.elastic=true: a restart must continue from the newest checkpoint, which resume=null does not do; "
         "use resume=auto with run.dir=FOLDER or false",
     ),
     (
         {"observe.dump_steps": [2, 9]},
         None,
-        "observe.dump_steps=[2, 9]: has steps beyond run.steps=3; use steps from 1 to 3",
+        "observe.dump_steps=[2, 9]: contains steps beyond run.steps=3; use steps from 1 to 3",
     ),
 ]

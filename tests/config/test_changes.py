@@ -1,4 +1,4 @@
-"""What is told of a configuration that is not the one of the checkpoint's run."""
+"""Differences reported between the configuration of a checkpoint and that of the resuming run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY = [
 ]
 
 
-def told(before: list[str], after: list[str]) -> list[str]:
+def reported(before: list[str], after: list[str]) -> list[str]:
     """The changes from one configuration to another, the first as a checkpoint holds it."""
     old = json.loads(json.dumps(to_plain(megastack.compose([*TINY, *before]))))
     return [str(change) for change in changes(old, megastack.compose([*TINY, *after]))]
@@ -47,19 +47,21 @@ def told(before: list[str], after: list[str]) -> list[str]:
         (["data.blend=[{paths:[a],weight:1}]"], ["data.blend=[{paths:[b],weight:1}]"], []),
     ],
 )
-def test_keys_that_enter_the_mathematics_are_told(before: list[str], after: list[str], lines: list[str]) -> None:
-    assert told(before, after) == lines
+def test_changes_that_affect_the_computed_values_are_reported(
+    before: list[str], after: list[str], lines: list[str]
+) -> None:
+    assert reported(before, after) == lines
 
 
-def test_keys_that_an_older_checkpoint_lacks_have_their_defaults() -> None:
+def test_keys_missing_from_an_older_checkpoint_have_their_defaults() -> None:
     old = to_plain(megastack.compose(TINY))
     del old["model"]["rope"], old["optim"]["eps"]
     assert changes(old, megastack.compose(TINY)) == []
     assert [change.key for change in changes(old, megastack.compose([*TINY, "optim.eps=1e-6"]))] == ["optim.eps"]
 
 
-def test_every_section_is_decided_about() -> None:
-    """A key that is added to the schema is told of, unless its section or itself is named here."""
+def test_a_new_key_is_compared_by_default() -> None:
+    """A key that is added to the schema is compared unless it or its section is listed here."""
     names = {key.name for key in keys(TrainConfig)}
     assert {*WITHOUT_EFFECT, *WITH_EFFECT} <= names
     compared = {name.partition(".")[0] for name in names} - set(WITHOUT_EFFECT)

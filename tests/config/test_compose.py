@@ -1,4 +1,4 @@
-"""YAML and overrides into a typed configuration, or into one report."""
+"""YAML files and overrides compose to a typed configuration or to one report of errors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from megastack.config.compose import compose, origins, trace
+from megastack.config.compose import compose, located_errors, trace
 from megastack.config.hydra_session import COMMAND_LINE, packaged_configs
-from megastack.config.rules import require_legal
+from megastack.config.rules import violations
 from megastack.errors import ConfigError
 
 
 def report(*overrides: str, config_dir: Path | None = None, config_name: str = "train") -> list[str]:
-    """The lines with which a composition is refused."""
-    with pytest.raises(ConfigError) as refused:
+    """The lines of the error report of a composition."""
+    with pytest.raises(ConfigError) as caught:
         compose(overrides, config_dir=config_dir, config_name=config_name)
-    assert len(refused.value.violations) == len(str(refused.value).splitlines())
-    return str(refused.value).splitlines()
+    assert len(caught.value.violations) == len(str(caught.value).splitlines())
+    return str(caught.value).splitlines()
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -37,13 +37,13 @@ def test_files_and_overrides_become_typed_values() -> None:
 
 
 @pytest.mark.parametrize("value", ["2.0", "true", "two", "null", "[2]"])
-def test_what_is_no_whole_number_is_refused(value: str) -> None:
+def test_other_values_than_whole_numbers_are_errors(value: str) -> None:
     [line] = report(f"parallel.tp={value}")
     assert line.startswith("parallel.tp=")
     assert "must be a whole number" in line
 
 
-def test_every_fault_is_in_one_report() -> None:
+def test_one_report_contains_every_error() -> None:
     lines = report(
         "parallel.tpp=2",
         "parallel.tp=3",
@@ -63,7 +63,7 @@ def test_every_fault_is_in_one_report() -> None:
         assert any(line.startswith(start) for line in lines), (start, lines)
 
 
-def test_other_systems_names_are_answered_with_ours_together() -> None:
+def test_keys_of_other_systems_suggest_the_corresponding_keys() -> None:
     lines = report(
         "tensor_model_parallel_size=4",
         "pipeline_model_parallel_size=8",
@@ -86,11 +86,11 @@ def test_other_systems_names_are_answered_with_ours_together() -> None:
     ]
 
 
-def test_rules_are_left_to_whoever_knows_the_world() -> None:
+def test_compose_does_not_check_rules() -> None:
     assert compose(["parallel.tp=3"]).parallel.tp == 3
 
 
-def test_an_interpolation_gives_its_value_the_type_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolated_values_have_the_type_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEGREE", "2")
     assert compose(["parallel.tp=${oc.env:DEGREE}", "parallel.pp=${parallel.tp}"]).parallel.pp == 2
     monkeypatch.setenv("DEGREE", "two")
@@ -106,16 +106,16 @@ def test_an_interpolation_gives_its_value_the_type_of_the_key(monkeypatch: pytes
         ["parallel.tp=${run.steps}", "run.steps=???"],
     ],
 )
-def test_an_interpolation_without_a_value_is_refused_before_anything_starts(overrides: list[str]) -> None:
+def test_an_interpolation_without_a_value_is_an_error(overrides: list[str]) -> None:
     [line] = [line for line in report(*overrides) if line.startswith("parallel.tp=")]
     assert "this interpolation has no value" in line
 
 
-def test_an_interpolation_of_the_wrong_type_is_refused() -> None:
+def test_an_interpolated_value_of_the_wrong_type_is_an_error() -> None:
     assert report("parallel.tp=${optim.lr}") == ["parallel.tp=0.0003: must be a whole number (from ${optim.lr})"]
 
 
-def test_interpolations_see_defaults_that_no_file_names() -> None:
+def test_interpolations_can_use_schema_defaults() -> None:
     assert compose(["run.log_every=${parallel.zero.stage}${parallel.cp}"]).run.log_every == 1
 
 
@@ -123,21 +123,21 @@ def test_a_missing_value_is_named() -> None:
     assert report("run.steps=???") == ["run.steps=???: has to be given and is not; use run.steps=…"]
 
 
-def test_users_files_are_found_before_the_packaged_ones(tmp_path: Path) -> None:
+def test_user_files_take_precedence_over_packaged_ones(tmp_path: Path) -> None:
     write(tmp_path, "model/mine.yaml", "layers: 2\nheads: 2\nhidden: 8\nffn: 16\nvocab: 256\n")
     write(tmp_path, "parallel/tp2.yaml", "tp: 2\npp: 2\n")
     config = compose(["model=mine", "parallel=tp2"], config_dir=tmp_path)
     assert (config.model.hidden, config.parallel.pp, config.batch.sequence_length) == (8, 2, 128)
 
 
-def test_a_primary_file_of_the_users(tmp_path: Path) -> None:
+def test_a_primary_file_of_the_user(tmp_path: Path) -> None:
     write(tmp_path, "mine.yaml", "defaults:\n  - train\n  - override model: gpt2_tiny\n  - _self_\nrun: {steps: 7}\n")
     config = compose(config_dir=tmp_path, config_name="mine")
     assert (config.run.steps, config.model.family) == (7, "gpt2")
     assert compose(config_dir=str(tmp_path), config_name="mine.yaml") == config
 
 
-def test_unknown_keys_of_users_files_are_refused_with_the_file(tmp_path: Path) -> None:
+def test_errors_for_unknown_keys_name_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "model/mine.yaml", "num_layers: 2\nhidden: 8\nhead: 2\n")
     lines = report("model=mine", config_dir=tmp_path)
     assert f"model.num_layers=2: no such key (in {path}); use model.layers" in lines
@@ -145,7 +145,7 @@ def test_unknown_keys_of_users_files_are_refused_with_the_file(tmp_path: Path) -
     assert "model.layers=???: has to be given and is not; use model.layers=…" in lines
 
 
-def test_wrong_types_of_users_files_are_refused_with_the_file(tmp_path: Path) -> None:
+def test_errors_for_wrong_types_name_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "parallel/mine.yaml", "tp: 2.5\nlayers_per_stage: 3\nzero: 1\n")
     lines = report("parallel=mine", config_dir=tmp_path)
     assert f"parallel.tp=2.5: must be a whole number (in {path})" in lines
@@ -153,7 +153,7 @@ def test_wrong_types_of_users_files_are_refused_with_the_file(tmp_path: Path) ->
     assert any(line.startswith("parallel.zero=1: must be a section of keys") for line in lines)
 
 
-def test_settings_of_hydra_in_users_files_are_refused(tmp_path: Path) -> None:
+def test_hydra_settings_in_user_files_are_errors(tmp_path: Path) -> None:
     path = write(tmp_path, "experiment/mine.yaml", "# @package _global_\nhydra: {run: {dir: here}}\n")
     assert report("experiment=mine", config_dir=tmp_path) == [
         f"hydra.run.dir=here: settings of Hydra are not used (in {path}); use run.root or run.dir"
@@ -169,7 +169,7 @@ def test_settings_of_hydra_in_users_files_are_refused(tmp_path: Path) -> None:
         ("/hydra/job_logging/disabled", "hydra/job_logging=disabled"),
     ],
 )
-def test_so_are_options_of_hydras_own_groups(tmp_path: Path, entry: str, key: str) -> None:
+def test_hydra_config_groups_in_user_files_are_errors(tmp_path: Path, entry: str, key: str) -> None:
     path = write(
         tmp_path, "experiment/mine.yaml", f"# @package _global_\ndefaults:\n  - {entry}\n  - _self_\nseed: 3\n"
     )
@@ -178,7 +178,7 @@ def test_so_are_options_of_hydras_own_groups(tmp_path: Path, entry: str, key: st
     ]
 
 
-def test_a_schedule_of_the_users_is_a_group_file(tmp_path: Path) -> None:
+def test_a_user_schedule_is_a_group_file(tmp_path: Path) -> None:
     write(tmp_path, "schedule/my_file.yaml", "name: custom\npath: mine.csv\n")
     assert compose(["schedule=my_file"], config_dir=tmp_path).schedule.path == "mine.csv"
 
@@ -191,7 +191,7 @@ def test_a_schedule_of_the_users_is_a_group_file(tmp_path: Path) -> None:
             {"model/mine.yaml": "a: [1\n"},
             ["model=mine"],
             "train",
-            "--config-name=train: a file that it takes in is no YAML",
+            "--config-name=train: it includes a file that is not YAML",
         ),
         (
             {"mine.yaml": "defaults: [model: nope]\n"},
@@ -201,7 +201,7 @@ def test_a_schedule_of_the_users_is_a_group_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_files_that_cannot_be_merged_are_refused(
+def test_files_that_cannot_be_merged_are_errors(
     tmp_path: Path, files: dict[str, str], overrides: list[str], name: str, line: str
 ) -> None:
     for file, text in files.items():
@@ -209,16 +209,18 @@ def test_files_that_cannot_be_merged_are_refused(
     assert report(*overrides, config_dir=tmp_path, config_name=name)[0].startswith(line)
 
 
-def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     [line] = report(config_dir=tmp_path / "nope")
     assert line.startswith(f"--config-dir={tmp_path / 'nope'}: no such folder")
 
 
-def test_where_values_come_from() -> None:
+def test_trace_records_where_values_are_set() -> None:
     composition = trace(["experiment=laptop", "parallel.tp=4", "model.mlp={_target_: a.B}"])
-    origins = {key: composition.origin(key) for key in ("parallel.tp", "parallel.dp", "optim.lr", "seed", "model.mlp")}
+    locations = {
+        key: composition.location(key) for key in ("parallel.tp", "parallel.dp", "optim.lr", "seed", "model.mlp")
+    }
     folder = packaged_configs()
-    assert origins == {
+    assert locations == {
         "parallel.tp": COMMAND_LINE,
         "parallel.dp": str(folder / "parallel" / "dp2_tp2_pp2.yaml"),
         "optim.lr": str(folder / "experiment" / "laptop.yaml"),
@@ -228,12 +230,12 @@ def test_where_values_come_from() -> None:
     assert "llama_byte" in composition.options["model"]
 
 
-def test_an_experiment_wins_over_the_primary_file_and_loses_to_the_command_line() -> None:
+def test_precedence_of_primary_file_experiment_and_command_line() -> None:
     assert compose(["experiment=parity"]).run.steps == 5
     assert compose(["experiment=parity", "run.steps=9", "precision=fp32"]).precision.compute == "fp32"
 
 
-def test_a_batch_chosen_by_hand_wins_over_the_models() -> None:
+def test_a_selected_batch_overrides_the_batch_of_the_model() -> None:
     assert compose(["model=llama3_405b"]).batch.global_size == 2048
     assert compose(["model=llama3_405b", "batch=small"]).batch.global_size == 16
 
@@ -246,22 +248,22 @@ def test_composing_leaves_no_global_state() -> None:
 def test_composing_imports_no_torch() -> None:
     script = (
         "import sys; from megastack.config.compose import compose; from megastack.config.rules import violations; "
-        "import megastack.config.explain, megastack.config.reference; "
+        "import megastack.config.explain; "
         "assert violations(compose(['experiment=laptop'])) == []; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_files_that_are_no_mapping_or_no_text_are_named(tmp_path: Path) -> None:
+def test_files_that_are_not_mappings_or_not_text_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, "experiment/mine.yaml", "- run\n- batch\n")
     [line] = report("experiment=mine", config_dir=tmp_path)
-    assert line == f"--config-name=train: a file that it takes in is a list, not a mapping of keys: {path}"
+    assert line == f"--config-name=train: it includes a file that is a list, not a mapping of keys: {path}"
     path.write_bytes(b"\x80\xff\x00")
     [line] = report("experiment=mine", config_dir=tmp_path)
-    assert line.endswith(f"is no UTF-8 text: {path}")
+    assert line.endswith(f"is not UTF-8 text: {path}")
 
 
-def test_an_experiment_without_its_package_says_what_to_add(tmp_path: Path) -> None:
+def test_an_experiment_without_a_package_line_gets_advice(tmp_path: Path) -> None:
     path = write(tmp_path, "experiment/mine.yaml", "run: {steps: 3}\n")
     advice = f"add `# @package _global_` as the first line of {path}"
     assert report("experiment=mine", config_dir=tmp_path) == [
@@ -269,16 +271,16 @@ def test_an_experiment_without_its_package_says_what_to_add(tmp_path: Path) -> N
     ]
 
 
-def test_a_file_in_place_of_the_folder_is_called_a_file(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path, "mine.yaml", "run: {steps: 3}\n")
     assert report(config_dir=path) == [f"--config-dir={path}: is a file; use a folder of YAML files"]
 
 
-def test_a_broken_rule_says_which_file_the_value_came_from() -> None:
+def test_located_errors_name_the_file_that_sets_the_value() -> None:
     given = ["experiment=laptop", "run.steps=5", "parallel.tp=3"]
-    with pytest.raises(ConfigError) as refused, origins(given):
-        require_legal(compose(given))
-    lines = str(refused.value).splitlines()
+    with pytest.raises(ConfigError) as caught, located_errors(given):
+        raise ConfigError.of(violations(compose(given)))
+    lines = str(caught.value).splitlines()
     file = packaged_configs() / "experiment" / "laptop.yaml"
     assert f"lr.warmup_steps=20: must not be longer than run.steps=5 (in {file}); use 5 or less" in lines
     assert any(line.startswith("parallel.tp=3: must divide model.heads=4; use") for line in lines)

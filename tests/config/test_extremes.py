@@ -1,4 +1,4 @@
-"""Extreme numbers at every numeric key: a range refuses them by name, or whatever looks at them before launch copes."""
+"""Extreme numbers at every numeric key are errors under that key or pass every check before launch."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_every_number_has_a_lower_and_an_upper_bound(key: Key) -> None:
     assert all(math.isfinite(bound) for bound in key.bounds.values())
 
 
-def test_no_numeric_key_is_left_out() -> None:
+def test_every_numeric_key_is_tested() -> None:
     assert set(NUMERIC) == {key.name for key in RANGED}
-    assert {"optim.groups.lr_scale", "data.blend.weight", "data.stages.from_step", "data.stages.blend.weight"} <= set(
+    assert {"optim.groups.lr_scale", "data.blend.weight", "data.phases.from_step", "data.phases.blend.weight"} <= set(
         IN_LISTS
     )
 
@@ -80,7 +80,7 @@ def fitting(key: Key, value: Any) -> Any:
 
 
 def look(config: TrainConfig, name: str) -> None:
-    """All that is asked of a legal configuration before anything starts, as far as a key enters it."""
+    """The checks of a valid configuration before launch that depend on a key."""
     errors = ErrorCollector()
     if name.startswith(("model.", "optim.", "precision.")):
         ask_model(config, errors)
@@ -90,8 +90,8 @@ def look(config: TrainConfig, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NUMERIC)
-def test_extremes_are_refused_by_name_or_accepted(base: TrainConfig, name: str) -> None:
-    """Those that the key's type holds, set on a configuration; a rule about several keys may name another one."""
+def test_extreme_values_are_rejected_by_key_or_accepted(base: TrainConfig, name: str) -> None:
+    """Values that the key's type can hold; a rule about several keys may report another key."""
     for value in EXTREMES:
         if number_of(NUMERIC[name].type) is int and isinstance(value, float):
             continue
@@ -106,18 +106,18 @@ def test_extremes_are_refused_by_name_or_accepted(base: TrainConfig, name: str) 
 ITEM = {
     "optim.groups": {"pattern": "norm"},
     "data.blend": {"paths": ["a"], "weight": 1},
-    "data.stages": {"from_step": 1, "sequence_length": 4},
-    "data.stages.blend": {"paths": ["a"], "weight": 1},
+    "data.phases": {"from_step": 1, "sequence_length": 4},
+    "data.phases.blend": {"paths": ["a"], "weight": 1},
 }
 
 
 @pytest.mark.parametrize("name", IN_LISTS)
-def test_extremes_in_items_of_lists_are_refused_by_name_or_accepted(base: TrainConfig, name: str) -> None:
+def test_extreme_values_in_lists_are_rejected_by_key_or_accepted(base: TrainConfig, name: str) -> None:
     of, _, last = name.rpartition(".")
     for value in EXTREMES:
         item = ITEM[of] | {last: value}
-        if of == "data.stages.blend":
-            item, of_list = {"from_step": 1, "blend": [item]}, "data.stages"
+        if of == "data.phases.blend":
+            item, of_list = {"from_step": 1, "blend": [item]}, "data.phases"
         else:
             of_list = of
         plain, conversion = to_plain(base), Conversion()
@@ -125,17 +125,17 @@ def test_extremes_in_items_of_lists_are_refused_by_name_or_accepted(base: TrainC
         plain[section][key] = [item]
         config = conversion.section(TrainConfig, plain)
         found = [*conversion.errors, *violations(config)]
-        where = re.sub(r"\.(?=[^.]+$)", r"[0].", name).replace("stages.blend", "stages[0].blend")
-        refused = any(violation.key == where for violation in found)
-        assert refused or (math.isfinite(value) and abs(value) <= 1e15), f"{name}={value}"
+        where = re.sub(r"\.(?=[^.]+$)", r"[0].", name).replace("phases.blend", "phases[0].blend")
+        rejected = any(violation.key == where for violation in found)
+        assert rejected or (math.isfinite(value) and abs(value) <= 1e15), f"{name}={value}"
 
 
 SPELT = ("1e400", "-1e400", "nan", ".inf", "0x10", "1_000", "9" * 400, "9" * 5000, "1e300", "-1", "0", str(2**63))
 
 
 @pytest.mark.parametrize("text", SPELT, ids=[text[:8] for text in SPELT])
-def test_extremes_of_a_command_line_make_one_report_that_names_each_key(text: str) -> None:
-    """All numeric keys at once: what is not in the report was read as a number within its range."""
+def test_extreme_values_on_the_command_line_are_reported_together(text: str) -> None:
+    """All numeric keys at once: a key that is not in the report was read as a number in range."""
     values = {name: spell(fitting(key, text)) for name, key in NUMERIC.items()}
     given = compose_partial([*BASE, *(f"{name}={value}" for name, value in values.items())])
     named = {error.key.partition("[")[0] for error in (*given.errors, *violations(given.config))}
@@ -148,7 +148,7 @@ def test_extremes_of_a_command_line_make_one_report_that_names_each_key(text: st
 
 
 def test_a_run_at_its_limits_starts_and_ends(tmp_path: Path) -> None:
-    """Times and seeds at the ends of their ranges, on two ranks, through every call that takes a time."""
+    """Times and seeds at the limits of their ranges, on two ranks, through every call with a time-out."""
     names = ("launch.timeout_s", "launch.grace_s", "run.time_limit_s", "seed", "lr.warmup_steps", "lr.total_steps")
     limits = [f"{name}={NUMERIC[name].bounds['limit']}" for name in (*names, "optim.clip_norm", "checkpoint.every")]
     assert train(tmp_path, "run.steps=1", "parallel.dp=2", *limits) == 0

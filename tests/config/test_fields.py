@@ -1,4 +1,4 @@
-"""Fields carry what the reference and the range checks need."""
+"""Fields hold the data for the reference page and the range checks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 
+from megastack.config.choices import Norm
 from megastack.config.fields import REQUIRED, describe_bounds, describe_type, keys
-from megastack.config.schema import Norm, OptimGroupOptions, TrainConfig
+from megastack.config.schema import OptimGroupOptions, TrainConfig
 
 BY_NAME = {key.name: key for key in keys(TrainConfig)}
 
 
-def test_every_key_says_what_it_means() -> None:
+def test_every_key_is_documented() -> None:
     undocumented = [key.name for key in BY_NAME.values() if not key.doc.strip().endswith(".")]
     assert undocumented == []
 
 
-def test_every_number_without_meaning_below_zero_has_a_lower_bound() -> None:
+def test_every_number_has_a_lower_bound() -> None:
     unbounded = [
         key.name
         for key in BY_NAME.values()

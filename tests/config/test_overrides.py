@@ -1,4 +1,4 @@
-"""Overrides sorted into groups, keys and faults; sweeps into jobs."""
+"""Overrides are sorted into groups, keys and errors; sweeps are expanded to jobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megastack.config.overrides import read_overrides, sweep_jobs
 from megastack.errors import ConfigError
 
 
-def test_keys_are_set_whether_or_not_a_file_names_them() -> None:
+def test_keys_can_be_set_even_if_no_file_sets_them() -> None:
     given = [
         "parallel.tp=2",
         "+parallel.pp=2",
@@ -21,7 +21,7 @@ def test_keys_are_set_whether_or_not_a_file_names_them() -> None:
     with session() as hydra:
         result = read_overrides(given, hydra)
     assert result.errors == []
-    assert result.legal == [
+    assert result.valid == [
         "++parallel.tp=2",
         "++parallel.pp=2",
         "++seed=1",
@@ -45,28 +45,28 @@ def test_keys_are_set_whether_or_not_a_file_names_them() -> None:
             "model=llama_tiny,gpt2_tiny",
             "model=llama_tiny,gpt2_tiny: has several values; use -m for a sweep",
         ),
-        ("~optim.clip_norm", "~optim.clip_norm=null: a key cannot be taken away; use optim.clip_norm=null"),
+        ("~optim.clip_norm", "~optim.clip_norm=null: a key cannot be removed; use optim.clip_norm=null"),
         ("hydra.run.dir=x", "hydra.run.dir=x: settings of Hydra are not used; use run.root, run.dir or -m"),
         ("hydra/launcher=x", "hydra/launcher=x: settings of Hydra are not used; use run.root, run.dir or -m"),
         ("precision=fp31", "precision=fp31: no such file in this config group; use bf16, fp16, fp32 or fp64"),
         (
             "model={layers: 2}",
-            "model={layers: 2}: a section is chosen by a file of its group or set key by key",
+            "model={layers: 2}: must be the name of a file in this config group; use model.KEY=VALUE",
         ),
         ("models/tiny=x", "models/tiny=x: no such config group; use "),
         ("seed.x=3", "seed.x=3: no such key"),
         ("optim.betas.0=0.8", "optim.betas.0=0.8: no such key"),
     ],
 )
-def test_an_override_that_is_refused(override: str, line: str) -> None:
+def test_an_invalid_override(override: str, line: str) -> None:
     with session() as hydra:
         result = read_overrides(["seed=1", override], hydra)
-    assert result.legal == ["++seed=1"]
+    assert result.valid == ["++seed=1"]
     [error] = result.errors
     assert str(error).startswith(line)
 
 
-def test_a_sweep_is_the_product_as_written() -> None:
+def test_a_sweep_is_a_product_in_order() -> None:
     jobs = sweep_jobs(["model=llama_tiny", "parallel.tp=1,2", "parallel.pp=1,2"])
     assert jobs == [
         ["model=llama_tiny", "parallel.tp=1", "parallel.pp=1"],
@@ -76,7 +76,7 @@ def test_a_sweep_is_the_product_as_written() -> None:
     ]
 
 
-def test_repeated_values_of_a_sweep_are_jobs_of_their_own() -> None:
+def test_repeated_values_of_a_sweep_are_separate_jobs() -> None:
     assert sweep_jobs(["parallel.tp=1,3,1"]) == [["parallel.tp=1"], ["parallel.tp=3"], ["parallel.tp=1"]]
 
 
@@ -122,9 +122,12 @@ def test_a_shuffle_has_all_values() -> None:
         ("optim.lr=tag(x,interval(0,1))", "optim.lr=tag(x,interval(0,1)): cannot be read as a sweep; use "),
         (
             "optim.lr=glob(*)",
-            "optim.lr=glob(*): glob chooses files of a config group, and this is none; use optim.lr=1,2",
+            "optim.lr=glob(*): glob selects files of a config group, and this is not one; use optim.lr=1,2",
         ),
-        ("nothing=glob(*)", "nothing=glob(*): glob chooses files of a config group, and this is none; use nothing=1,2"),
+        (
+            "nothing=glob(*)",
+            "nothing=glob(*): glob selects files of a config group, and this is not one; use nothing=1,2",
+        ),
         (
             "precision=glob(x*)",
             "precision=glob(x*): no file of this config group matches; use bf16, fp16, fp32 or fp64",
@@ -140,12 +143,12 @@ def test_a_shuffle_has_all_values() -> None:
         ("seed=1,", "seed=1,: cannot be read as a sweep; use "),
     ],
 )
-def test_a_sweep_that_is_no_list_of_values_is_refused(override: str, line: str) -> None:
+def test_a_sweep_without_a_list_of_values_is_an_error(override: str, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         sweep_jobs(["parallel.tp=1,2", override])
     assert str(caught.value).startswith(line)
 
 
-def test_a_product_of_too_many_jobs_is_refused_before_any_is_made() -> None:
+def test_too_many_jobs_are_an_error() -> None:
     with pytest.raises(ConfigError, match="-m: the product has 100,000,000 jobs; use at most 10,000"):
         sweep_jobs(["seed=range(10000)", "run.steps=range(10000)"])

@@ -1,4 +1,4 @@
-"""Each rule with a value that breaks it, its message and the values that would do; and that legal configs pass."""
+"""Each rule with an invalid value, its message and the valid values it suggests; valid configurations pass."""
 
 from __future__ import annotations
 
@@ -10,33 +10,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastack.config.availability import WORKS
-from megastack.config.convert import UNUSABLE, replace_values, to_plain
+from megastack.config.convert import INVALID, replace_values, to_plain
 from megastack.config.fields import keys, without_null
-from megastack.config.rules import RULES, out_of_range, require_legal, violations
+from megastack.config.layout_rules import LAYOUT_RULES, Degrees
+from megastack.config.phases import PHASE_RULES
+from megastack.config.rules import WORKS, not_available, out_of_range, violations
 from megastack.config.schema import BlendSource, DataPhaseOptions, OptimGroupOptions, RopeOptions, TrainConfig
-from megastack.errors import ConfigError, Violation
+from megastack.config.value_rules import VALUE_RULES
+from megastack.errors import Violation
 from tests.config.config_cases import BIN_37, LEARNED, LLAMA3, a_config
 from tests.config.invalid_layouts import LAYOUTS
-from tests.config.invalid_phases import STAGES
+from tests.config.invalid_phases import PHASES
 from tests.config.invalid_values import VALUES
 
-BROKEN = [*LAYOUTS, *VALUES, *STAGES]
+INVALID_CASES = [*LAYOUTS, *VALUES, *PHASES]
 
 
-@pytest.mark.parametrize(("values", "world_size", "line"), BROKEN, ids=[line.partition(":")[0] for *_, line in BROKEN])
-def test_a_broken_rule_says_what_would_do(values: dict[str, Any], world_size: int | None, line: str) -> None:
+@pytest.mark.parametrize(
+    ("values", "world_size", "line"), INVALID_CASES, ids=[line.partition(":")[0] for *_, line in INVALID_CASES]
+)
+def test_a_violation_suggests_valid_values(values: dict[str, Any], world_size: int | None, line: str) -> None:
     found = violations(replace_values(a_config(), values), world_size)
     assert line in [str(violation) for violation in found]
 
 
-def test_every_rule_is_among_those_broken_here() -> None:
-    bad = [(replace_values(a_config(), values), world) for values, world, _ in BROKEN]
-    bad = [(config, world) for config, world in bad if not any(True for _ in out_of_range(config))]
-    assert [rule.__name__ for rule in RULES if not any(list(rule(config, world)) for config, world in bad)] == []
+def rules_violated(config: TrainConfig, world_size: int | None) -> set[str]:
+    degrees = Degrees(config, world_size)
+    violated = {rule.__name__ for rule in LAYOUT_RULES if list(rule(config, degrees))}
+    return violated | {rule.__name__ for rule in (not_available, *VALUE_RULES, *PHASE_RULES) if list(rule(config))}
 
 
-LEGAL: list[tuple[dict[str, Any], int | None]] = [
+def test_the_invalid_cases_violate_every_rule() -> None:
+    invalid = [(replace_values(a_config(), values), world) for values, world, _ in INVALID_CASES]
+    in_range = [(config, world) for config, world in invalid if not any(True for _ in out_of_range(config))]
+    violated = set().union(*(rules_violated(config, world) for config, world in in_range))
+    assert violated == {rule.__name__ for rule in (not_available, *LAYOUT_RULES, *VALUE_RULES, *PHASE_RULES)}
+
+
+VALID: list[tuple[dict[str, Any], int | None]] = [
     ({}, None),
     ({}, 4),
     ({"parallel.tp": 4, "model.kv_groups": 2}, None),
@@ -60,15 +71,15 @@ LEGAL: list[tuple[dict[str, Any], int | None]] = [
     ({"model.vocab": 37, "data.blend": [BlendSource(paths=["a"], weight=1.0)]}, None),
     (
         {
-            "data.stages": [
+            "data.phases": [
                 DataPhaseOptions(from_step=1, sequence_length=9),
                 DataPhaseOptions(from_step=2, sequence_length=8),
             ]
         },
         None,
     ),
-    (BIN_37 | {"data.stages": [DataPhaseOptions(from_step=2, paths=["b"])]}, None),
-    (LEARNED | {"model.max_positions": 16, "data.stages": [DataPhaseOptions(from_step=1, sequence_length=16)]}, None),
+    (BIN_37 | {"data.phases": [DataPhaseOptions(from_step=2, paths=["b"])]}, None),
+    (LEARNED | {"model.max_positions": 16, "data.phases": [DataPhaseOptions(from_step=1, sequence_length=16)]}, None),
     ({"resume": "auto", "run.dir": "here"}, None),
     ({"resume": "last"}, None),
     ({"optim.freeze": [r"^blocks\.0\."], "optim.groups": [OptimGroupOptions(pattern="mlp", lr_scale=0.0)]}, None),
@@ -76,11 +87,10 @@ LEGAL: list[tuple[dict[str, Any], int | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "world_size"), LEGAL)
-def test_legal_configurations_pass(values: dict[str, Any], world_size: int | None) -> None:
+@pytest.mark.parametrize(("values", "world_size"), VALID)
+def test_valid_configurations_pass(values: dict[str, Any], world_size: int | None) -> None:
     config = replace_values(a_config(), values)
     assert violations(config, world_size) == []
-    require_legal(config, world_size)
 
 
 def _another_value(key: str) -> Any:
@@ -91,10 +101,10 @@ def _another_value(key: str) -> Any:
 
 
 @pytest.mark.parametrize("key", WORKS)
-def test_a_feature_that_is_not_built_is_refused(key: str) -> None:
+def test_a_feature_that_is_not_available_is_an_error(key: str) -> None:
     found = violations(replace_values(a_config(), {key: _another_value(key)}))
-    [said] = [violation for violation in found if violation.rule == "not available yet"]
-    assert (said.key, said.legal) == (key, WORKS[key])
+    [error] = [violation for violation in found if violation.rule == "not available yet"]
+    assert (error.key, error.legal) == (key, WORKS[key])
 
 
 def test_defaults_are_available() -> None:
@@ -103,35 +113,32 @@ def test_defaults_are_available() -> None:
 
 
 @pytest.mark.parametrize("name", ["zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"])
-def test_schedules_to_come_are_known_and_refused(name: str) -> None:
+def test_planned_schedules_are_not_available_yet(name: str) -> None:
     [found] = violations(replace_values(a_config(), {"schedule.name": name}))
     assert found.key == "schedule.name"
     assert "not available yet" in found.rule
     assert {"gpipe", "1f1b", "interleaved", "custom"} <= set(found.legal)
 
 
-def test_a_schedule_and_what_it_takes_come_in_one_report() -> None:
+def test_errors_of_schedule_and_layout_come_in_one_report() -> None:
     values = {"schedule.chunks": 2, "schedule.round": 2, "schedule.path": "mine.csv", "parallel.tp": 3}
     found = [violation.key for violation in violations(replace_values(a_config(), values))]
     assert {"schedule.round", "schedule.path", "parallel.tp"} <= set(found)
 
 
-def test_all_violations_come_in_one_report_in_the_order_of_the_schema() -> None:
+def test_all_violations_are_reported_in_the_order_of_the_schema() -> None:
     config = replace_values(a_config(), {"parallel.tp": 3, "parallel.cp": 2, "lr.warmup_steps": 9, "seed": -1})
-    with pytest.raises(ConfigError) as refused:
-        require_legal(config, 12)
-    order = [violation.key for violation in refused.value.violations]
+    order = [violation.key for violation in violations(config, 12)]
     assert order == sorted(order, key=[key.name for key in keys(TrainConfig)].index)
     assert {"seed", "parallel.tp", "parallel.cp", "lr.warmup_steps"} <= set(order)
-    assert str(refused.value).splitlines() == [str(violation) for violation in refused.value.violations]
 
 
-def test_what_cannot_be_told_is_left_out_and_the_rest_is_said() -> None:
-    config = replace_values(a_config(), {"model.heads": UNUSABLE, "model.layers": UNUSABLE, "lr.warmup_steps": 9})
+def test_checks_of_invalid_values_are_skipped_and_all_others_run() -> None:
+    config = replace_values(a_config(), {"model.heads": INVALID, "model.layers": INVALID, "lr.warmup_steps": 9})
     assert [violation.key for violation in violations(config)] == ["lr.warmup_steps"]
 
 
-def test_the_ranks_that_a_launcher_put_on_a_node_count() -> None:
+def test_ranks_per_node_of_the_launcher_apply_unless_configured() -> None:
     config = replace_values(a_config(), {"parallel.tp": 4})
     assert violations(config, 4, ranks_per_node=4) == []
     assert [violation.key for violation in violations(config, 4, ranks_per_node=2)] == ["parallel.tp"]
@@ -144,7 +151,7 @@ def test_a_violation_is_a_value() -> None:
     assert found == Violation("lr.floor", 2.0, "must be at least 0 and at most 1", ("1 or less",))
 
 
-def test_defaults_of_rope_break_no_rule_of_learned_positions() -> None:
+def test_rope_defaults_are_valid_with_learned_positions() -> None:
     assert violations(replace_values(a_config(), LEARNED | {"model.rope": RopeOptions()})) == []
 
 
@@ -160,7 +167,7 @@ def test_defaults_of_rope_break_no_rule_of_learned_positions() -> None:
     micro=st.integers(1, 4),
     dp=st.integers(1, 4),
 )
-def test_a_degree_offered_for_tp_breaks_no_rule_about_tp(**sizes: int) -> None:
+def test_a_suggested_tp_or_batch_size_is_valid(**sizes: int) -> None:
     values = {
         "model.heads": sizes["heads"],
         "model.kv_groups": sizes["groups"],
@@ -177,8 +184,8 @@ def test_a_degree_offered_for_tp_breaks_no_rule_about_tp(**sizes: int) -> None:
     config = replace_values(a_config(), values)
     for found in violations(config):
         for legal in found.legal if found.key in ("parallel.tp", "batch.global_size") else ():
-            mended = violations(replace_values(config, {found.key: legal}))
-            assert found.key not in [violation.key for violation in mended]
+            corrected = violations(replace_values(config, {found.key: legal}))
+            assert found.key not in [violation.key for violation in corrected]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +196,7 @@ def test_a_degree_offered_for_tp_breaks_no_rule_about_tp(**sizes: int) -> None:
         (b"\x80\xff\x00", "cannot be read"),
         (b"0F0,junk\n", "line 1, column 2: 'junk' is not an action"),
         (b"0F0,0B0,0F1,0B1\n", "its lists are for pp=1, chunks=1, microbatches=2 and 1 stage, not for"),
-        (b"0B0,0F0\n", "rank 0, step 0: 0B0 stands before 0F0"),
+        (b"0B0,0F0\n", "rank 0, step 0: 0B0 comes before 0F0"),
         (b"999999999999F0\n", "no rank runs stages"),
         (b"9" * 5000 + b"F0\n", "cannot be read"),
     ],

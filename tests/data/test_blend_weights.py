@@ -18,13 +18,13 @@ B = {"a": 0.6, "b": 0.0, "c": 0.4}
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(lambda weights: sum(weights) > 1e-300))
-def test_parts_of_ordinary_weights_are_the_plain_quotients_to_the_last_bit(weights: list[float]) -> None:
+def test_normalized_ordinary_weights_are_the_plain_quotients_to_the_last_bit(weights: list[float]) -> None:
     assert normalized(weights) == pytest.approx([weight / sum(weights) for weight in weights], rel=1e-12)
     if min((w for w in weights if w), default=1.0) > 1e-290:
         assert normalized(weights) == [weight / sum(weights) for weight in weights]
 
 
-def test_the_history_from_json_weights_goes_through_a_checkpoint() -> None:
+def test_the_history_survives_a_checkpoint() -> None:
     first = extend_history((), 0, A)
     assert extend_history(first, 40, A) == first
     second = extend_history(history_from_json(history_to_json(first)), 40, B)

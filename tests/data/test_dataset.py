@@ -1,4 +1,4 @@
-"""Data from keys to samples, and the refusals that a user meets before training."""
+"""Data from keys to samples, and the errors reported before training."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_no_document_is_lost_between_the_splits(corpus: Path) -> None:
     assert min(stream.documents for stream in streams) > 30
 
 
-def test_the_keys_decide_what_a_row_holds(corpus: Path) -> None:
+def test_the_keys_determine_the_rows(corpus: Path) -> None:
     assert isinstance(from_file(corpus, pack=False).train.samples, SingleSamples)
     masked = from_file(corpus).train.samples.rows(np.arange(2))
     plain = from_file(corpus, document_mask=False).train.samples.rows(np.arange(2))
@@ -84,14 +84,14 @@ def test_the_description_gives_the_numbers(corpus: Path) -> None:
     assert validation.startswith("validation: ")
 
 
-def refused(corpus: Path, **options: Any) -> str:
+def rejected(corpus: Path, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
         from_file(corpus, **options)
     return str(caught.value)
 
 
-def test_too_little_text_is_refused_for_both_splits_at_once(corpus: Path) -> None:
-    message = refused(corpus, sequence_length=100_000)
+def test_too_little_text_is_reported_for_both_splits_at_once(corpus: Path) -> None:
+    message = rejected(corpus, sequence_length=100_000)
     training, validation = message.split("\n")
     tokens = len(from_file(corpus).train.stream.tokens)
     assert f"batch.sequence_length=100000: the training split has {tokens:,} tokens in" in training
@@ -99,28 +99,28 @@ def test_too_little_text_is_refused_for_both_splits_at_once(corpus: Path) -> Non
     assert "the validation split has" in validation and "data.validation_fraction above 0.05" in validation
 
 
-def test_what_the_refusal_proposes_works(corpus: Path) -> None:
+def test_the_suggestion_of_the_error_works(corpus: Path) -> None:
     tokens = len(from_file(corpus, validation_fraction=0).train.stream.tokens)
-    refused(corpus, validation_fraction=0, sequence_length=tokens)
+    rejected(corpus, validation_fraction=0, sequence_length=tokens)
     assert len(from_file(corpus, validation_fraction=0, sequence_length=tokens - 1).train.samples) == 1
 
 
 def test_one_document_cannot_be_split(tmp_path: Path) -> None:
-    message = refused(write(tmp_path / "one.jsonl", ["a single document, " * 50]))
+    message = rejected(write(tmp_path / "one.jsonl", ["a single document, " * 50]))
     assert "has 0 tokens in 0 documents" in message and "\n" not in message
-    message = refused(write(tmp_path / "one.jsonl", ["a single document, " * 50]), pack=False)
+    message = rejected(write(tmp_path / "one.jsonl", ["a single document, " * 50]), pack=False)
     assert "too few for one sample of 2" in message
 
 
-def test_a_vocabulary_that_is_too_small_is_refused_first(corpus: Path) -> None:
-    assert "model.vocab=37: must hold the 256 ids of data.tokenizer=byte" in refused(corpus, vocab=37)
+def test_a_vocabulary_that_is_too_small_is_rejected_first(corpus: Path) -> None:
+    assert "model.vocab=37: must hold the 256 ids of data.tokenizer=byte" in rejected(corpus, vocab=37)
 
 
-def test_a_fraction_out_of_range_is_refused(corpus: Path) -> None:
-    assert "data.validation_fraction=1.5" in refused(corpus, validation_fraction=1.5)
+def test_a_fraction_out_of_range_is_rejected(corpus: Path) -> None:
+    assert "data.validation_fraction=1.5" in rejected(corpus, validation_fraction=1.5)
 
 
-def test_a_training_split_of_documents_of_one_token_is_refused_unless_they_are_read_as_one_text(tmp_path: Path) -> None:
+def test_a_training_split_of_one_token_documents_is_rejected_unless_masks_are_off(tmp_path: Path) -> None:
     np.save(tmp_path / "ones.npy", np.ones((400, 1), dtype=np.int64))
     options = {"source": "bin", "paths": [tmp_path / "ones.npy"], "vocab": 8, "sequence_length": 4}
     with pytest.raises(DataError, match=r"no label to predict: its documents have one token each; use longer"):

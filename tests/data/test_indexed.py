@@ -1,4 +1,4 @@
-"""The `.bin/.idx` format against a reader and a writer made from its description alone."""
+"""The `.bin/.idx` format against an independent reader and writer."""
 
 import pickle
 import re
@@ -38,14 +38,14 @@ def test_every_width_is_read_and_sentences_make_documents(tmp_path: Path, code: 
 
 
 @pytest.mark.parametrize(("largest", "code"), [(255, 8), (40_000, 8), (65_535, 8), (65_536, 4), (70_000, 4)])
-def test_ids_beyond_sixteen_bits_come_back_as_they_were(tmp_path: Path, largest: int, code: int) -> None:
+def test_ids_beyond_sixteen_bits_round_trip(tmp_path: Path, largest: int, code: int) -> None:
     documents = [[0, largest], [40_000 % (largest + 1), 7]]
     prefix = written(tmp_path / "c", documents, id_dtype(largest))
     assert read_by_hand(prefix) == (code, documents)
     assert documents_of(IndexedFile(prefix)) == documents
 
 
-def test_an_id_that_the_type_cannot_hold_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_an_id_that_the_type_cannot_hold_is_rejected_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot hold"):
         written(tmp_path / "c", [[70_000]], np.uint16)
     with pytest.raises(DataError, match="cannot hold"):
@@ -59,13 +59,13 @@ def test_empty_files_and_empty_documents(tmp_path: Path) -> None:
     assert (file.documents, file.starts(0, 3).tolist()) == (5, [0, 2])
 
 
-def test_another_process_maps_the_file_again(tmp_path: Path) -> None:
+def test_another_process_maps_the_file_itself(tmp_path: Path) -> None:
     file = IndexedFile(written(tmp_path / "c", [[1] * 10_000], np.int32))
     packed = pickle.dumps(file)
     assert len(packed) < 500 and pickle.loads(packed).read(0, 3).tolist() == [1, 1, 1]
 
 
-def test_megatron_reads_what_is_written_here_and_the_reverse(tmp_path: Path) -> None:
+def test_megatron_reads_our_files_and_the_reverse(tmp_path: Path) -> None:
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     theirs = indexed.IndexedDataset(str(written(tmp_path / "ours", DOCUMENTS, np.uint16)))
     assert [theirs[at].tolist() for at in range(len(theirs))] == DOCUMENTS

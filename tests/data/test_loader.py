@@ -1,4 +1,4 @@
-"""Which samples a step reads, on any layout and after any resume."""
+"""The samples that a step reads, on any layout and after any resume."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def loader(samples: PackedSamples | SingleSamples = SAMPLES, **options: int) -> 
 
 
 def consumed(step: int, dp_size: int, micro_size: int = 1) -> list[int]:
-    """The samples of a step over all ranks, in the order of the endless stream."""
+    """The samples of a step over all ranks, in the order of the infinite stream."""
     ranks = [loader(dp_rank=r, dp_size=dp_size, micro_size=micro_size) for r in range(dp_size)]
     pairs = [
         pair for rank in ranks for pair in zip(rank.entries(step).tolist(), rank.sample_numbers(step), strict=True)
@@ -74,7 +74,7 @@ def same(first: list[Microbatch], second: list[Microbatch]) -> bool:
     )
 
 
-def test_two_resumes_in_one_epoch_and_one_at_its_end_read_what_a_straight_run_reads() -> None:
+def test_resumes_within_an_epoch_and_at_its_end_read_the_same_samples_as_an_uninterrupted_run() -> None:
     """An epoch of 64 samples is 8 steps: stop after 3, after 5 and exactly after 8."""
     samples = PackedSamples(stream_of([np.arange(257) % VOCAB], VOCAB), SIZE)
     assert len(samples) == 64
@@ -89,7 +89,7 @@ def test_two_resumes_in_one_epoch_and_one_at_its_end_read_what_a_straight_run_re
     assert seen[:64] != seen[64:]
 
 
-def test_a_resume_on_more_ranks_goes_on_in_the_same_global_order() -> None:
+def test_a_resume_on_more_ranks_continues_in_the_same_global_order() -> None:
     straight = [sample for step in range(30) for sample in consumed(step, 2)]
     moved = [sample for step in range(30) for sample in consumed(step, 2 if step < 11 else 4)]
     assert moved == straight
@@ -137,7 +137,7 @@ def test_an_id_outside_the_vocabulary_is_the_same_error_on_every_rank_before_any
 
 
 class Wild(PackedSamples):
-    """Samples of one's own making, whose ids are not what they said."""
+    """A user's samples, whose rows have other ids than their check saw."""
 
     def rows(self, indices: np.ndarray) -> Rows:
         rows = super().rows(indices)
@@ -145,7 +145,7 @@ class Wild(PackedSamples):
         return rows
 
 
-def test_ids_that_a_set_did_not_announce_are_refused_in_the_step() -> None:
+def test_ids_that_the_first_check_missed_are_rejected_in_the_step() -> None:
     samples = Wild(corpus(), SIZE)
     number = loader(samples).sample_numbers(2)[0]
     with pytest.raises(DataError, match=rf"token id -5 in sample {number} at position 0: outside model.vocab=50"):
@@ -160,12 +160,12 @@ def test_a_step_without_any_label_is_known_on_every_rank_before_it() -> None:
         assert all(microbatch.valid_tokens == 0 for microbatch in found.step(4))
 
 
-def test_an_empty_set_is_refused() -> None:
+def test_an_empty_set_is_rejected() -> None:
     with pytest.raises(DataError, match=r"training split has no samples"):
         loader(PackedSamples(stream_of([], VOCAB), SIZE))
 
 
-def test_sizes_that_do_not_divide_are_refused() -> None:
+def test_sizes_that_do_not_divide_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"batch.global_size=8: .* batch.micro_size=3 x parallel.dp=2; .* 6"):
         loader(micro_size=3, dp_size=2)
     with pytest.raises(ConfigError, match=r"batch.global_size=8: .* use for example 16"):

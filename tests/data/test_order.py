@@ -1,4 +1,4 @@
-"""The endless order: every epoch a permutation, and every entry a function of seed and number."""
+"""The infinite order: every epoch is a permutation, and every entry a function of seed and number."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ def test_each_epoch_holds_every_sample_once(count: int, seed: int, epoch: int) -
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 30), st.lists(st.integers(0, 200), min_size=1, max_size=20))
-def test_an_entry_does_not_depend_on_what_was_asked_before_or_with_it(count: int, entries: list[int]) -> None:
+def test_an_entry_does_not_depend_on_other_lookups(count: int, entries: list[int]) -> None:
     order = SampleOrder(count, 3)
     together = order.many(np.array(entries)).tolist()
     assert together == [SampleOrder(count, 3)[entry] for entry in entries]

@@ -1,4 +1,4 @@
-"""Samples against a reference that walks token by token."""
+"""Samples against a reference that goes token by token."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_packed_samples_equal_a_walk_over_the_tokens(documents: list[list[int]],
 
 @settings(deadline=None, max_examples=60)
 @given(corpora, st.integers(1, 7))
-def test_every_token_is_a_label_once_but_for_the_unused_end(documents: list[list[int]], size: int) -> None:
+def test_every_token_is_a_label_once_except_the_unused_end(documents: list[list[int]], size: int) -> None:
     samples = PackedSamples(stream(documents), size, document_mask=False)
     flat = [token for document in documents for token in document]
     used = len(flat) - samples.unused
@@ -86,7 +86,7 @@ def test_no_label_links_the_end_of_a_document_to_the_start_of_the_next() -> None
 @pytest.mark.parametrize(
     "samples", [PackedSamples(stream([[1, 2, 3, 4], [5, 6]]), 2), SingleSamples(stream([[1, 2]]), 4)]
 )
-def test_rows_come_in_the_order_asked_as_int64_of_their_own(samples: PackedSamples | SingleSamples) -> None:
+def test_rows_come_in_the_requested_order_as_int64_copies(samples: PackedSamples | SingleSamples) -> None:
     again = samples.rows(np.array([0, 0]))
     assert again.tokens_BS[0].tolist() == again.tokens_BS[1].tolist()
     for array in (again.tokens_BS, again.labels_BS, again.positions_BS):
@@ -96,7 +96,7 @@ def test_rows_come_in_the_order_asked_as_int64_of_their_own(samples: PackedSampl
 
 
 @pytest.mark.parametrize("mask", [True, False])
-def test_padding_rows_ask_for_nothing(mask: bool) -> None:
+def test_padding_rows_have_no_labels(mask: bool) -> None:
     rows = all_rows(PackedSamples(stream([[1, 2, 3], [4, 5]]), 2, document_mask=mask))
     more = padded(rows, 5)
     assert more.tokens_BS[:2].tolist() == rows.tokens_BS.tolist()
@@ -111,8 +111,8 @@ def batch(tokens: list[int], labels: list[int]) -> Rows:
 
 
 @pytest.mark.parametrize("bad", [37, -5, 127])
-def test_ids_outside_the_vocabulary_are_refused_as_token_and_as_label(bad: int) -> None:
-    """127 has a row of its own in an embedding that is padded to 128 rows, and is no legal id all the same."""
+def test_ids_outside_the_vocabulary_are_rejected_as_token_and_as_label(bad: int) -> None:
+    """127 has a row in an embedding that is padded to 128 rows, and is still not a legal id."""
     check_rows(batch([36, 0], [36, IGNORED_LABEL]), 37, np.array([7, 9]))
     with pytest.raises(DataError, match=rf"token id {bad} in sample 9 at position 1: outside model.vocab=37"):
         check_rows(batch([36, bad], [36, 0]), 37, np.array([7, 9]))
@@ -121,7 +121,7 @@ def test_ids_outside_the_vocabulary_are_refused_as_token_and_as_label(bad: int) 
 
 
 @pytest.mark.parametrize(("kind", "sample"), [(PackedSamples, 2), (SingleSamples, 2)])
-def test_a_set_knows_whether_any_of_its_ids_is_outside(kind: type, sample: int) -> None:
+def test_samples_find_any_id_outside_the_vocabulary(kind: type, sample: int) -> None:
     samples = kind(stream([[1, 2, 3, 4, 5], [37, 7, 8]]), 2)
     samples.check_ids(38)
     with pytest.raises(DataError, match=rf"token id 37 in sample {sample}: outside model.vocab=37"):

@@ -1,4 +1,4 @@
-"""Stages of the data: which samples have their turn in each."""
+"""Data phases: the samples that are drawn in each."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def cut(folder: Path, weights: str, length: int = 4) -> Dataset:
 
 
 def consumed(data: Dataset, size: int, steps: int) -> list[tuple[int, np.ndarray]]:
-    """Stage and first tokens of the samples of each step."""
+    """The phase and the first tokens of the samples of each step."""
     orders = phase_orders(data, 3, initial_histories(data, size), size)
     found = []
     for step in range(steps):
-        at = sum(stage.from_step <= step for stage in data.phases) - 1
+        at = sum(phase.from_step <= step for phase in data.phases) - 1
         numbers = orders[at].many(step * size + np.arange(size, dtype=np.int64))
         found.append((at, data.phases[at].data.train.samples.rows(numbers).tokens_BS[:, :4]))
     return found
@@ -45,7 +45,7 @@ def distinct(rows: list[np.ndarray]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("stages", "together"),
+    ("phases", "together"),
     [
         (["a", "b", "a"], [(0, 2), (1,)]),
         (["a1b1", "a1b3", "a", "b"], [(0, 1, 2, 3)]),
@@ -54,19 +54,19 @@ def distinct(rows: list[np.ndarray]) -> int:
     ],
     ids=["there_and_back", "weights", "alone_and_in_a_blend", "weight_0"],
 )
-def test_a_source_goes_on_where_an_earlier_stage_left_it(
-    stages: list[str], together: list[tuple[int, ...]], folder: Path
+def test_a_source_continues_where_an_earlier_phase_left_it(
+    phases: list[str], together: list[tuple[int, ...]], folder: Path
 ) -> None:
-    first, *later = (cut(folder, weights) for weights in stages)
+    first, *later = (cut(folder, weights) for weights in phases)
     data = replace(first, later_phases=tuple(DataPhase(3 * at, each) for at, each in enumerate(later, 1)))
-    found = consumed(data, 8, 3 * len(stages))
+    found = consumed(data, 8, 3 * len(phases))
     for group in together:
         rows = [tokens for at, tokens in found if at in group]
         assert distinct(rows) == 8 * len(rows)
 
 
-def test_each_stage_is_gone_through_without_repeats_or_gaps(folder: Path) -> None:
-    """A stage of another length begins at its own first entry, whatever step that is; an epoch has every sample."""
+def test_each_phase_draws_its_samples_without_repeats_or_gaps(folder: Path) -> None:
+    """A phase of another length starts at its own first entry, at any step; an epoch has every sample."""
     first, second = cut(folder, "a"), cut(folder, "a", 7)
     data = replace(first, later_phases=(DataPhase(5, second),))
     samples = second.train.samples

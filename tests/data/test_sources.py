@@ -1,4 +1,4 @@
-"""Documents of each source, and what is refused."""
+"""Documents of each source, and inputs that are rejected."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_cut_prefers_paragraph_then_line_then_space() -> None:
     assert list(cut(b"aa\r\n\r\nbb\r\ncc", 10)) == [b"aa\r\n\r\n", b"bb\r\ncc"]
 
 
-def test_builtin_is_much_text_in_small_documents_in_a_fixed_order() -> None:
+def test_builtin_has_much_text_in_small_documents_in_a_fixed_order() -> None:
     documents = list(read_documents("builtin"))
     assert sum(map(len, documents)) > 300_000
     assert max(map(len, documents)) <= DOCUMENT_BYTES
@@ -40,7 +40,7 @@ def test_builtin_is_much_text_in_small_documents_in_a_fixed_order() -> None:
 
 def test_text_files_come_in_the_order_given(tmp_path: Path) -> None:
     first, second = tmp_path / "b.txt", tmp_path / "a.txt"
-    first.write_bytes(b"\xef\xbb\xbffirst")  # a byte order mark is no text
+    first.write_bytes(b"\xef\xbb\xbffirst")  # a byte order mark is not text
     second.write_text("second " * 1000)
     documents = list(read_documents("text", [first, str(second)]))
     assert documents[0] == b"first"
@@ -66,41 +66,41 @@ def test_a_jsonl_line_is_one_document_however_long(tmp_path: Path) -> None:
     assert list(read_documents("jsonl", [path])) == [text.encode() for text in texts if text]
 
 
-def refused(source: str, paths: list[Path]) -> str:
+def rejected(source: str, paths: list[Path]) -> str:
     with pytest.raises(DataError) as caught:
         list(read_documents(source, paths))
     return str(caught.value)
 
 
-def test_sources_and_paths_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    assert "data.paths=[]" in refused("text", [])
-    assert "data.source=builtin reads no files" in refused("builtin", [tmp_path])
-    message = refused("parquet", [tmp_path])
+def test_sources_and_paths_that_do_not_match_are_rejected(tmp_path: Path) -> None:
+    assert "data.paths=[]" in rejected("text", [])
+    assert "data.source=builtin reads no files" in rejected("builtin", [tmp_path])
+    message = rejected("parquet", [tmp_path])
     assert "data.source=parquet" in message and "builtin" in message and "jsonl" in message and "text" in message
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
-def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path, source: str) -> None:
+def test_files_that_cannot_be_read_are_rejected_by_name(tmp_path: Path, source: str) -> None:
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     empty.touch()
-    assert f"{missing}: does not exist" in refused(source, [missing])
-    assert f"{empty}: is empty" in refused(source, [empty])
-    assert f"{tmp_path}: is a folder without" in refused(source, [tmp_path])
-    assert f"{tmp_path}/*.x: no file matches it" in refused(source, [tmp_path / "*.x"])
+    assert f"{missing}: does not exist" in rejected(source, [missing])
+    assert f"{empty}: is empty" in rejected(source, [empty])
+    assert f"{tmp_path}: is a folder without" in rejected(source, [tmp_path])
+    assert f"{tmp_path}/*.x: no file matches it" in rejected(source, [tmp_path / "*.x"])
 
 
-def test_an_error_of_the_operating_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_operating_system_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", deny)
-    assert "cannot be read: Permission denied" in refused("text", [tmp_path / "secret.txt"])
+    assert "cannot be read: Permission denied" in rejected("text", [tmp_path / "secret.txt"])
 
 
-def test_text_that_is_not_utf8_is_refused_by_line(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_rejected_by_line(tmp_path: Path) -> None:
     path = tmp_path / "latin.txt"
     path.write_bytes(b"fine\nfine\ncaf\xe9 noir\n")
-    assert f"{path}:3: byte 0xe9 is not UTF-8" in refused("text", [path])
+    assert f"{path}:3: byte 0xe9 is not UTF-8" in rejected("text", [path])
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_text_that_is_not_utf8_is_refused_by_line(tmp_path: Path) -> None:
     ],
     ids=range(7),
 )
-def test_faulty_jsonl_lines_are_refused_by_number(tmp_path: Path, line: bytes, error: str) -> None:
+def test_invalid_jsonl_lines_are_rejected_by_number(tmp_path: Path, line: bytes, error: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
-    message = refused("jsonl", [path])
+    message = rejected("jsonl", [path])
     assert f"{path}:3" in message and error in message

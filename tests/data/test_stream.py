@@ -1,4 +1,4 @@
-"""Token streams: width of ids, boundaries, and the two sides."""
+"""Streams of text and of token files: ids, boundaries, and the split into training and validation."""
 
 import tracemalloc
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def test_ids_are_kept_as_narrow_as_they_fit_and_exactly(size: int, width: int) -
 
 
 @pytest.mark.parametrize("bad", [37, -5])
-def test_ids_outside_are_refused_when_written(bad: int) -> None:
+def test_ids_outside_the_vocabulary_are_rejected_when_written(bad: int) -> None:
     with pytest.raises(DataError, match=rf"document 1 holds the id {bad}; ids run from 0 to 36"):
         stream_of([np.array([36, 0]), np.array([1, bad])], 37)
 
@@ -55,7 +55,7 @@ def test_a_stream_is_its_documents_back_to_back(documents: list[list[int]]) -> N
     assert stream.documents == len(kept)
 
 
-def test_each_document_goes_to_its_side_in_corpus_order_with_its_end() -> None:
+def test_each_document_goes_to_its_split_in_corpus_order_with_its_end() -> None:
     tokenizer = ByteTokenizer()
     for side, stream in zip((False, True), tokenize(DOCUMENTS, tokenizer, 0.2), strict=True):
         expected = [document for document in DOCUMENTS if held_out(document, 0.2) is side]
@@ -71,7 +71,7 @@ def test_a_tokenizer_without_an_end_still_has_boundaries() -> None:
     assert train.starts.tolist() == [0, 3]
 
 
-def test_the_digest_sees_ids_and_boundaries_but_not_their_width() -> None:
+def test_the_digest_depends_on_ids_and_boundaries_but_not_on_width() -> None:
     def digest(*documents: list[int], size: int = 10) -> str:
         return stream_of([np.array(document) for document in documents], size).digest()
 
@@ -80,43 +80,45 @@ def test_the_digest_sees_ids_and_boundaries_but_not_their_width() -> None:
     assert digest([1, 2], [3]) != digest([1, 2], [4])
 
 
-def test_tokens_cannot_be_changed_by_whoever_holds_the_stream() -> None:
+def test_the_tokens_of_a_stream_are_read_only() -> None:
     for stream in (stream_of([np.array([1])], 2), tokenize([b"abc"], ByteTokenizer(), 0.0)[0]):
         with pytest.raises(ValueError, match="read-only"):
             stream.tokens[0] = 0
 
 
-HASHED = [f"document {number}".encode() for number in range(4000)]
-SIDES = [True, True, True, False, False, False, True, True]
+SPLIT_DOCUMENTS = [f"document {number}".encode() for number in range(4000)]
+EXPECTED_SPLIT = [True, True, True, False, False, False, True, True]
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.5])
 def test_about_the_fraction_is_held_out(fraction: float) -> None:
-    assert sum(held_out(d, fraction) for d in HASHED) / len(HASHED) == pytest.approx(fraction, abs=0.02)
+    assert sum(held_out(d, fraction) for d in SPLIT_DOCUMENTS) / len(SPLIT_DOCUMENTS) == pytest.approx(
+        fraction, abs=0.02
+    )
 
 
 def test_a_larger_fraction_only_adds_documents() -> None:
-    assert not any(held_out(document, 0.0) for document in HASHED)
-    assert all(held_out(document, 0.3) for document in HASHED if held_out(document, 0.1))
+    assert not any(held_out(document, 0.0) for document in SPLIT_DOCUMENTS)
+    assert all(held_out(document, 0.3) for document in SPLIT_DOCUMENTS if held_out(document, 0.1))
 
 
-def test_the_side_depends_on_the_document_alone() -> None:
-    """Written down, so that a change of the hash, which would mix old validation text into training, is seen."""
-    assert [held_out(document, 0.5) for document in HASHED[:8]] == SIDES
+def test_the_split_depends_on_the_document_alone() -> None:
+    """Recorded, so that a change of the hash, which would move old validation text into training, is noticed."""
+    assert [held_out(document, 0.5) for document in SPLIT_DOCUMENTS[:8]] == EXPECTED_SPLIT
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
-def test_fractions_that_leave_nothing_are_refused(fraction: float) -> None:
+def test_fractions_that_leave_no_training_are_rejected(fraction: float) -> None:
     with pytest.raises(DataError, match=r"data.validation_fraction="):
         check_fraction(fraction)
 
 
 @dataclass(frozen=True)
-class Endless:
-    """A file that computes what it holds: documents of 1,000 tokens, each token a function of its place."""
+class ComputedFile:
+    """A file of computed documents of 1,000 tokens, each token a function of its position."""
 
     tokens: int
-    name: str = "endless"
+    name: str = "computed"
 
     @property
     def dtype(self) -> np.dtype:
@@ -149,7 +151,7 @@ some = st.lists(st.lists(st.integers(1, 49), min_size=1, max_size=9), min_size=2
 
 @settings(deadline=None, max_examples=40)
 @given(some, st.integers(1, 6), st.booleans(), st.integers(1, 3))
-def test_samples_of_files_equal_those_of_the_documents_in_memory(
+def test_samples_of_files_equal_samples_of_documents_in_memory(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], size: int, mask: bool, files: int
 ) -> None:
     folder = tmp_path_factory.mktemp("corpus")
@@ -173,9 +175,9 @@ def test_a_file_is_held_out_in_blocks_of_whole_documents(tmp_path: Path, fractio
     [file] = open_token_files([write_by_hand(tmp_path / "c", documents, 4)])
     train, held = split_file(file, fraction)
     assert len(held) == min(64, int(2000 * fraction / 4))
-    sides = [{int(i) for span in side for i in file.read(span.begin, span.end)} for side in (train, held)]
-    assert sides[0] | sides[1] == set(range(2000)) and not sides[0] & sides[1]
-    share = sum(span.end - span.begin for span in held) / file.tokens
+    splits = [{int(i) for each in split for i in file.read(each.begin, each.end)} for split in (train, held)]
+    assert splits[0] | splits[1] == set(range(2000)) and not splits[0] & splits[1]
+    share = sum(each.end - each.begin for each in held) / file.tokens
     assert abs(share - fraction) < 0.01
     assert split_file(file, 0)[1] == []
 
@@ -188,7 +190,7 @@ def test_one_document_is_not_split(tmp_path: Path) -> None:
 
 def test_ten_billion_samples_take_no_memory() -> None:
     length = 1024
-    train, held = split_file(Endless(10_600_000_000 * length), 0.05)
+    train, held = split_file(ComputedFile(10_600_000_000 * length), 0.05)
     tracemalloc.start()
     samples = PackedSamples(FileStream(train), length)
     loader = Loader(samples, global_size=8, micro_size=2, dp_rank=1, dp_size=2, seed=3, vocab=251)
@@ -204,7 +206,7 @@ def test_ten_billion_samples_take_no_memory() -> None:
     assert loader.sample_numbers(10**9).max() > 10**9
 
 
-def test_opening_reads_next_to_nothing(tmp_path: Path) -> None:
+def test_opening_reads_almost_nothing(tmp_path: Path) -> None:
     prefix = write_by_hand(tmp_path / "c", [[1, 2, 3, 4]] * 200_000, 8)
     tracemalloc.start()
     [file] = open_token_files([prefix])
@@ -225,12 +227,14 @@ def test_arrays_of_one_and_two_dims(tmp_path: Path) -> None:
     assert whole.documents == 20
     assert PackedSamples(whole, 10).rows(np.arange(1)).documents_BS.tolist() == [[0] * 6 + [1] * 4]
     apart = PackedSamples(FileStream([TokenRange(first, 0, 4), TokenRange(first, 90, 99)]), 8).rows(np.arange(1))
-    assert apart.documents_BS.tolist() == [[0] * 4 + [1] * 4]  # what lies apart in the file is no running text
+    assert apart.documents_BS.tolist() == [
+        [0] * 4 + [1] * 4
+    ]  # ranges that are not adjacent in the file are separate documents
     assert apart.labels_BS.tolist() == [[1, 2, 3, -100, 91, 92, 93, 94]]
     assert FileStream(train).documents == 1 and isinstance(first, ArrayFile)
 
 
-def test_an_id_outside_the_vocabulary_is_named_alike_at_once(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_named_before_training(tmp_path: Path) -> None:
     for code, bad in ((8, 37), (4, -5)):
         samples = PackedSamples(corpus(tmp_path, [[1, 36, 2]] * 3), 2)
         Loader(samples, global_size=1, micro_size=1, vocab=37)

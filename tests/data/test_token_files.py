@@ -1,4 +1,4 @@
-"""Ids of token files against a vocabulary: certain for small files, bounded for large ones."""
+"""Finding token files, and checking their ids against a vocabulary."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from megastack.errors import DataError
 from tests.data.token_cases import write_by_hand
 
 FAR = [[1] * 70_000, [2, 3, 999, 4], [5] * 10]
-"""A document with an id that lies beyond what a rank looks at first."""
+"""A document with an invalid id after the tokens that a rank checks first."""
 
 
 @dataclass(frozen=True)
 class Huge:
-    """A file of any size that holds ones, and remembers how much of it was read."""
+    """A file of ones of any size, which records the ranges that were read."""
 
     tokens: int
     dtype: np.dtype = field(default_factory=lambda: np.dtype("i4"))
     name: str = "huge"
     boundaries: int = 1
-    seen: list[tuple[int, int]] = field(default_factory=list)
+    reads: list[tuple[int, int]] = field(default_factory=list)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        self.seen.append((begin, end))
+        self.reads.append((begin, end))
         return np.ones(end - begin, self.dtype)
 
 
-def test_an_id_anywhere_in_a_file_is_found_with_its_place(tmp_path: Path) -> None:
+def test_an_id_anywhere_in_a_file_is_found_with_its_position(tmp_path: Path) -> None:
     files = open_token_files([write_by_hand(tmp_path / "a", FAR, 8), write_by_hand(tmp_path / "b", [[1, 2]], 8)])
     (found,) = id_violations(files, 256)
     rule = f"token id 999 in {tmp_path / 'a'}, at token 70002, is outside the vocabulary"
@@ -57,40 +57,40 @@ def test_an_array_with_ids_too_large_and_below_0_has_two_errors(tmp_path: Path) 
     assert (large.key, large.legal, negative.key) == ("model.vocab", ("other token files",), "data.paths")
 
 
-def test_a_type_that_the_vocabulary_holds_altogether_is_not_read() -> None:
+def test_a_file_whose_id_type_fits_in_the_vocabulary_is_not_read() -> None:
     file = Huge(10**11, np.dtype("u2"))
-    assert not id_violations([file], 65_536) and not file.seen
+    assert not id_violations([file], 65_536) and not file.reads
     id_violations([file], 65_535)
-    assert file.seen
+    assert file.reads
 
 
-def test_what_is_read_of_a_large_file_is_bounded_and_spread_over_it() -> None:
+def test_reads_of_a_large_file_are_bounded_and_spread_over_it() -> None:
     large, small = Huge(10**11), Huge(1000)
     assert not id_violations([large, small], 256, limit=1 << 20)
-    assert small.seen == [(0, 1000)]
-    assert sum(end - begin for begin, end in large.seen) <= 1 << 20
-    assert large.seen[0][0] == 0 and large.seen[-1][1] == 10**11
-    assert max(np.diff([begin for begin, _ in large.seen])) < 10**11 / 13
+    assert small.reads == [(0, 1000)]
+    assert sum(end - begin for begin, end in large.reads) <= 1 << 20
+    assert large.reads[0][0] == 0 and large.reads[-1][1] == 10**11
+    assert max(np.diff([begin for begin, _ in large.reads])) < 10**11 / 13
 
 
-def test_of_a_large_file_the_note_beside_it_counts_if_it_is_its_own(tmp_path: Path) -> None:
+def test_the_record_beside_a_large_file_counts_if_its_token_count_matches(tmp_path: Path) -> None:
     files = open_token_files([write_by_hand(tmp_path / "a", [[1] * 200_000], 8)])
-    note = tmp_path / "a.json"
-    note.write_text(json.dumps({"largest_id": 999, "tokens": 200_000}))
+    record = tmp_path / "a.json"
+    record.write_text(json.dumps({"largest_id": 999, "tokens": 200_000}))
     (found,) = id_violations(files, 256, limit=1 << 16)
     assert str(found).startswith("model.vocab=256: token id 999 in") and "recorded in" in str(found)
-    assert not id_violations(files, 256), "a file that is read whole speaks for itself"
-    note.write_text(json.dumps({"largest_id": 999, "tokens": 5}))
+    assert not id_violations(files, 256), "a file that is read whole needs no record"
+    record.write_text(json.dumps({"largest_id": 999, "tokens": 5}))
     assert not id_violations(files, 256, limit=1 << 16)
 
 
 @given(st.integers(0, 10**7), st.integers(0, 10**7))
-def test_pieces_lie_apart_within_the_file_and_the_bound(tokens: int, most: int) -> None:
-    found = list(pieces(tokens, most))
+def test_pieces_are_disjoint_and_within_the_file_and_the_limit(tokens: int, limit: int) -> None:
+    found = list(pieces(tokens, limit))
     assert all(0 <= begin < end <= tokens for begin, end in found)
     assert all(a[1] <= b[0] for a, b in pairwise(found))
     total = sum(end - begin for begin, end in found)
-    assert total == tokens if most >= tokens else total <= max(most, 1 << 16)
+    assert total == tokens if limit >= tokens else total <= max(limit, 1 << 16)
 
 
 def test_prefixes_files_folders_and_patterns(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_prefixes_files_folders_and_patterns(tmp_path: Path) -> None:
         assert [Path(file.name).name for file in open_token_files(paths)] == ["a.v1", "b"]
 
 
-def test_what_is_no_token_file_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_token_files_are_rejected(tmp_path: Path) -> None:
     np.save(tmp_path / "f.npy", np.zeros(3))
     write_by_hand(tmp_path / "none", [], 8)
     (tmp_path / "empty").mkdir()

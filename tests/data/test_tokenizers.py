@@ -1,4 +1,4 @@
-"""Bytes and tokenizer files: ids, ends of documents, and the vocabulary that they need."""
+"""Bytes and tokenizer files: ids, end ids, and the vocabulary that they need."""
 
 import builtins
 import json
@@ -20,7 +20,7 @@ from tests.data.token_cases import read_by_hand
 
 @settings(deadline=None, max_examples=60)
 @given(st.text(max_size=50))
-def test_bytes_go_there_and_back_and_never_hit_the_end(text: str) -> None:
+def test_bytes_round_trip_and_never_contain_the_end_id(text: str) -> None:
     tokenizer = ByteTokenizer()
     (ids,) = tokenizer.encode([text.encode()])
     assert tokenizer.end not in ids
@@ -39,7 +39,7 @@ def tokenizer_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_tokenizer_file_adds_nothing_of_its_own(tokenizer_file: Path) -> None:
+def test_a_tokenizer_file_adds_no_tokens(tokenizer_file: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_file)
     assert [list(ids) for ids in tokenizer.encode([b"to be", b"be or"])] == [[1, 2], [2, 0]]
     assert tokenizer.decode([1, 2]) == "to be"
@@ -75,7 +75,7 @@ def test_an_end_that_is_configured_as_null_is_not_guessed(tokenizer_file: Path, 
 
 
 @pytest.mark.parametrize("content", [[], {"eos_token": 7}, {"eos_token": ["</s>"]}, {"eos_token": {"text": "</s>"}}])
-def test_a_configuration_beside_it_that_says_nothing_usable_is_refused(tokenizer_file: Path, content: Any) -> None:
+def test_an_unusable_configuration_beside_it_is_rejected(tokenizer_file: Path, content: Any) -> None:
     tokenizer_file.with_name("tokenizer_config.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"data\.tokenizer=.*tokenizer_config\.json"):
         load_tokenizer(tokenizer_file)
@@ -95,7 +95,7 @@ STATE = {
 
 
 @pytest.mark.parametrize("state", [["truncation"], ["padding"], ["truncation", "padding"]], ids="+".join)
-def test_a_file_that_cuts_or_pads_gives_every_id_of_a_text_and_no_other(tokenizer_file: Path, state: list[str]) -> None:
+def test_truncation_and_padding_of_the_file_are_switched_off(tokenizer_file: Path, state: list[str]) -> None:
     content = json.loads(tokenizer_file.read_text())
     tokenizer_file.write_text(json.dumps(content | {name: STATE[name] for name in state}))
     documents = [b"to be " * 500, b"to", b"be"]
@@ -115,7 +115,7 @@ def test_a_file_with_dropout_gives_the_same_ids_each_time(tmp_path: Path) -> Non
 
 
 def _saved(folder: Path, model: str, *, end: str = "special") -> Path:
-    """A tokenizer whose vocabulary holds `</s>`, which is a special token, an added word, or a piece of its model."""
+    """A tokenizer with `</s>` as a special token, an added word, or a token of its model."""
     hf = pytest.importorskip("tokenizers")
     letters = "ab</s>"
     pieces = ["<unk>", *dict.fromkeys(letters), "ab", "</s>"]
@@ -148,7 +148,7 @@ def test_text_that_spells_a_special_token_stays_text(tmp_path: Path, model: str,
     tokenizer = load_tokenizer(path)
     texts = [b"</s>", b"ab </s> ab", b"ab</s></s>", b"</s", b"zz </s>"]
     assert all(tokenizer.end not in ids and len(ids) for ids in tokenizer.encode(texts))
-    if model not in ("words", "wordpiece"):  # which know no letters within a word
+    if model not in ("words", "wordpiece"):  # which have no letters within a word
         assert tokenizer.decode(tokenizer.encode([b"</s>"])[0].tolist()).replace(" ", "") == "</s>"
     train, _ = tokenize(texts, tokenizer, 0.0)
     assert (train.tokens == tokenizer.end).sum() == len(texts)
@@ -159,7 +159,7 @@ def test_text_that_spells_a_special_token_stays_text(tmp_path: Path, model: str,
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_text_without_special_tokens_has_the_ids_that_the_package_gives(tmp_path: Path, model: str) -> None:
+def test_text_without_special_tokens_has_the_ids_of_the_package(tmp_path: Path, model: str) -> None:
     path = _saved(tmp_path, model)
     plain = pytest.importorskip("tokenizers").Tokenizer.from_file(str(path))
     for text in ("ab ab", "a", "zebra", "</ s>", "<a> b>"):
@@ -167,7 +167,7 @@ def test_text_without_special_tokens_has_the_ids_that_the_package_gives(tmp_path
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_where_it_is_allowed_it_becomes_the_id_and_no_second_end_follows(tmp_path: Path, model: str) -> None:
+def test_allowed_special_tokens_become_ids_and_no_second_end_follows(tmp_path: Path, model: str) -> None:
     tokenizer = load_tokenizer(_saved(tmp_path, model), allow_special_tokens=True)
     train, _ = tokenize([b"ab </s>", b"</s> ab", b"ab"], tokenizer, 0.0)
     end, ab = tokenizer.end, tokenizer.encode([b"ab"])[0].tolist()
@@ -175,7 +175,7 @@ def test_where_it_is_allowed_it_becomes_the_id_and_no_second_end_follows(tmp_pat
     assert [[i for i in ids if i in (end, *ab)] for ids in documents] == [[*ab, end], [end, *ab, end], [*ab, end]]
 
 
-def test_a_piece_of_one_letter_that_is_the_end_cannot_be_text(tmp_path: Path) -> None:
+def test_an_end_token_of_one_letter_cannot_be_text(tmp_path: Path) -> None:
     path = _saved(tmp_path, "bpe")
     path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
     tokenizer = load_tokenizer(path)
@@ -185,7 +185,7 @@ def test_a_piece_of_one_letter_that_is_the_end_cannot_be_text(tmp_path: Path) ->
     assert tokenizer.end in load_tokenizer(path, allow_special_tokens=True).encode([b"b a b"])[0]
 
 
-def test_token_files_hold_what_training_makes_of_the_text(tmp_path: Path) -> None:
+def test_token_files_have_the_same_ids_as_training_on_the_text(tmp_path: Path) -> None:
     path = _saved(tmp_path, "unigram")
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "ab</s>"}) + "\n" + json.dumps({"text": "</s>ab"}) + "\n")
     for allowed in (False, True):
@@ -199,14 +199,14 @@ def test_token_files_hold_what_training_makes_of_the_text(tmp_path: Path) -> Non
         make_token_file([tmp_path / "a.jsonl"], tmp_path / "b", allow_special_tokens=True)
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused() -> None:
+def test_a_vocabulary_smaller_than_the_tokenizer_is_rejected() -> None:
     assert least_vocab() == 256
     check_vocab(256, ByteTokenizer())
     with pytest.raises(DataError, match=r"model.vocab=255.*data.tokenizer=byte; use 256 or more"):
         check_vocab(255, ByteTokenizer())
 
 
-def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_a_tokenizer_are_rejected(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     with pytest.raises(DataError, match=r"tokenizer.json: no such file; use byte"):
@@ -216,7 +216,7 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path) -> None:
         load_tokenizer(path)
 
 
-def test_without_the_tokenizers_package_the_error_says_how_to_get_it(
+def test_without_the_tokenizers_package_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = builtins.__import__

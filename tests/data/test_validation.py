@@ -1,4 +1,4 @@
-"""Every validation sample once, whatever the ranks, and the mean over its tokens."""
+"""Every validation sample once on any number of ranks, the mean over its tokens, and the bigram baseline."""
 
 from collections import Counter
 from itertools import chain, pairwise
@@ -34,7 +34,9 @@ def labels_of(one: ValidationBatches) -> list[int]:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 5), st.integers(1, 3))
-def test_each_sample_is_seen_once_and_all_ranks_run_equally_long(count: int, ranks: int, rows: int, m: int) -> None:
+def test_each_sample_is_evaluated_once_and_all_ranks_run_equally_long(
+    count: int, ranks: int, rows: int, m: int
+) -> None:
     parts = [batches(singles(count), rank, ranks, micro_size=rows, microbatches=m) for rank in range(ranks)]
     assert sorted([label for part in parts for label in labels_of(part)]) == list(range(1, count + 1))
     shapes = [[[tuple(batch.tokens_BS.shape) for batch in group] for group in part] for part in parts]
@@ -42,7 +44,7 @@ def test_each_sample_is_seen_once_and_all_ranks_run_equally_long(count: int, ran
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 1), (4, 5), (16, 1)])
-def test_the_mean_over_nine_samples_is_not_bent_by_padding(ranks: int, rows: int) -> None:
+def test_the_mean_over_nine_samples_is_not_biased_by_padding(ranks: int, rows: int) -> None:
     """The losses 1 to 9 have the mean 5.0: on two ranks, in a short last batch, on more ranks than samples."""
     parts = [batches(singles(9), rank, ranks, micro_size=rows) for rank in range(ranks)]
     losses = [label for part in parts for label in labels_of(part)]
@@ -112,7 +114,7 @@ def test_only_the_chosen_validation_samples_are_scored() -> None:
     assert len(set(parts)) > 1
 
 
-def test_counting_in_pieces_is_counting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_in_pieces_equals_counting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pair_counts(samples(TRAIN), 4)
     monkeypatch.setattr("megastack.data.validation._TOKENS_AT_A_TIME", 2)
     assert pair_counts(samples(TRAIN), 4).tolist() == whole.tolist()

@@ -1,4 +1,4 @@
-"""The token file format by hand, so that tests of reading and writing do not lean on each other."""
+"""An independent reader and writer of the token file format, so that tests of each do not rely on the other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_by_hand(prefix: Path, documents: Sequence[Sequence[int]], code: int, *
 
 
 def read_by_hand(prefix: Path) -> tuple[int, list[list[int]]]:
-    """The type's code and the documents."""
+    """The code of the id type, and the documents."""
     raw = prefix.with_suffix(".idx").read_bytes()
     assert raw[:9] == b"MMIDIDX\x00\x00"
     version, code, n, d = struct.unpack_from("<QBQQ", raw, 9)

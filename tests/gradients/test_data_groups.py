@@ -49,16 +49,26 @@ class Block(ParallelModule):
         return self.expert(self.dense(x))
 
 
+class Stage(nn.Module):
+    """A stage with one unit."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.block = Block(mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
 def stepped(level: int, policy: ReshardPolicy) -> tuple[dict[str, Tensor], float, float, dict[str, int]]:
     """Gradients and norm of a step, one weight of the expert after its update, and the elements of the local shards."""
     mesh = Mesh.from_environment(MeshShape(dp=2, cp=2))
-    stage = nn.ModuleDict({"block": Block(mesh)})
-    stage.forward = lambda x: stage["block"](x)  # type: ignore[method-assign]
+    stage = Stage(mesh)
     gradients: Gradients
     if level < 2:
         gradients = GradientBuckets([stage], mesh, zero=level)
     else:
-        gradients = FullyShardedGradients([stage], mesh, units={stage["block"]: policy})
+        gradients = FullyShardedGradients([stage], mesh, units={stage.block: policy})
     gradients.mark_last_backward(0)
     (stage(torch.zeros(())) * (mesh.rank + 1.0)).backward()
     gradients.finish()

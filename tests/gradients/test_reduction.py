@@ -5,7 +5,13 @@ import torch
 
 from megastack.comm.collectives import all_reduce
 from megastack.errors import PlacementError
-from megastack.gradients.reduction import agree_over_stages, data_sharding, make_reductions, reduction_of
+from megastack.gradients.reduction import (
+    TrainedParameter,
+    agree_over_stages,
+    data_sharding,
+    make_reductions,
+    reduction_of,
+)
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.placement.placement import Placement, Shard
@@ -73,18 +79,18 @@ def test_each_shard_has_one_owner_among_the_data_ranks(
     assert run_ranks(owners_among_data_ranks, 4, zero, shard_size) == [(differ, owner, True) for owner in owners]
 
 
-def shared_names(held: dict[int, tuple[str, ...]], differ: int | None) -> tuple[dict[str, tuple[int, ...]], bool] | str:
+def shared_names(held: dict[int, tuple[str, ...]], differ: str | None) -> tuple[dict[str, tuple[int, ...]], bool] | str:
     mesh = Mesh.from_environment(MeshShape(pp=4))
     shape = (3,) if mesh.rank < 3 else (3, 1)
-    shapes = {name: shape if name == "b" else (2,) for name in held[mesh.rank]}
+    trained = [TrainedParameter(name, shape if name == "b" else (2,), name == differ) for name in held[mesh.rank]]
     try:
-        return agree_over_stages(shapes, mesh.rank == differ, mesh)
+        return agree_over_stages(trained, mesh)
     except PlacementError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("differ", [None, 2])
-def test_stages_find_tied_parameters_by_name_and_shape_and_share_a_flag(differ: int | None) -> None:
+@pytest.mark.parametrize("differ", [None, "d"])
+def test_stages_find_tied_parameters_by_name_and_shape_and_share_a_flag(differ: str | None) -> None:
     held = {0: ("a", "b"), 1: ("c",), 2: ("d", "c"), 3: ("b", "a")}
     tied = [{"a": (0, 3)}, {"c": (1, 2)}, {"c": (1, 2)}, {"a": (0, 3)}]
     assert run_ranks(shared_names, 4, held, differ) == [(each, differ is not None) for each in tied]

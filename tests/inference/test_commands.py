@@ -97,7 +97,7 @@ def test_token_files_are_read_in_every_format(run: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("bad", [300, -1])
-def test_a_token_file_with_other_ids_is_refused(
+def test_a_token_file_with_other_ids_is_rejected(
     bad: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "bad.npy", np.array([1, 2, bad, 3], dtype=np.int16))
@@ -118,7 +118,7 @@ def test_a_token_file_with_other_ids_is_refused(
         ("evaluate", ["data.validation_fraction=0"], "no validation split"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_invalid_requests_are_rejected(
     run: Path, verb: str, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([verb, str(run), *arguments, "launch.threads_per_rank=1"]) == 78
@@ -126,11 +126,11 @@ def test_what_cannot_be_done_is_refused(
 
 
 @pytest.mark.parametrize("verb", ["generate", "evaluate"])
-def test_all_faults_make_one_report(run: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be read, broken rules, layers, data and prompts."""
-    faulty = ["parallel.tq=2", "parallel.tp=3", "model.mlp={_target_: nope.A}", "data.tokenizer=none.json"]
+def test_all_errors_are_in_one_report(run: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys, rules, layers, data and prompts that are invalid."""
+    invalid = ["parallel.tq=2", "parallel.tp=3", "model.mlp={_target_: nope.A}", "data.tokenizer=none.json"]
     more = ["--prompts", "nowhere.txt", "--temperature", "-1"] if verb == "generate" else ["data.paths=[gone.jsonl]"]
-    assert main([verb, str(run), *faulty, *more, "model.layers=0", "run.steps=2"]) == 78
+    assert main([verb, str(run), *invalid, *more, "model.layers=0", "run.steps=2"]) == 78
     report = capsys.readouterr().err.splitlines()
     starts = ("parallel.tq=2: no such key", "parallel.tp=3: must divide", "model.mlp._target_=nope.A: importing")
     starts += ("model.layers=0: must be", "data.tokenizer=none.json: no such file")
@@ -139,14 +139,12 @@ def test_all_faults_make_one_report(run: Path, tmp_path: Path, verb: str, capsys
     assert all(line.startswith((*starts, *own)) for line in report), report
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_checkpoint_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 78
-    assert f"{tmp_path}: no checkpoint" in capsys.readouterr().err
+    assert f"{tmp_path}: no usable checkpoint" in capsys.readouterr().err
 
 
-def test_what_an_import_made_brings_its_model_and_its_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_import_brings_its_model_and_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     source = write(tmp_path / "source", CONFIGS["gpt2"])  # of 32 learned positions
     vocabulary = {chr(ord("a") + i): i for i in range(26)} | {"<unk>": 26, "</s>": 27}
@@ -162,16 +160,16 @@ def test_what_an_import_made_brings_its_model_and_its_tokenizer(
     assert "prompt 0: its 3 tokens and max_new_tokens=30 exceed the 32 positions" in capsys.readouterr().err
     letters.add_special_tokens(["</s>"])
     letters.save(str(tmp_path / "special.json"))
-    asked = ["generate", str(tmp_path / "in"), "--prompt", "ab</s>", "--max-new-tokens", "31"]
+    command = ["generate", str(tmp_path / "in"), "--prompt", "ab</s>", "--max-new-tokens", "31"]
     for allowed, count in (("false", 6), ("true", 3)):
         choices = [f"data.tokenizer={tmp_path / 'special.json'}", f"data.allow_special_tokens={allowed}"]
-        assert main([*asked, *choices]) == 78
+        assert main([*command, *choices]) == 78
         assert f"prompt 0: its {count} tokens" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "in"), "--prompt", "a\udcff"]) == 78
     assert "is not UTF-8" in capsys.readouterr().err
 
 
-def test_an_empty_file_of_tokens_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_file_of_tokens_is_rejected(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.npy").touch()
     assert main(["evaluate", str(run), "--file", f"{tmp_path}/empty.npy", "launch.threads_per_rank=1"]) == 78
     assert f"{tmp_path}/empty.npy: cannot be read as an array" in capsys.readouterr().err
@@ -179,7 +177,7 @@ def test_an_empty_file_of_tokens_is_refused(run: Path, tmp_path: Path, capsys: p
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an import made of a folder without a tokenizer, of 37 tokens."""
+    """The import of a folder without a tokenizer, with 37 tokens."""
     folder = tmp_path_factory.mktemp("bare")
     import_model(write(folder / "source", CONFIGS["llama2"]), folder / "in", proof="none")
     return folder / "in"
@@ -207,7 +205,7 @@ def test_ids_in_a_file_need_no_tokenizer(bare: Path, tmp_path: Path) -> None:
         ("evaluate", ["--file", "gone.npy"], "--file gone.npy: does not exist"),
     ],
 )
-def test_what_an_import_does_not_have_is_asked_for_by_its_name(
+def test_an_error_names_what_an_import_lacks(
     bare: Path, tmp_path: Path, verb: str, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("three words here")

@@ -18,16 +18,15 @@ from megastack.config.schema import ParallelOptions, PrecisionOptions, ScheduleO
 from megastack.errors import ConfigError, MegastackError
 from megastack.inference.generate import Completion, Generator
 from megastack.inference.sample import Sampling
-from megastack.layers import attention, embedding, linear, mlp, norm, positions
-from megastack.layers.attention import ParallelAttention
-from megastack.layers.cacheable import METHODS
+from megastack.layers import attention, embedding, linear, mlp, norm
 from megastack.layers.mlp import ParallelMLP
-from megastack.layers.overrides import is_built_in
+from megastack.layers.overrides import METHODS, is_built_in
 from megastack.mesh.mesh import Mesh
 from megastack.models import block, decoder
-from megastack.models.block import Block
 from megastack.models.stages import configured_schedule
 from megastack.testing.ranks import run_ranks
+from tests.inference import custom_layers
+from tests.inference.custom_layers import shifted
 from tests.models.model_cases import GPT2, LLAMA, QWEN, tiny
 
 PROMPTS = [[3, 1], [4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]]
@@ -40,7 +39,7 @@ Ids = list[tuple[int, ...]]
 def config_of(
     model: dict[str, Any], layers: Sequence[int] | None = None, chunks: int = 1, **degrees: int
 ) -> TrainConfig:
-    """A model of four layers in fp64 with weights large enough that the texts do not soon repeat themselves."""
+    """A model of four layers in fp64, with weights large enough that texts do not repeat themselves early."""
     config = tiny(model | {"layers": 4, "init_std": 0.5})
     split = None if layers is None else list(layers)
     precision = PrecisionOptions()
@@ -62,7 +61,7 @@ def ids_of(completions: Sequence[Completion]) -> Ids:
 
 
 def alone(config: TrainConfig, sampling: Sampling, *, cache: bool = False) -> Ids:
-    """Each prompt by itself, on one rank."""
+    """The continuation of each prompt alone, on one rank."""
     one = generator(config, Mesh.single())
     return [
         one([prompt], max_new_tokens=NEW, sampling=sampling, cache=cache, first_sample=number)[0].ids
@@ -71,7 +70,7 @@ def alone(config: TrainConfig, sampling: Sampling, *, cache: bool = False) -> Id
 
 
 def on_a_layout(config: TrainConfig) -> dict[str, Any]:
-    """What one rank of a layout finds, whose own random generator is unlike the others'."""
+    """The results of one rank, whose random generator differs from those of the other ranks."""
     mesh = Mesh.from_environment(mesh_shape(config), device="cpu")
     torch.manual_seed(mesh.rank)
     each = generator(config, mesh)
@@ -81,7 +80,7 @@ def on_a_layout(config: TrainConfig) -> dict[str, Any]:
             ("cached", Sampling(), True),
             ("uncached", Sampling(), False),
             ("drawn", DRAWN, True),
-            ("again", Sampling(), True),
+            ("repeated", Sampling(), True),
         )
     }
     layers = sum(len(stage.layers) for stage in each.stages)
@@ -103,26 +102,26 @@ RARE = ("pp2-chunks2", "tp4-copies")
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.full] if name in RARE else []) for name in LAYOUTS]
 )
-def test_every_layout_continues_prompts_alike(layout: str) -> None:
+def test_every_layout_generates_the_same_ids(layout: str) -> None:
     model = MODELS["gqa"]
     expected = {"greedy": alone(config_of(model), Sampling()), "drawn": alone(config_of(model), DRAWN)}
     assert expected["greedy"] != expected["drawn"] and len(set(expected["greedy"])) == 3
     config = config_of(model, **LAYOUTS[layout])  # type: ignore[arg-type]
     for found in run_ranks(on_a_layout, mesh_shape(config).world_size, config):
         assert found["can"]
-        for name in ("cached", "uncached", "again"):
+        for name in ("cached", "uncached", "repeated"):
             assert found[name] == expected["greedy"], name
         assert found["drawn"] == expected["drawn"]
         assert found["entries"] == found["layers"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen", marks=pytest.mark.full)])
-def test_other_models_do_on_two_axes_at_once(name: str) -> None:
+def test_other_models_generate_the_same_ids_on_two_axes(name: str) -> None:
     expected = alone(config_of(MODELS[name]), Sampling())
     assert alone(config_of(MODELS[name]), Sampling(), cache=True) == expected
     config = config_of(MODELS[name], layers=(3, 1), tp=2, pp=2)
     for found in run_ranks(on_a_layout, 4, config):
-        assert found["cached"] == found["uncached"] == found["again"] == expected
+        assert found["cached"] == found["uncached"] == found["repeated"] == expected
 
 
 def test_one_rank_with_a_cache_and_a_batch() -> None:
@@ -140,7 +139,7 @@ def ended(config: TrainConfig, end: int) -> list[Completion]:
     return generator(config, mesh)(PROMPTS, max_new_tokens=NEW, end=end)
 
 
-def test_all_ranks_end_together() -> None:
+def test_all_ranks_stop_together() -> None:
     whole = alone(config_of(LLAMA), Sampling())
     end = whole[1][3]
     cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in whole]
@@ -159,7 +158,7 @@ def test_it_stops_as_soon_as_every_text_has_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "new", "said"),
+    ("prompts", "new", "message"),
     [
         ([[1] * 20], 5, "prompt 0: its 20 tokens and max_new_tokens=5 exceed the 24 positions .* max_new_tokens=4"),
         ([[1], [1] * 24], 1, "prompt 1: .* a prompt of at most 23 tokens"),
@@ -169,156 +168,36 @@ def test_it_stops_as_soon_as_every_text_has_ended() -> None:
         ([], 1, "no prompt"),
     ],
 )
-def test_what_the_model_cannot_take_is_refused_before_anything_runs(prompts: Any, new: int, said: str) -> None:
+def test_invalid_prompts_are_rejected_before_anything_runs(prompts: Any, new: int, message: str) -> None:
     each = generator(config_of(MODELS["gpt2"]), Mesh.single())
-    each.stages = []  # nothing could run
-    with pytest.raises(ConfigError, match=said):
+    each.stages = []  # nothing can run
+    with pytest.raises(ConfigError, match=message):
         each(prompts, max_new_tokens=new)
 
 
-def test_rotary_positions_have_no_end() -> None:
+def test_rotary_positions_have_no_limit() -> None:
     assert len(generator(config_of(LLAMA), Mesh.single())([[1] * 30], max_new_tokens=2)[0].ids) == 2
 
 
-def test_logits_that_are_no_numbers_are_an_error() -> None:
+def test_logits_that_are_not_finite_are_an_error() -> None:
     each = generator(config_of(LLAMA), Mesh.single())
     each.stages[0].get_parameter("norm.weight").fill_(float("nan"))
     with pytest.raises(MegastackError, match="prompt 0: the logits after 2 tokens are not finite"):
         each(PROMPTS, max_new_tokens=1)
 
 
-def shifted(x: torch.Tensor) -> torch.Tensor:
-    """Each token's row at the place of the next token, zeros at the first."""
-    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
-
-
-class Windowed(ParallelAttention):
-    """A key is mixed with the one before it, which takes the whole row."""
-
-    def attend(self, q_BSHK, k_BSGK, v_BSGK, context):  # type: ignore[no-untyped-def]
-        return super().attend(q_BSHK, k_BSGK + shifted(k_BSGK), v_BSGK, context)
-
-
-class Tempered(ParallelAttention):
-    """Says that it can work with a cache, and can."""
-
-    uses_cache = True
-
-    def attend(self, q_BSHK, k_BSGK, v_BSGK, context):  # type: ignore[no-untyped-def]
-        return super().attend(q_BSHK * 0.5, k_BSGK, v_BSGK, context)
-
-
-class Renamed(ParallelAttention):
-    """Overrides nothing that matters."""
-
-
-class Outer(Block):
-    """A block with a way of its own through its layers."""
-
-    def forward(self, hidden_BSD, context=None, *values):  # type: ignore[no-untyped-def]
-        return super().forward(hidden_BSD, context, *values)
-
-
-class TokenShift(ParallelMLP):
-    """An MLP that also sees the token before."""
-
-    def forward(self, hidden_BSD, context=None):  # type: ignore[no-untyped-def]
-        return super().forward(hidden_BSD, context) + shifted(hidden_BSD)
-
-
-class ShiftedActivation(ParallelMLP):
-    """The same, between the two products."""
-
-    def activate(self, up):  # type: ignore[no-untyped-def]
-        inner_BSF = super().activate(up)
-        return inner_BSF + shifted(inner_BSF)
-
-
-class ShiftMixin:
-    """Shifts tokens in front of whatever it is mixed into."""
-
-    def forward(self, hidden_BSD, *others):  # type: ignore[no-untyped-def]
-        return super().forward(hidden_BSD + shifted(hidden_BSD), *others)  # type: ignore[misc]
-
-
-class MixedMLP(ShiftMixin, ParallelMLP):
-    """A built-in MLP but for the mixin."""
-
-
-class MixedAttention(ShiftMixin, ParallelAttention):
-    """A built-in attention but for the mixin."""
-
-
-class MixedBlock(ShiftMixin, Block):
-    """A built-in block but for the mixin."""
-
-
-class AttendMixin:
-    """An ``attend`` that no class of this package has."""
-
-    def attend(self, q_BSHK, k_BSGK, v_BSGK, context):  # type: ignore[no-untyped-def]
-        return super().attend(q_BSHK, k_BSGK + shifted(k_BSGK), v_BSGK, context)  # type: ignore[misc]
-
-
-class MixedAttend(AttendMixin, Tempered):
-    """What Tempered says does not cover what stands in front of it."""
-
-
-class WrappedMLP(nn.Module):
-    """A built-in MLP in a module of one's own."""
-
-    def __init__(self, *args, **options):  # type: ignore[no-untyped-def]
-        super().__init__()
-        self.inner = ParallelMLP(*args, **options)
-
-    def forward(self, hidden_BSD, context=None):  # type: ignore[no-untyped-def]
-        return self.inner(hidden_BSD + shifted(hidden_BSD), context)
-
-
-class HookedMLP(ParallelMLP):
-    """A built-in MLP whose down projection has a hook."""
-
-    def __init__(self, *args, **options):  # type: ignore[no-untyped-def]
-        super().__init__(*args, **options)
-        self.down.register_forward_hook(lambda module, given, out: out + shifted(out))
-
-
-class SaysItHooks(HookedMLP):
-    """What a class says does not cover hooks."""
-
-    uses_cache = True
-
-
-class SetOnInstance(ParallelMLP):
-    """A built-in MLP with a method of the instance."""
-
-    def __init__(self, *args, **options):  # type: ignore[no-untyped-def]
-        super().__init__(*args, **options)
-        usual = self.activate
-        self.activate = lambda up: usual(up + shifted(up))  # type: ignore[method-assign]
-
-
-class Doubled(ParallelMLP):
-    """Works on each token alone and says so."""
-
-    uses_cache = True
-
-    def __init__(self, hidden, ffn, mesh, **options):  # type: ignore[no-untyped-def]
-        super().__init__(hidden, ffn, mesh, **options)
-        self.scale = nn.Identity()
-
-    def activate(self, up):  # type: ignore[no-untyped-def]
-        return self.scale(super().activate(up) * 2)
-
-
-class DoubledBehind(Doubled):
-    """Inherits what is said with what it is said of."""
-
-
 CACHED = {"mlp": ("Doubled", "DoubledBehind"), "attention": ("Tempered", "Renamed")}
 UNCACHED = {
     "mlp": (
-        *("TokenShift", "ShiftedActivation", "MixedMLP", "WrappedMLP", "HookedMLP", "SaysItHooks", "SetOnInstance"),
+        *(
+            "TokenShift",
+            "ShiftedActivation",
+            "MixedMLP",
+            "WrappedMLP",
+            "HookedMLP",
+            "DeclaredHookedMLP",
+            "SetOnInstance",
+        ),
     ),
     "attention": ("Windowed", "MixedAttention", "MixedAttend"),
     "block": ("Outer", "MixedBlock"),
@@ -326,8 +205,8 @@ UNCACHED = {
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNCACHED.items() for name in names])
-def test_layers_that_do_not_run_the_built_in_functions_are_not_cached(kind: str, name: str) -> None:
-    one = generator(config_of(LLAMA | {kind: {"_target_": f"{__name__}.{name}"}}), Mesh.single())
+def test_layers_that_replace_built_in_functions_are_not_cached(kind: str, name: str) -> None:
+    one = generator(config_of(LLAMA | {kind: {"_target_": f"{custom_layers.__name__}.{name}"}}), Mesh.single())
     whole = ids_of(one(PROMPTS, max_new_tokens=NEW, cache=False))
     assert ids_of(one(PROMPTS, max_new_tokens=NEW)) == whole
     assert not one.can_cache and one.cache_entries == 0
@@ -335,25 +214,25 @@ def test_layers_that_do_not_run_the_built_in_functions_are_not_cached(kind: str,
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CACHED.items() for name in names])
-def test_layers_that_may_use_a_cache_do(kind: str, name: str) -> None:
-    one = generator(config_of(LLAMA | {kind: {"_target_": f"{__name__}.{name}"}}), Mesh.single())
+def test_layers_that_declare_cache_support_are_cached(kind: str, name: str) -> None:
+    one = generator(config_of(LLAMA | {kind: {"_target_": f"{custom_layers.__name__}.{name}"}}), Mesh.single())
     whole = ids_of(one(PROMPTS, max_new_tokens=NEW, cache=False))
     assert ids_of(one(PROMPTS, max_new_tokens=NEW)) == whole
     assert one.can_cache and one.cache_entries == 4
 
 
-def shift(module: nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor:
+def shift(module: nn.Module, inputs: Any, out: torch.Tensor) -> torch.Tensor:
     return out + shifted(out)
 
 
-def shift_before(module: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return given[0] + shifted(given[0]), *given[1:]
+def shift_before(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return inputs[0] + shifted(inputs[0]), *inputs[1:]
 
 
 @pytest.mark.parametrize(
     "name", ["blocks.1", "blocks.2.mlp", "blocks.3.attention", "blocks.0.mlp_norm", "blocks.0.mlp.up", "norm", "head"]
 )
-def test_a_hook_on_any_module_takes_whole_rows(name: str) -> None:
+def test_a_hook_on_any_module_disables_the_cache(name: str) -> None:
     one = generator(config_of(LLAMA), Mesh.single())
     plain = ids_of(one(PROMPTS, max_new_tokens=NEW))
     module = one.stages[0].get_submodule(name)
@@ -368,7 +247,7 @@ def test_a_hook_on_any_module_takes_whole_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["blocks.1", "blocks.2.mlp", "blocks.3.attention", "norm", "blocks.0.attention.out"])
-def test_a_forward_of_the_instance_takes_whole_rows(name: str) -> None:
+def test_a_forward_set_on_the_instance_disables_the_cache(name: str) -> None:
     one = generator(config_of(LLAMA), Mesh.single())
     module = one.stages[0].get_submodule(name)
     usual = module.forward
@@ -377,7 +256,7 @@ def test_a_forward_of_the_instance_takes_whole_rows(name: str) -> None:
     assert not one.can_cache
 
 
-def test_replaced_functions_and_modules_take_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_functions_and_modules_disable_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     one = generator(config_of(LLAMA), Mesh.single())
     for name in ("forward", "activate"):
         usual = getattr(ParallelMLP, name)
@@ -391,7 +270,7 @@ def test_replaced_functions_and_modules_take_whole_rows(monkeypatch: pytest.Monk
 
 
 def test_every_marked_method_decides() -> None:
-    modules = (attention, embedding, linear, mlp, norm, positions, block, decoder)
+    modules = (attention, embedding, linear, mlp, norm, block, decoder)
     kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
     marked = {name for kind in kinds for name, value in vars(kind).items() if is_built_in(value)}
     assert marked == set(METHODS)
@@ -412,8 +291,8 @@ def test_all_ranks_agree_about_a_hook_on_one_stage() -> None:
 
 
 @pytest.mark.parametrize(("layer", "caches"), [("Windowed", False), ("Tempered", True)])
-def test_attention_of_ones_own_is_cached_only_if_it_can_be(layer: str, caches: bool) -> None:
-    config = config_of(LLAMA | {"attention": {"_target_": f"{__name__}.{layer}"}}, tp=2)
+def test_custom_attention_is_cached_only_if_it_declares_it(layer: str, caches: bool) -> None:
+    config = config_of(LLAMA | {"attention": {"_target_": f"{custom_layers.__name__}.{layer}"}}, tp=2)
     expected = alone(replace(config, parallel=ParallelOptions()), Sampling())
     for found in run_ranks(on_a_layout, 2, config):
         assert found["can"] is caches and (found["entries"] > 0) is caches

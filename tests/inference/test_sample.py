@@ -66,7 +66,7 @@ def test_a_choice_depends_on_seed_sample_and_position_alone() -> None:
         assert not torch.equal(batch, other)
 
 
-def test_logits_that_are_no_numbers_are_no_choice() -> None:
+def test_logits_that_are_not_finite_allow_no_choice() -> None:
     broken = LOGITS.clone()
     broken[2] = float("nan")
     for sampling in (Sampling(), Sampling(temperature=1.0, top_k=2)):
@@ -138,7 +138,7 @@ def test_a_temperature_so_large_that_probabilities_are_equal_keeps_the_order() -
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"temperature": float("inf")}, "temperature=inf: must be a number of at least 0"),
         ({"temperature": float("-inf")}, "temperature=-inf"),
@@ -151,6 +151,6 @@ def test_a_temperature_so_large_that_probabilities_are_equal_keeps_the_order() -
         ({"top_k": 3}, "top_k=3: temperature=0"),
     ],
 )
-def test_values_out_of_range_are_refused(values: dict[str, float], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_values_out_of_range_are_rejected(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Sampling(**values)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Generation between training steps: it sees the weights of the moment and leaves the training as it was."""
+"""Generation between training steps: it uses the current weights and does not affect training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trained(config: TrainConfig, *, generates: bool) -> tuple[list[float], list[
     return losses, texts
 
 
-def test_training_goes_on_as_if_nothing_had_been_generated(tmp_path: Path) -> None:
+def test_generation_does_not_affect_training(tmp_path: Path) -> None:
     common = ["optim.lr=0.1", "model.dropout=0.1", "model.tied=true"]
     config = composed(overrides(tmp_path), *common)
     losses, texts = trained(config, generates=True)
@@ -57,6 +57,6 @@ def test_a_sample_is_written_at_each_validation(layout: list[str], tmp_path: Pat
     assert all(event["prompt"] == "2 times" and isinstance(event["text"], str) for event in samples)
 
 
-def test_a_sample_that_the_model_cannot_take_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_prompt_that_is_too_long_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path, "run.sample_prompt=2 times 2 is four", "model.positions=learned") == 78
     assert "run.sample_prompt='2 times 2 is four': prompt 0: its 17 tokens" in capsys.readouterr().err

@@ -130,7 +130,7 @@ def _gpt2_shapes(values: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def tensors(values: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Random tensors, large enough that every one of them matters to the logits."""
+    """Random tensors, large enough that each of them affects the logits."""
     generator = torch.Generator().manual_seed(5)
     return {
         name: (0.3 * torch.randn(shape, generator=generator) + ("norm" in name or "ln_" in name)).to(dtype)
@@ -155,7 +155,7 @@ def write(folder: Path, values: dict[str, Any], named: dict[str, Tensor] | None 
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder by name; none is in two files."""
+    """Every tensor of a folder by name; no tensor is in two files."""
     parts = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     assert sum(map(len, parts)) == len({name for part in parts for name in part})
     return {name: tensor for part in parts for name, tensor in part.items()}

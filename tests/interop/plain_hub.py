@@ -1,7 +1,8 @@
-"""The Hugging Face model classes once more, with loops and complex numbers: the tests' own opinion on logits.
+"""Reference implementation of the Hugging Face model classes for the tests, with loops and complex numbers.
 
-It shares no code with the package. Every query is attended on its own, and a rotary pair (i, i + K/2) is one complex
-number that is turned."""
+It shares no code with the package. Attention handles one query at a time, and a rotary pair (i, i + K/2) is one complex
+number that is rotated.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def plain_logits(values: dict[str, Any], named: Tensors, tokens: Tensor) -> Tens
 def _llama(values: dict[str, Any], w: Tensors, tokens: Tensor) -> Tensor:
     eps, heads, groups = values["rms_norm_eps"], values["num_attention_heads"], values["num_key_value_heads"]
     width = values.get("head_dim") or values["hidden_size"] // heads
-    turns = [_turns(values, width, position) for position in range(len(tokens))]
+    rotations = [_rotations(values, width, position) for position in range(len(tokens))]
     x = w["model.embed_tokens.weight"][tokens]
     for layer in range(values["num_hidden_layers"]):
         at = f"model.layers.{layer}."
@@ -38,7 +39,7 @@ def _llama(values: dict[str, Any], w: Tensors, tokens: Tensor) -> Tensor:
             )
             if "self_attn.q_norm.weight" in b:
                 q, k = _rms(q, b["self_attn.q_norm.weight"], eps), _rms(k, b["self_attn.k_norm.weight"], eps)
-            outputs.append(_attend(_turned(q, turns), _turned(k, turns), v))
+            outputs.append(_attend(_rotated(q, rotations), _rotated(k, rotations), v))
         x = x + _rows(torch.cat(outputs, -1), b, "self_attn.o_proj")
         y = _rms(x, b["post_attention_layernorm.weight"], eps)
         gate, up = _rows(y, b, "mlp.gate_proj"), _rows(y, b, "mlp.up_proj")
@@ -78,28 +79,28 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _turns(values: dict[str, Any], width: int, position: int) -> Tensor:
-    """The unit complex numbers by which one position turns each pair."""
-    stretch = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = stretch.get("rope_theta") or values["rope_theta"]
-    kind = stretch.get("rope_type", stretch.get("type", "default"))
+def _rotations(values: dict[str, Any], width: int, position: int) -> Tensor:
+    """The unit complex numbers by which one position rotates each pair."""
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    theta = scaling.get("rope_theta") or values["rope_theta"]
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
     angles = []
     for pair in range(width // 2):
         frequency = theta ** (-2 * pair / width)
         if kind == "linear":
-            frequency /= stretch["factor"]
+            frequency /= scaling["factor"]
         if kind == "llama3":
-            turns = stretch["original_max_position_embeddings"] * frequency / (2 * math.pi)
-            low, high = stretch["low_freq_factor"], stretch["high_freq_factor"]
+            turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
             kept = min(1.0, max(0.0, (turns - low) / (high - low)))
-            frequency *= kept + (1 - kept) / stretch["factor"]
+            frequency *= kept + (1 - kept) / scaling["factor"]
         angles.append(position * frequency)
     return torch.polar(torch.ones(width // 2, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
 
 
-def _turned(x: Tensor, turns: list[Tensor]) -> Tensor:
+def _rotated(x: Tensor, rotations: list[Tensor]) -> Tensor:
     half = x.shape[-1] // 2
-    pairs = torch.complex(x[:, :half], x[:, half:]) * torch.stack(turns)
+    pairs = torch.complex(x[:, :half], x[:, half:]) * torch.stack(rotations)
     return torch.cat((pairs.real, pairs.imag), -1)
 
 

@@ -1,4 +1,4 @@
-"""A model that was brought in is trained on another layout from one command line, and taken out of the run's folder."""
+"""An imported model is trained on another layout from one command line and exported from the run's folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megastack.cli import main
-from megastack.interop.folder import HubFolder
+from megastack.interop.hub_folder import HubFolder
 from megastack.interop.reference import hub_logits
 from tests.interop.hub_folders import LLAMA, stored, tensors, write
 from tests.tiny_runs import status, text
@@ -17,9 +17,9 @@ from tests.tiny_runs import status, text
 def test_training_continues_from_imported_weights_and_export_finds_the_run(tmp_path: Path) -> None:
     values = LLAMA | {"vocab_size": 256, "num_hidden_layers": 2, "tie_word_embeddings": True}
     source = write(tmp_path / "small", values, tensors(values, torch.bfloat16))
-    brought = tmp_path / "in"
-    assert main(["import", str(source), "--out", str(brought), "--proof", "none"]) == 0
-    place = ["--config-dir", str(brought), "model=small", f"checkpoint.load_weights={brought / 'weights'}"]
+    imported = tmp_path / "in"
+    assert main(["import", str(source), "--out", str(imported), "--proof", "none"]) == 0
+    place = ["--config-dir", str(imported), "model=small", f"checkpoint.load_weights={imported / 'weights'}"]
     data = ["data.source=jsonl", f"data.paths=[{text(tmp_path)}]", f"run.dir={tmp_path / 'run'}"]
     size = ["run.steps=1", "batch.global_size=2", "batch.sequence_length=16", "observe.tensorboard=false"]
     layout = ["parallel.pp=2", "parallel.layers_per_stage=[2,0]", "optim.lr=0", "run.validate_every=0"]

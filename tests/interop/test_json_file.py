@@ -1,4 +1,4 @@
-"""What JSON does not have is refused by the name of its key, and never ends with a traceback."""
+"""Values that JSON does not have are errors that name their key, and never end with a traceback."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from megastack.interop.json_file import DEEPEST, read_json
 from tests.interop.hub_folders import LLAMA, write
 
 DEEP = 100_000
-BAD: list[tuple[str, str]] = [
-    ('{"a": NaN}', "a=NaN: JSON has no such number"),
-    ('{"a": {"b": [1, -Infinity]}}', "a.b.1=-Infinity: JSON has no such number"),
+INVALID: list[tuple[str, str]] = [
+    ('{"a": NaN}', "a=NaN: is not a JSON number"),
+    ('{"a": {"b": [1, -Infinity]}}', "a.b.1=-Infinity: is not a JSON number"),
     ('{"a": 1e400}', "a=1e400: too large for a float"),
     ('{"a": {"b": -1e400}}', "a.b=-1e400: too large for a float"),
     ('{"a": %s}' % ("9" * 400), "a=999999999999999999999999999999…: too large"),
     ('{"a": %s}' % ("9" * 5000), "a=999999999999999999999999999999…: too large"),
-    ('{"a": 1, "b": {"c": 2, "c": 3}}', "b.c=2 and 3: the key stands twice in its object"),
-    ('{"a": 1, "a": 1}', "a=1 and 1: the key stands twice in its object"),
+    ('{"a": 1, "b": {"c": 2, "c": 3}}', "b.c=2 and 3: the key occurs twice in its object"),
+    ('{"a": 1, "a": 1}', "a=1 and 1: the key occurs twice in its object"),
     ('{"a": "\\ud800"}', "a: holds half of a character"),
     ('{"a": {"\\ud800": 1}}', "a: a key holds half of a character"),
     (
         '{"x": "[[", "a": ' + "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1) + "}",
-        "objects and lists lie inside one another",
+        "objects and lists are nested",
     ),
-    ('{"x": "[[", "a": %s}' % ("[" * DEEP + "]" * DEEP), "a: objects and lists lie inside one another"),
-    ('{"x": 1, "a": %s}' % ('{"b":' * DEEP + "1" + "}" * DEEP), "a: objects and lists lie inside one another"),
+    ('{"x": "[[", "a": %s}' % ("[" * DEEP + "]" * DEEP), "a: objects and lists are nested"),
+    ('{"x": 1, "a": %s}' % ('{"b":' * DEEP + "1" + "}" * DEEP), "a: objects and lists are nested"),
     ("[1]", "must hold a JSON object"),
     ("", "not readable as JSON"),
     ('{"a": 1', "not readable as JSON"),
 ]
 
 
-@pytest.mark.parametrize(("text", "reason"), BAD, ids=[reason[:40] for _, reason in BAD])
-def test_what_json_does_not_have_is_refused_by_its_key(text: str, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "reason"), INVALID, ids=[reason[:40] for _, reason in INVALID])
+def test_an_invalid_value_is_an_error_that_names_its_key(text: str, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_text(text)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as raised:
         read_json(file)
-    said = str(refusal.value)
-    assert said.startswith(f"{file}: ") and reason in said
-    said.encode()
-    assert len(said) < 300 + len(str(file))
+    message = str(raised.value)
+    assert message.startswith(f"{file}: ") and reason in message
+    message.encode()
+    assert len(message) < 300 + len(str(file))
 
 
-def test_every_fault_is_told_and_bytes_that_are_no_text_are_one(tmp_path: Path) -> None:
+def test_every_error_is_reported_and_bytes_that_are_not_text_are_one(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_text('{"a": NaN, "b": {"c": 1e999}, "d": 1}')
     with pytest.raises(ConfigError, match=r"(?s)a=NaN.*\n.*b\.c=1e999"):
@@ -58,7 +58,7 @@ def test_every_fault_is_told_and_bytes_that_are_no_text_are_one(tmp_path: Path) 
         read_json(file)
 
 
-def test_what_json_has_is_read_as_it_is(tmp_path: Path) -> None:
+def test_valid_json_is_read_unchanged(tmp_path: Path) -> None:
     values = {"a": 1, "b": [1.5, None, True, {"c": "é𝄞"}], "d": {"d": {"d": -3}}, "e": 10**20}
     file = tmp_path / "x.json"
     for ascii_only in (True, False):
@@ -76,30 +76,30 @@ NESTED = '{"type": "linear", "factor": %s}'
         ("rope_scaling", '{"rope_type": {"a": []}, "factor": 2.0}', "rope_scaling.rope_type="),
         ("rope_scaling", NESTED % "1e400", "rope_scaling.factor=1e400: too large for a float"),
         ("rope_scaling", NESTED % "NaN", "rope_scaling.factor=NaN"),
-        ("rope_scaling", NESTED % '2, "factor": 3', "rope_scaling.factor=2 and 3: the key stands twice"),
+        ("rope_scaling", NESTED % '2, "factor": 3', "rope_scaling.factor=2 and 3: the key occurs twice"),
         ("rms_norm_eps", "NaN", "rms_norm_eps=NaN"),
         ("rope_theta", "1e400", "rope_theta=1e400"),
         ("vocab_size", "1" + "0" * 300, "vocab_size"),
         ("initializer_range", "-1.0", "model.init_std=-1.0"),
         ("rms_norm_eps", "0", "model.norm_eps=0"),
         ("rope_theta", "-1", "model.rope.theta=-1"),
-        ("task_specific_params", "[" * DEEP + "]" * DEEP, "task_specific_params: objects and lists lie inside"),
+        ("task_specific_params", "[" * DEEP + "]" * DEEP, "task_specific_params: objects and lists are nested"),
     ],
 )
-def test_an_import_ends_with_a_sentence_and_78(
+def test_an_import_ends_with_a_message_and_78(
     key: str, text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path / "x", LLAMA | {"num_hidden_layers": 1})
     others = {name: value for name, value in LLAMA.items() if name != key}
     (folder / "config.json").write_text(json.dumps(others)[:-1] + f', "{key}": {text}}}')
     assert main(["import", str(folder), "--out", str(tmp_path / "out")]) == 78
-    said = capsys.readouterr().err
-    assert reason in said and "Traceback" not in said
+    message = capsys.readouterr().err
+    assert reason in message and "Traceback" not in message
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_an_export_reads_what_goes_along_as_carefully(
+def test_an_export_checks_the_copied_files_as_strictly(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path / "x", LLAMA | {"num_hidden_layers": 1})
@@ -107,15 +107,15 @@ def test_an_export_reads_what_goes_along_as_carefully(
     (folder / name).write_text('{"eos_token_id": 1e400, "model": {"a": NaN}}')
     export = ["export", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--like", str(folder)]
     assert main(export) == 78
-    said = capsys.readouterr().err
-    assert f"{folder / name}: eos_token_id=1e400" in said and "model.a=NaN" in said
+    message = capsys.readouterr().err
+    assert f"{folder / name}: eos_token_id=1e400" in message and "model.a=NaN" in message
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "text", ['{"model": []}', '{"model": {"vocab": 3}}', '{"added_tokens": {"a": 1}}', '{"added_tokens": [{"a": 1}]}']
 )
-def test_a_tokenizer_of_another_form_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_of_another_form_is_an_error(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "x", LLAMA | {"num_hidden_layers": 1})
     (folder / "tokenizer.json").write_text(text)
     code = main(["import", str(folder), "--out", str(tmp_path / "in"), "--proof", "none"])

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: the same bits after a round trip, the same logits on the way, on any layout."""
+"""Import and export of Hugging Face folders: the same bits after a round trip and the same logits, on any layout."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch
 from omegaconf import OmegaConf
 
 from megastack.assemble.stages import build_stages
-from megastack.checkpoint.collect import model_items
-from megastack.checkpoint.items import State
 from megastack.checkpoint.load import load
 from megastack.checkpoint.save import save
-from megastack.config.compose import from_yaml
+from megastack.checkpoint.state import State, model_items
+from megastack.config.reading import from_yaml
 from megastack.config.schema import TrainConfig
-from megastack.interop.folder import HubFolder
 from megastack.interop.hub_config import ARCHITECTURES, read_hub_config
-from megastack.interop.names import weights_of
+from megastack.interop.hub_folder import HubFolder
 from megastack.interop.proof import decoder_logits, proof_tokens
 from megastack.interop.reference import hub_logits
-from megastack.interop.stored import StoredWeights, fill_
+from megastack.interop.stored_weights import StoredWeights, fill_
 from megastack.interop.transfer import export_model, import_model
+from megastack.interop.weight_map import weights_of
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.models.stages import configured_schedule
@@ -35,7 +34,7 @@ LAYOUT = {"tp": 2, "pp": 2, "dp": 1, "layers_per_stage": [1, 2]}
 
 
 def imported_config(folder: Path, **sections: Any) -> TrainConfig:
-    """A run of an imported model; what the command line does with the YAML is tested with the command."""
+    """A run of an imported model; the command line's use of the YAML is tested with the commands."""
     (file,) = (folder / "model").glob("*.yaml")
     given = {"run": {"steps": 1}, "batch": {"global_size": 4, "sequence_length": 16}} | sections
     return from_yaml(OmegaConf.to_yaml(OmegaConf.create(given | {"model": OmegaConf.load(file)})))
@@ -69,7 +68,7 @@ def test_a_round_trip_changes_no_bit_and_no_logit(family: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_packaged_reference_agrees_with_the_tests_own(family: str, tmp_path: Path) -> None:
+def test_the_packages_reference_agrees_with_the_tests_reference(family: str, tmp_path: Path) -> None:
     values = CONFIGS[family]
     folder = HubFolder(write(tmp_path / "x", values))
     tokens = torch.arange(12) * 5 % VOCAB
@@ -79,7 +78,7 @@ def test_the_packaged_reference_agrees_with_the_tests_own(family: str, tmp_path:
 
 
 def load_both_ways(root: Path, family: str) -> bool:
-    """On every rank: the checkpoint's boxes and those read from the folder itself are alike; then save from here."""
+    """On every rank, boxes from the checkpoint and from the folder itself are identical; then save from here."""
     config = imported_config(root / "in", parallel=LAYOUT)
     mesh = Mesh.from_environment(MeshShape(pp=2, tp=2))
     stages = build_stages(config, mesh, configured_schedule(config, mesh.shape))
@@ -95,9 +94,9 @@ def load_both_ways(root: Path, family: str) -> bool:
                 x.fill_(7)
         kind = ARCHITECTURES[CONFIGS[family]["model_type"]]
         fill_(items, weights_of(config, kind), HubFolder(root / "source").read)
-    alike = all(torch.equal(x, y) for item in items for (_, x), y in zip(item.boxes, first[item.name], strict=True))
+    identical = all(torch.equal(x, y) for item in items for (_, x), y in zip(item.boxes, first[item.name], strict=True))
     save(root / "step", State(items), mesh)
-    return alike and len(items) > 0
+    return identical and len(items) > 0
 
 
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
@@ -111,7 +110,7 @@ def test_tp_2_and_uneven_stages_load_boxes_and_export_the_same_bits(family: str,
     assert set(rows) >= {"transformer.wte.weight" if family == "gpt2" else "model.embed_tokens.weight"}
 
 
-def test_export_cuts_files_at_the_wanted_size_and_lists_each_tensor_once(tmp_path: Path) -> None:
+def test_export_splits_files_at_the_requested_size_and_lists_each_tensor_once(tmp_path: Path) -> None:
     source = write(tmp_path / "source", CONFIGS["llama3"])
     import_model(source, tmp_path / "in", proof="none")
     config = imported_config(tmp_path / "in")
@@ -149,7 +148,7 @@ def test_old_names_and_computed_buffers_and_an_equal_tied_head(tmp_path: Path) -
     assert "head.weight" not in names and "embedding.weight" in names
 
 
-def test_tokenizer_files_and_token_ids_go_along(tmp_path: Path) -> None:
+def test_tokenizer_files_and_token_ids_are_exported(tmp_path: Path) -> None:
     source = write(tmp_path / "source", CONFIGS["llama2"])
     files: dict[str, Any] = {
         "tokenizer.json": {"model": {"vocab": {"a": 0, "b": 36}}, "added_tokens": []},

@@ -1,4 +1,4 @@
-"""The library itself: it saves, megastack imports; megastack exports, it loads. Skipped where it is not installed."""
+"""With transformers itself: it saves, megastack imports; megastack exports, it loads. Skipped if not installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megastack.interop.folder import HubFolder
+from megastack.interop.hub_folder import HubFolder
 from megastack.interop.proof import proof_tokens
 from megastack.interop.reference import hub_logits
 from megastack.interop.transfer import export_model, import_model
@@ -32,7 +32,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_what_it_saves_comes_back_to_it(family: str, tmp_path: Path) -> None:
+def test_a_model_that_it_saves_survives_a_round_trip(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     values = MODELS[family]
     config = getattr(transformers, f"{family}Config")(**values)
@@ -56,7 +56,7 @@ def test_what_it_saves_comes_back_to_it(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_it_reads_files_of_either_style_as_the_reference_does(family: str, tmp_path: Path) -> None:
+def test_it_agrees_with_the_reference_on_files_of_either_version(family: str, tmp_path: Path) -> None:
     from tests.interop.hub_folders import write
 
     folder = write(tmp_path / "x", CONFIGS[family])
@@ -69,7 +69,7 @@ def test_it_reads_files_of_either_style_as_the_reference_does(family: str, tmp_p
 
 
 class _NeverFp32(TorchFunctionMode):
-    """Whatever the library casts to fp32 (norms, rotary tables, softmax) stays fp64, so that only rounding is left."""
+    """Keep the library's casts to fp32 (norms, rotary tables, softmax) in fp64, so that only rounding is left."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
@@ -82,7 +82,7 @@ def _wider(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_logits_are_the_librarys_to_rounding_in_fp64(family: str, tmp_path: Path) -> None:
+def test_logits_equal_the_librarys_up_to_rounding_in_fp64(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**MODELS[family], attn_implementation="eager")
     with _NeverFp32():

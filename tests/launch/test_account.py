@@ -20,7 +20,7 @@ def record(rank: int, *, echo: bool) -> FailureRecord:
 
 
 def report(rank: int, seconds: float, waiting: Operation | None = WAIT, number: int = 4) -> RankState:
-    counts = {WAIT.line: number}
+    counts = {WAIT.channel: number}
     return RankState(rank, f"pp{rank} dp0 tp0", 0, "training step 3", seconds, waiting, counts, [], [], [], WAIT)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megastack
-from megastack.config.compose import to_yaml
+from megastack.config.reading import to_yaml
 from megastack.launch.continuing import resume_notes
 from megastack.observe.folder import RunFolder
 from tests.tiny_runs import events, overrides, rows, status, train

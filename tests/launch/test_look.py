@@ -37,7 +37,7 @@ BOTH = [
     ["model.mlp={_target_: tests.launch.test_preflight.Picky}"],
     ["optim.freeze=[nothing]", "recompute.mode=pattern", "recompute.pattern=nothing"],
     ["data.source=bin", "data.paths=[{bad}]"],
-    ["data.source=bin", "data.paths=[{good}]", "data.stages=[{{from_step: 1, paths: [{bad}]}}]"],
+    ["data.source=bin", "data.paths=[{good}]", "data.phases=[{{from_step: 1, paths: [{bad}]}}]"],
     ["data.paths=[]", "data.blend=[{{paths: [{good}], weight: 1}}, {{paths: [{bad}], weight: 1}}]", "optim.lr=-1"],
     ["data.paths=[{lines.jsonl}]", "model.mlp={{_target_: my.file.Nothing}}"],
     ["data.source=text", "data.paths=[{empty.txt}]"],

@@ -12,7 +12,7 @@ from torch import nn
 
 from megastack.cli import main
 from megastack.config.compose import compose
-from megastack.config.convert import UNUSABLE, replace_values
+from megastack.config.convert import INVALID, replace_values
 from megastack.config.fields import keys
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
@@ -111,10 +111,10 @@ TOO_LARGE = "token id 999 in"
         ("array.npy", "data.paths=[{0}]", [TOO_LARGE]),
         ("negative.npy", "data.paths=[{0}]", ["token id -5 at token 69000 is below 0"]),
         ("good late", "data.blend=[{{paths: [{0}], weight: 1}}, {{paths: [{1}], weight: 0}}]", [TOO_LARGE]),
-        ("good late", "data.stages=[{{from_step: 2, paths: [{1}]}}]\tdata.paths=[{0}]", [TOO_LARGE]),
+        ("good late", "data.phases=[{{from_step: 2, paths: [{1}]}}]\tdata.paths=[{0}]", [TOO_LARGE]),
         ("late noted negative.npy", "data.paths=[{0},{1},{2}]", [TOO_LARGE, TOO_LARGE, "token id -5"]),
         ("late", "data.paths=[{0},gone]", [TOO_LARGE, "gone.idx: does not exist"]),
-        ("good late", "data.stages=[{{from_step: 2, paths: [{1}]}}]\tdata.paths=[{0},gone]", [TOO_LARGE, "gone.idx"]),
+        ("good late", "data.phases=[{{from_step: 2, paths: [{1}]}}]\tdata.paths=[{0},gone]", [TOO_LARGE, "gone.idx"]),
     ],
 )
 def test_ids_outside_the_vocabulary_are_refused_before_anything(tmp_path, capfd, verb, names, choice, words):
@@ -197,12 +197,12 @@ def test_the_model_and_the_data_are_reported_together(refused):
 def test_a_stage_with_a_fault_hides_no_data_of_the_others(refused):
     report = refused(
         "parallel.tp=2",
-        "data.stages=[{from_step: 1, sequence_length: 33},{from_step: 2, source: text, paths: [none.txt]},"
+        "data.phases=[{from_step: 1, sequence_length: 33},{from_step: 2, source: text, paths: [none.txt]},"
         "{from_step: 3, blend: [{source: text, paths: [no.txt], weight: 1},{paths: [none], weight: 1}]}]",
     )
-    assert any(line.startswith("data.stages[0].sequence_length=33: ") for line in report), report
-    starts = ("data.stages[1]: data.paths=none.txt: does not", "data.stages[2]: data.paths=no.txt: does not")
-    for start in (*starts, "data.stages[2]: data.paths=none.idx: "):
+    assert any(line.startswith("data.phases[0].sequence_length=33: ") for line in report), report
+    starts = ("data.phases[1]: data.paths=none.txt: does not", "data.phases[2]: data.paths=no.txt: does not")
+    for start in (*starts, "data.phases[2]: data.paths=none.idx: "):
         assert sum(line.startswith(start) for line in report) == 1, report
 
 
@@ -221,7 +221,7 @@ def test_all_faults_of_every_kind_make_one_report(tmp_path, refused):
         f"data.paths=[none.jsonl,{tmp_path}/bad.jsonl]": "data.paths=none.jsonl: does not exist",
         f"resume={tmp_path}/nope": f"resume={tmp_path}/nope: is not a usable checkpoint (",
         f"run.dir={tmp_path}/file/run": f"run.dir={tmp_path}/file/run: cannot be created ({tmp_path}/file is a file",
-        "checkpoint.load_weights=none": "checkpoint.load_weights=none: resume already brings weights",
+        "checkpoint.load_weights=none": "checkpoint.load_weights=none: resume loads weights as well",
     }
     report = refused(*faulty, keeps=True)
     expected = [*faulty.values(), f"data.paths={tmp_path}/bad.jsonl:1: is not JSON"]
@@ -242,7 +242,7 @@ def test_any_broken_value_leaves_the_other_faults_in_the_report(tmp_path):
     assert len(whole.value.errors) == 4 - (torch.cuda.device_count() > 0)
     for key in keys(TrainConfig):
         unread = Violation(key.name, "odd", "must be something else")
-        faulty = replace_values(config, {key.name: UNUSABLE})
+        faulty = replace_values(config, {key.name: INVALID})
         with pytest.raises(ConfigError) as refused:
             inspect(faulty, [unread, *violations(faulty)])
         own = [line for line in refused.value.errors if str(line).partition("=")[0].startswith(key.name)]

@@ -147,10 +147,10 @@ class Ranks(Mesh):
 @pytest.mark.parametrize(
     ("heads", "tp", "options", "says"),
     [
-        (3, 1, {}, "model.hidden=8: must be a multiple of model.heads=3"),
-        (4, 1, {"kv_groups": 3}, "model.kv_groups=3: must divide model.heads=4; use 1, 2, 4"),
+        (3, 1, {}, "model.heads=3: must divide model.hidden=8 where model.head_dim is null; use 1, 2, 4 or 8"),
+        (4, 1, {"kv_groups": 3}, "model.kv_groups=3: must divide model.heads=4; use 1, 2 or 4"),
         (4, 1, {"rope": Rope(8)}, "rope.head_dim=8: .* use 2"),
-        (6, 4, {"head_dim": 2}, "parallel.tp=4: must divide model.heads=6; use 1, 2, 3, 6"),
+        (6, 4, {"head_dim": 2}, "parallel.tp=4: must divide model.heads=6; use 1, 2, 3 or 6"),
         (12, 4, {"head_dim": 2, "kv_groups": 6}, "parallel.tp=4: must divide model.kv_groups=6 or be a multiple of it"),
     ],
 )

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from megastack.layers.attention import ParallelAttention
 from megastack.layers.context import Context
-from megastack.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from megastack.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megastack.layers.loss import vocab_parallel_cross_entropy
 from megastack.layers.mlp import ParallelMLP
 from megastack.layers.norm import LayerNorm, RMSNorm
-from megastack.layers.positions import LearnedPositions
 from megastack.layers.rope import Rope
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -26,6 +25,7 @@ from megastack.models.block import Block
 from megastack.models.recompute import recompute
 from megastack.placement.module import ParallelModule
 from megastack.testing.ranks import run_ranks
+from megastack.weight_gradients import deferring, weight_gradient_scope
 from tests.layers.layer_parity import assert_close, assert_same_gradients, piece, randn, randomised, split_like
 
 B, S, D = 2, 4, 8
@@ -92,15 +92,15 @@ def autocast() -> torch.autocast:
 @contextmanager
 def step(mesh: Mesh, how: str) -> Iterator[Callable[[Tensor], None]]:
     """A function for the backward: plain, as in a step, or in the two parts of a schedule that splits backwards."""
-    with nullcontext() if how == "plain" else mesh.weight_gradients.on():
+    with nullcontext() if how == "plain" else weight_gradient_scope():
         if how != "split":
             yield Tensor.backward
             return
 
         def backward(loss: Tensor) -> None:
-            with mesh.weight_gradients.collecting() as put_off:
+            with deferring() as deferred:
                 loss.backward()
-            put_off.run()
+            deferred.accumulate()
 
         yield backward
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megastack.comm.group import AxisGroup
-from megastack.comm.ledger import Ledger
 from megastack.errors import ConfigError
 from megastack.layers.context import Context
 from megastack.layers.dropout import attention_dropout, dropout
@@ -16,7 +15,7 @@ ONES_BSD = torch.ones(3, 8, 10, dtype=torch.float64)
 
 
 def slice_group(rank: int, size: int) -> AxisGroup:
-    return AxisGroup(rank, size, tuple(range(size)), None, "tp", Ledger())
+    return AxisGroup(rank, size, tuple(range(size)), None, "tp")
 
 
 def test_what_is_kept_is_scaled_exactly_and_the_share_is_right():

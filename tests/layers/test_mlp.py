@@ -124,7 +124,7 @@ def test_a_subclass_changes_the_activation():
 
 def test_initial_values_of_the_two_projections_may_differ():
     layer = ParallelMLP(6, 10, Mesh.single(), init=Normal(0.1), out_init=Normal(0.01))
-    assert (layer.up.init, layer.down.init) == (Normal(0.1), Normal(0.01))
+    assert (layer.up.spec.init, layer.down.spec.init) == (Normal(0.1), Normal(0.01))
 
 
 def test_an_unknown_activation_is_refused():

@@ -15,12 +15,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from megastack.comm.autograd import copy_to, gather_from
 from megastack.layers.attention import ParallelAttention
 from megastack.layers.linear import ColumnParallelLinear, column_parallel
-from megastack.layers.overrides import has_forward_hooks, method_is_built_in, runs_built_in
+from megastack.layers.overrides import method_is_built_in, runs_built_in
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.models.recompute import recompute
 from megastack.placement.placement import Normal, Placement, Shard
 from megastack.testing.ranks import run_ranks
+from megastack.torch_private import has_forward_hooks
+from megastack.weight_gradients import deferring, weight_gradient_scope
 from tests.layers.layer_parity import assert_close, assert_same_gradients, piece, randn, randomised, split_like
 
 B, S, D, H, K, R = 2, 4, 6, 4, 2, 3
@@ -84,12 +86,12 @@ def recomputed(mesh: Mesh, layer: nn.Module, x: Tensor, probe: Tensor) -> Tensor
 
 def split(mesh: Mesh, layer: nn.Module, x: Tensor, probe: Tensor) -> Tensor:
     """As in a step of a schedule that splits backwards: weight gradients come later."""
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         out = recompute(layer, x)
-        with mesh.weight_gradients.collecting() as put_off:
+        with deferring() as deferred:
             (out * probe).sum().backward()
-        assert layer.out.weight in put_off.parameters
-        put_off.run()
+        assert layer.out.weight in deferred.parameters
+        deferred.accumulate()
     return out
 
 
@@ -233,7 +235,7 @@ def test_a_parametrised_weight_is_computed_once_a_product_and_trained() -> None:
     half = Half().double()
     nn.utils.parametrize.register_parametrization(layer.q, "weight", half)
     half.calls = 0
-    with layer.mesh.weight_gradients.on():
+    with weight_gradient_scope():
         out = layer(x)
         assert half.calls == 1
         out.sum().backward()

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from megastack.errors import PlacementError
 from megastack.layers.attention import ParallelAttention
-from megastack.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from megastack.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megastack.layers.loss import vocab_parallel_cross_entropy
 from megastack.layers.mlp import ParallelMLP
 from megastack.layers.norm import LayerNorm, RMSNorm
-from megastack.layers.positions import LearnedPositions
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.placement.module import ParallelModule
 from megastack.testing.ranks import run_ranks
+from megastack.weight_gradients import deferring, weight_gradient_scope
 from tests.layers.layer_parity import assert_close, assert_same_gradients, piece, randn, randomised, split_like
 
 D, V = 6, 9
@@ -89,13 +89,13 @@ def backward(mesh: Mesh, layer: nn.Module, function: Callable[[], Tensor], how: 
         return function().backward()
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         loss = function()
         if how == "step":
             return loss.backward()
-        with mesh.weight_gradients.collecting() as put_off:
+        with deferring() as deferred:
             loss.backward()
-        put_off.run()
+        deferred.accumulate()
     return None
 
 

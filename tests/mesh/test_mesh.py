@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megastack.comm.collectives import all_reduce, start_all_reduce
-from megastack.comm.ledger import Traffic
+from megastack.comm.observer import NO_OBSERVER, RankObserver
 from megastack.comm.p2p import P2PChannels
+from megastack.comm.traffic import Traffic
 from megastack.errors import MeshError
-from megastack.mesh.mesh import Mesh, pick_device
+from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.testing.ranks import run_ranks
 
@@ -95,7 +96,7 @@ def subgroups() -> tuple[int, int, int]:
     assert mesh.subgroup(Axis.TP, range(4)) is mesh[Axis.TP]
     alone = mesh.subgroup(Axis.TP, [mesh.rank])
     assert (alone.size, alone.group, alone.ranks) == (1, None, (mesh.rank,))
-    with pytest.raises(MeshError, match=f"tp={mesh.rank}: is no member of the subgroup"):
+    with pytest.raises(MeshError, match=f"tp={mesh.rank}: is not a member of the subgroup"):
         mesh.subgroup(Axis.TP, [(mesh.rank + 1) % 4])
     with pytest.raises(MeshError, match="coordinates of tp are 0 … 3"):
         mesh.subgroup(Axis.TP, [mesh.rank, 4])
@@ -148,7 +149,7 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 def test_the_expert_axis_has_no_group_here() -> None:
-    with pytest.raises(MeshError, match="a group is made of pp, dp, cp, tp"):
+    with pytest.raises(MeshError, match="must be axes among pp, dp, cp, tp"):
         Mesh.single()[Axis.EP]
 
 
@@ -220,8 +221,8 @@ def waits_in_vain() -> dict[str, float]:
     began = time.monotonic()
     pending = {name: start_all_reduce(torch.ones(1), group) for name, group in groups.items() if last in group.ranks}
     if last in mesh[Axis.PP].ranks:
-        lines = P2PChannels(mesh[Axis.PP], mesh.backward_lines, mesh.device)
-        pending["backward"] = lines.receive((1,), torch.float32, 1)
+        channels = P2PChannels(mesh[Axis.PP], mesh.backward_channels, mesh.device)
+        pending["backward"] = channels.receive((1,), torch.float32, 1)
     for operation in pending.values():
         with pytest.raises(RuntimeError):
             operation.wait()
@@ -236,12 +237,18 @@ def test_every_group_gives_up_after_the_time_out() -> None:
     assert max(seconds for took in results for seconds in took.values()) < 20
 
 
-def test_a_forked_process_that_cannot_use_its_gpu_never_takes_the_cpu_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the CUDA runtime says that there is no GPU."""
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for device in ("auto", "cuda"):
-        with pytest.raises(MeshError, match=f"^device={device}: this process was forked from one that had called the"):
-            pick_device(device)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
+def test_a_bare_mesh_counts_and_records_nothing() -> None:
+    mesh = Mesh.single()
+    mesh.observer.on_operation("tp", "all_reduce", (0, 1), (2,), 8)
+    mesh.observer.on_layer("head")
+    assert mesh.ledger.total() == Traffic() and not mesh.flight_recorder.operations
+    assert mesh.flight_recorder.layer is None and mesh[Axis.TP].observer is mesh.observer is NO_OBSERVER
+
+
+def test_a_mesh_of_the_environment_has_an_observer_of_its_own() -> None:
+    one, other = (Mesh.from_environment(MeshShape(), device="cpu") for _ in range(2))
+    one[Axis.TP].observer.on_operation("tp", "all_reduce", (0, 1), (2,), 8)
+    assert one.ledger.total() == Traffic(1, 8, 8) and other.ledger.total() == Traffic()
+    chosen = RankObserver()
+    mesh = Mesh.from_environment(MeshShape(), device="cpu", observer=chosen)
+    assert mesh.world.observer is chosen and mesh.ledger is chosen.ledger

@@ -78,7 +78,7 @@ def test_expert_groups_are_adjacent_cuts_of_a_stages_data_ranks(shape: MeshShape
 @pytest.mark.parametrize(
     ("degrees", "words"),
     [
-        ({"tp": 0}, "tp=0: a degree is a positive integer"),
+        ({"tp": 0}, "tp=0: must be a positive integer"),
         ({"dp": -2}, "dp=-2"),
         ({"pp": 2.0}, "pp=2.0"),
         ({"cp": True}, "cp=True"),

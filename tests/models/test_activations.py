@@ -16,11 +16,12 @@ from megastack.config.schema import BatchOptions, DataOptions, PrecisionOptions,
 from megastack.layers.embedding import _RowSums
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
-from megastack.models.activations import activation_bytes, block_items
+from megastack.models.activations import activation_bytes, saved_in_block
 from megastack.models.decoder import Decoder
 from megastack.placement.module import initialise_
 from megastack.testing.activations import Saved, saved_tensors
 from megastack.testing.ranks import run_ranks
+from megastack.weight_gradients import deferring, weight_gradient_scope
 from tests.models.model_cases import GPT2, LLAMA, QWEN, microbatch, tiny
 from tests.models.test_recompute import with_recompute
 
@@ -78,7 +79,7 @@ def listed(found: list[Saved]) -> Counter[tuple[int, int]]:
 
 def told(config: TrainConfig) -> Counter[tuple[int, int]]:
     """The formulas' items; keys and values before a key's rotation or behind its norm lie in one storage."""
-    items = block_items(config, 0)
+    items = saved_in_block(config, 0)
     counted = Counter((item.bytes // item.width, item.width) for item in items)
     names = {item.name: (item.bytes // item.width, item.width) for item in items}
     together = "key before its norm" if config.model.qk_norm else None if config.model.positions == "rope" else "key"
@@ -167,7 +168,7 @@ def stages(name: str, tp: int, sequence_parallel: bool) -> list[str]:
     for mode, pattern in RECOMPUTE:
         config = with_recompute(configured(name, tp=tp, sequence_parallel=sequence_parallel), mode, pattern)
         part = {"layers": range(2), "embedding": True, "head": True}
-        found, expected = held(config, mesh, **part)[0], activation_bytes(config, **part).kept
+        found, expected = held(config, mesh, **part)[0], activation_bytes(config, **part).saved
         if found != expected:
             wrong.append(f"{mode} {pattern}: holds {found}, told {expected}, {found - expected} more")
     return wrong
@@ -186,12 +187,12 @@ def test_a_whole_model_holds_what_is_told_on_tensor_parallel_ranks(sequence_para
 def until_w(config: TrainConfig, mesh: Mesh) -> tuple[int, int]:
     """Bytes of what a whole model's backward leaves for W, and what is told."""
     decoder = made(config, mesh)
-    with mesh.weight_gradients.on():
+    with weight_gradient_scope():
         loss = decoder({}, microbatch(documents=config.data.document_mask)).objective
-        with mesh.weight_gradients.collecting() as put_off:
+        with deferring() as deferred:
             loss.backward()
     storages = {}
-    for products in put_off._of.values():
+    for products in deferred._pending.values():
         for _, product in products:
             looked_up = isinstance(product, _RowSums)
             parts = (product.grad_BSD, product.ids_BS) if looked_up else (product.grad_TO, product.source._x)
@@ -225,7 +226,7 @@ def test_what_is_kept_between_i_and_w_on_tensor_parallel_ranks(sequence_parallel
 
 
 def total(config: TrainConfig, layer: int | None = None) -> int:
-    return sum(item.bytes for item in block_items(config, layer))
+    return sum(item.bytes for item in saved_in_block(config, layer))
 
 
 def test_full_recompute_holds_the_inputs_and_one_block():
@@ -243,15 +244,15 @@ def test_full_recompute_holds_the_inputs_and_one_block():
         assert peaks["none", layers + 1] - peaks["none", layers] == total(plain)
     waiting = 2 * inputs + 64  # the block's output and its gradient, while the block runs for the second time
     assert peaks["full", 1] <= peaks["none", 1] + waiting
-    assert activation_bytes(full, range(3), embedding=False, head=False).again == total(plain) - inputs
+    assert activation_bytes(full, range(3), embedding=False, head=False).recomputed == total(plain) - inputs
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_sequence_parallelism_divides_by_the_degree_what_it_shards(tp):
-    alone = {item.name: item.bytes for item in block_items(configured("gpt2"))}
-    split = {item.name: item.bytes for item in block_items(configured("gpt2", tp=tp))}
+    alone = {item.name: item.bytes for item in saved_in_block(configured("gpt2"))}
+    split = {item.name: item.bytes for item in saved_in_block(configured("gpt2", tp=tp))}
     assert {name: size * tp for name, size in split.items()} == alone
-    whole = {item.name: item.bytes for item in block_items(configured("gpt2", tp=tp, sequence_parallel=False))}
+    whole = {item.name: item.bytes for item in saved_in_block(configured("gpt2", tp=tp, sequence_parallel=False))}
     sharded = [name for name in whole if whole[name] != split[name]]
     assert sharded == [name for name in whole if "norm" in name or "dropped" in name or name in ("input", "middle")]
     assert all(whole[name] == tp * split[name] for name in sharded)
@@ -275,7 +276,7 @@ def test_a_gpt2_block_is_never_above_the_published_formula(sequence, hidden, hea
                 scores = 5 * heads * sequence / hidden / tp if attention else 0
                 # In bf16 the masks are all that the formula has to spare, so what it leaves out is left out here too.
                 left_out = ("mean", "scale", "log-sum-exp") if compute == "bf16" else ()
-                mine = sum(item.bytes for item in block_items(config) if not item.name.endswith(left_out))
+                mine = sum(item.bytes for item in saved_in_block(config) if not item.name.endswith(left_out))
                 assert 0.75 * (sharded + scores) * unit < mine <= (sharded + scores) * unit
 
 

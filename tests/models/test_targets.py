@@ -72,7 +72,7 @@ def test_keys_beside_the_target_are_passed_on_and_the_rest_comes_from_the_parent
     decoder = build(tiny(GPT2 | {"mlp": own("WideMLP", width=3)}), Mesh.single())
     layer = decoder.blocks["1"].mlp
     assert layer.up.weight.shape == (96, 16) and layer.up.bias is not None
-    assert layer.down.init.std == pytest.approx(0.1)
+    assert layer.down.spec.init.std == pytest.approx(0.1)
     decoder({}, microbatch())
 
 

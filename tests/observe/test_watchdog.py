@@ -7,7 +7,8 @@ import threading
 import time
 from dataclasses import replace
 
-from megastack.comm.flight_recorder import KEPT, FlightRecorder, Operation, Waited
+from megastack.comm.flight_recorder import KEPT, FlightRecorder, Operation
+from megastack.comm.observer import ObservedWork, RankObserver
 from megastack.mesh.shape import Axis
 from megastack.observe.watchdog import RankState, Watchdog, find_missing_ranks, read_reports
 
@@ -37,8 +38,8 @@ def test_the_rank_at_the_end_of_a_chain_of_waits_is_named() -> None:
 def test_a_rank_that_hangs_outside_an_operation_reports_its_stack() -> None:
     """Two ranks wait in a collective, the third is behind and runs its own code."""
     reduction = Operation("tp", "all_reduce", 7, (8,), (0, 1, 2))
-    counts = {reduction.line: 7}
-    found = [report(0, reduction, counts), report(1, None, {reduction.line: 6}, 9.0), report(2, reduction, counts)]
+    counts = {reduction.channel: 7}
+    found = [report(0, reduction, counts), report(1, None, {reduction.channel: 6}, 9.0), report(2, reduction, counts)]
     missing = find_missing_ranks(found, 3)
     assert missing is not None and (missing.rank, missing.operation) == (1, "tp all_reduce 7 of [8]")
     assert missing.lines[-1] == "[rank 1 | pp1 dp0 tp0] issued no operation for 9 s in training step 3, at a.py:7 in f"
@@ -46,7 +47,7 @@ def test_a_rank_that_hangs_outside_an_operation_reports_its_stack() -> None:
 
 def test_no_rank_is_missing_if_all_arrived_or_wait_in_a_cycle() -> None:
     reduction = Operation("tp", "all_reduce", 7, (8,), (0, 1))
-    assert find_missing_ranks([report(rank, reduction, {reduction.line: 7}) for rank in (0, 1)], 2) is None
+    assert find_missing_ranks([report(rank, reduction, {reduction.channel: 7}) for rank in (0, 1)], 2) is None
     assert find_missing_ranks([report(0, receive(1, 1, 0), {}), report(1, receive(1, 0, 1), {})], 2) is None
     assert find_missing_ranks([], 2) is None
 
@@ -63,7 +64,7 @@ def test_operations_are_numbered_by_group_and_line_and_only_the_latest_are_kept(
     assert flight_recorder.counts() == {
         "tp 0-1/2": KEPT + 1, "tp 0-2/2": 1, "pp send 0>1": 1, "pp receive 1>0": 1
     }  # fmt: skip
-    assert last.line == "pp receive 1>0" and last.other.line == "pp send 1>0"
+    assert last.channel == "pp receive 1>0" and last.other.channel == "pp send 1>0"
 
 
 def test_the_thread_reports_a_hang_and_the_report_stays_valid(tmp_path) -> None:
@@ -128,7 +129,7 @@ def test_if_no_rank_waits_on_the_host_the_latest_operations_show_the_missing_ran
     """As with NCCL: ranks 0 and 2 have started operation 7, rank 1 has not, and none of them waits."""
     line = Operation("dp", "all_reduce", 7, (8,), (0, 1, 2))
     reports = [
-        replace(report(rank, None, {line.line: number}), last=line._replace(number=number))
+        replace(report(rank, None, {line.channel: number}), last=line._replace(number=number))
         for rank, number in ((0, 7), (1, 6), (2, 7))
     ]
     missing = find_missing_ranks(reports, 3)
@@ -136,8 +137,9 @@ def test_if_no_rank_waits_on_the_host_the_latest_operations_show_the_missing_ran
 
 
 def test_the_time_of_a_wait_counts_from_the_start_of_a_collective() -> None:
-    flight_recorder, work = FlightRecorder(), type("Work", (), {"wait": lambda self: None})()
-    pending = Waited(work, flight_recorder, flight_recorder.start("dp", "all_reduce", (3,), (0, 1)))
+    observer, work = RankObserver(), type("Work", (), {"wait": lambda self: None})()
+    flight_recorder = observer.flight_recorder
+    pending = ObservedWork(work, observer, observer.on_operation("dp", "all_reduce", (0, 1), (3,), None))
     time.sleep(0.05)
     pending.wait()
     assert flight_recorder.moved - flight_recorder.since >= 0.05
@@ -149,7 +151,7 @@ def test_local_work_within_an_operation_does_not_count_as_arrival() -> None:
     operation = flight_recorder.start("world", "checkpoint_save", (), (0, 1))
     with flight_recorder.waits(operation):
         with flight_recorder.local_work():
-            assert flight_recorder.waiting is None and flight_recorder.counts()[operation.line] == 0
-        assert flight_recorder.waiting == operation and flight_recorder.counts()[operation.line] == 1
+            assert flight_recorder.waiting is None and flight_recorder.counts()[operation.channel] == 0
+        assert flight_recorder.waiting == operation and flight_recorder.counts()[operation.channel] == 1
     with flight_recorder.local_work():
-        assert flight_recorder.waiting is None and flight_recorder.counts()[operation.line] == 1
+        assert flight_recorder.waiting is None and flight_recorder.counts()[operation.channel] == 1

@@ -71,7 +71,7 @@ def test_its_state_is_loaded_in_place() -> None:
 
 
 def test_an_overflow_of_a_run_is_skipped_until_the_scale_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megastack.assemble.training.INITIAL", 2.0**27)
+    monkeypatch.setattr("megastack.assemble.optimizer.INITIAL", 2.0**27)
     assert train(tmp_path, "precision=fp16", "run.steps=10", "run.validate_every=0", "checkpoint.at_end=false") == 0
     run = tmp_path / "run"
     steps = rows(run)

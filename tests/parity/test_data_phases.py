@@ -47,7 +47,7 @@ def staged(tmp_path: Path) -> Changes:
         DataPhaseOptions(from_step=1, sequence_length=12),
         DataPhaseOptions(from_step=3, paths=[second], sequence_length=4),
     ]
-    return {"data.source": "jsonl", "data.paths": [first], "data.stages": stages, "run.steps": STEPS}
+    return {"data.source": "jsonl", "data.paths": [first], "data.phases": stages, "run.steps": STEPS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,7 +64,7 @@ def test_a_staged_run_is_the_same_on_every_layout(layout: str, staged: Changes) 
 def test_a_stage_is_a_run_on_its_own_data_from_its_first_sample_on(staged: Changes, tmp_path: Path) -> None:
     """Three runs without stages, each going on with the weights and moments of the one before."""
     losses: list[float] = []
-    second = staged["data.stages"][1].paths
+    second = staged["data.phases"][1].paths
     cuts: list[tuple[int, Changes]] = [
         (1, {"batch.sequence_length": 8}),
         (2, {"batch.sequence_length": 12}),
@@ -72,7 +72,7 @@ def test_a_stage_is_a_run_on_its_own_data_from_its_first_sample_on(staged: Chang
     ]
     path = None
     for at, (steps, changes) in enumerate(cuts):
-        training = build_training(configured({**staged, "data.stages": []}, changes), Mesh.single())
+        training = build_training(configured({**staged, "data.phases": []}, changes), Mesh.single())
         if path is not None:
             load(path, training.state(), training.mesh)
             training.step.optimizer.load_steps(int(training.step.optimizer.steps))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megastack.assemble.training import build_training
-from megastack.comm.ledger import Traffic
+from megastack.comm.traffic import Traffic
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset

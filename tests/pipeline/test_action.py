@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action
 
 from megastack.errors import ScheduleError
-from megastack.pipeline.action import Action, Op, join, pack, units, unpack_unit
+from megastack.pipeline.action import Action, Op, join, pack, split_steps, unpack_step
 
 computations = st.builds(Action, st.sampled_from(["F", "B", "I", "W"]), st.integers(0, 10**5), st.integers(0, 10**5))
 messages = st.builds(
@@ -45,8 +45,8 @@ def test_text_round_trip(action: Action) -> None:
 @given(st.lists(actions, max_size=8))
 def test_packed_round_trip(row: list[Action]) -> None:
     codes = [packed for action in row for packed in pack(action)]
-    assert [unpack_unit(unit) for unit in units(codes)] == row
-    assert [packed for unit in units(codes) for packed in join(unit)] == codes
+    assert [unpack_step(parts) for parts in split_steps(codes)] == row
+    assert [packed for parts in split_steps(codes) for packed in join(parts)] == codes
 
 
 @settings(deadline=None, max_examples=60)

@@ -26,7 +26,7 @@ def test_1f1b_by_hand() -> None:
 @given(sizes, st.sampled_from(["gpipe", "interleaved"]), st.integers(0, 2))
 def test_channels_are_first_in_first_out(size: tuple[int, int, int], name: str, ahead: int) -> None:
     schedule = build_schedule(name, *size)
-    lists = with_communication(schedule, ahead=ahead)
+    lists = with_communication(schedule, receive_lead=ahead)
     sent, received = defaultdict(list), defaultdict(list)
     for rank, row in enumerate(lists.ranks):
         seen: set[str] = set()
@@ -50,7 +50,7 @@ def test_channels_are_first_in_first_out(size: tuple[int, int, int], name: str, 
 @settings(deadline=None, max_examples=30)
 @given(sizes, st.integers(1, 3))
 def test_receives_ahead_still_make_progress(size: tuple[int, int, int], ahead: int) -> None:
-    lists = with_communication(build_schedule("interleaved", *size), ahead=ahead)
+    lists = with_communication(build_schedule("interleaved", *size), receive_lead=ahead)
     check(lists, batched=False)
 
 
@@ -60,7 +60,7 @@ def test_receives_move_up_by_whole_computations() -> None:
     def lead(ahead: int) -> int:
         """Computations between the posting of the receives and their use, over all ranks."""
         total = 0
-        for row in with_communication(schedule, ahead=ahead).ranks:
+        for row in with_communication(schedule, receive_lead=ahead).ranks:
             posted: dict[str, int] = {}
             done = 0
             for action in row:

@@ -24,7 +24,7 @@ def test_who_only_waits_for_a_cycle_is_not_of_it() -> None:
     assert sorted(reached.cycle(rows)) == [1, 2]
 
 
-def test_a_key_that_nobody_gives() -> None:
+def test_a_key_that_no_step_provides() -> None:
     rows = [[Step(("never",), ("a",))], [Step(("a",))]]
     assert run(rows).cycle(rows) == [0]
 

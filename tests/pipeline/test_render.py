@@ -85,8 +85,8 @@ def test_chrome_trace() -> None:
     assert max(live) == 2 * timeline.peaks[0] and live[-1] == 0
 
 
-def test_another_format_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="format=png: is no drawing; use text, svg, chrome"):
+def test_another_format_is_rejected() -> None:
+    with pytest.raises(ScheduleError, match="format=png: unknown; use text, svg, chrome"):
         render(build_schedule("1f1b", 2, 1, 2), "png")
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megastack.batch import Microbatch, StageLoss
-from megastack.comm.ledger import Traffic
+from megastack.comm.traffic import Traffic
 from megastack.errors import ScheduleError
 from megastack.layers.linear import RowParallelLinear
 from megastack.mesh.mesh import Mesh
@@ -26,7 +26,7 @@ from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules.registry import build_schedule
 from megastack.testing.ranks import run_ranks
-from megastack.weight_gradients import WhenStored
+from megastack.weight_gradients import AccumulationHook
 from tests.pipeline.chain import WIDTH, Link, batch, distance, gradients, plain, rows_of, squared_error
 
 MICROBATCHES = (1, 2, 3, 4, 8)
@@ -48,7 +48,7 @@ def differs(mesh: Mesh, schedule: Schedule, batches: list[Any], pipeline: Pipeli
     return max(worst, abs(found / loss - 1))
 
 
-def note_chunk(into: list[int], chunk: int, awaited: object) -> None:
+def note_chunk(into: list[int], chunk: int, pending: object) -> None:
     into.append(chunk)
 
 
@@ -119,12 +119,12 @@ def test_split_backwards_put_weights_off_until_their_turn_and_b_does_not() -> No
     schedule = Schedule.from_actions([[Action.parse(text) for text in texts]])
     stage, changed, told = Linear(mesh), defaultdict(set), []
     weight, bias = stage.linear.weight, stage.linear.bias
-    pipeline = Pipeline([stage], schedule, mesh, on_last_backward=lambda chunk, awaited: told.append((now(), awaited)))
+    pipeline = Pipeline([stage], schedule, mesh, on_last_backward=lambda chunk, pending: told.append((now(), pending)))
 
     def now() -> str:
         return str(pipeline.current)
 
-    class Note(WhenStored):
+    class Note(AccumulationHook):
         def __init__(self, name: str) -> None:
             self.name, self.before = name, None
 
@@ -271,11 +271,11 @@ def test_only_what_leaves_a_rank_is_counted() -> None:
 def test_wrong_sizes_are_refused_with_their_numbers() -> None:
     mesh, schedule = Mesh.single(), build_schedule("1f1b", 1, 1, 2)
     pipeline = Pipeline([Link(0, 1)], schedule, mesh)
-    with pytest.raises(ScheduleError, match="microbatches=3: the schedule has 2"):
+    with pytest.raises(ScheduleError, match=r"expected 2 microbatches \(from the schedule\), got 3"):
         pipeline.run([batch(1)] * 3, 1)
     with pytest.raises(ScheduleError, match="is for pp=2, the mesh has pp=1"):
         Pipeline([Link(0, 2)], build_schedule("1f1b", 2, 1, 2), mesh)
-    with pytest.raises(ScheduleError, match=r"rank 0 of the pipeline has stages \[0, 1\], but 1 module came"):
+    with pytest.raises(ScheduleError, match=r"rank 0 of the pipeline has stages \[0, 1\], got 1 module"):
         Pipeline([Link(0, 2)], build_schedule("gpipe", 1, 2, 2), mesh)
 
 

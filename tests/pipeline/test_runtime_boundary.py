@@ -19,7 +19,6 @@ from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedules.registry import build_schedule
 from megastack.pipeline.stage import Stage, TensorSpec, leaf
 from megastack.testing.ranks import run_ranks
-from megastack.weight_gradients import WeightGradients
 from tests.models.model_cases import LLAMA, build, microbatch, tiny
 from tests.pipeline.chain import batch, squared_error
 
@@ -114,7 +113,7 @@ class Last(nn.Module):
 
 def test_a_boundary_that_depends_on_more_than_the_shape_is_refused() -> None:
     pipeline = Pipeline([Fickle(), Last()], build_schedule("gpipe", 1, 2, 2), Mesh.single())
-    with pytest.raises(ScheduleError, match=r"stage 0 gave .*extra: None.* and .*extra: float64 \[2, 4, 3\]"):
+    with pytest.raises(ScheduleError, match=r"stage 0 returned .*extra: None.* and .*extra: float64 \[2, 4, 3\]"):
         pipeline.run([batch(2, first=0), batch(2, first=1)], 1)
 
 
@@ -145,7 +144,7 @@ class Half(nn.Module):
 
 
 def test_a_carry_that_a_stage_does_not_use_has_a_gradient_of_zero() -> None:
-    stage = Stage(Half(), 1, WeightGradients())
+    stage = Stage(Half(), 1)
     carry = {name: torch.ones(2, requires_grad=True) for name in ("hidden", "unused")}
     stage.forward(carry, batch(1), 0)
     assert stage.live == 1

@@ -30,7 +30,7 @@ def test_equal_lists_are_equal_values() -> None:
 
 
 def test_a_stage_lives_on_one_rank() -> None:
-    with pytest.raises(ScheduleError, match="stage 0 lives on rank 0") as caught:
+    with pytest.raises(ScheduleError, match="stage 0 is on rank 0") as caught:
         Schedule.from_actions(rows("0F0 0B0", "1F0 0B1 1B0"))
     assert ">0B1<" in str(caught.value) and caught.value.action == Action("B", 0, 1)
 

@@ -1,5 +1,6 @@
 """The schedules themselves: closed forms, torch's own orders, names and options."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,7 @@ from megastack.errors import ScheduleError
 from megastack.pipeline.action import Action
 from megastack.pipeline.check import check
 from megastack.pipeline.schedules import registry
-from megastack.pipeline.schedules.forward_only import forward_only
-from megastack.pipeline.schedules.interleaved import rounds
+from megastack.pipeline.schedules.interleaved import forward_only, rounds
 from megastack.pipeline.schedules.registry import (
     PLANNED,
     build_schedule,
@@ -21,6 +21,7 @@ from megastack.pipeline.schedules.registry import (
     register_schedule,
     schedule_names,
     schedule_violations,
+    splits_backward,
 )
 from megastack.pipeline.simulate import Costs, simulate
 
@@ -205,7 +206,7 @@ def test_planned_schedules_are_known_and_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "options", "words"),
     [
-        ("nope", (2, 1, 4), {}, "schedule.name=nope: is no schedule"),
+        ("nope", (2, 1, 4), {}, "schedule.name=nope: is not a schedule"),
         ("1f1b", (2, 2, 4), {}, "schedule.chunks=2: .*schedule.name=interleaved"),
         ("zb_h2", (2, 2, 4), {}, "schedule.chunks=2: .*schedule.name=interleaved"),
         ("zb_h1", (2, 1, 4), {"round": 2}, "schedule.round=2: .*takes no such option"),
@@ -233,7 +234,9 @@ def test_options_that_are_null_are_not_given() -> None:
 def test_lists_with_actions_that_the_runtime_cannot_do_are_refused_where_they_stand(tmp_path: Path) -> None:
     path = tmp_path / "lists.csv"
     path.write_text("0F0,0UNSHARD,0B0\n1F0,1B0\n")
-    with pytest.raises(ScheduleError, match=r"rank 0, step 1: 0UNSHARD is none of what the runtime executes: F, B, "):
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, step 1: 0UNSHARD is not an action that the runtime executes; use F, B, "
+    ):
         build_schedule("custom", 2, 1, 1, path=str(path))
 
 
@@ -260,7 +263,7 @@ def test_a_users_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one_by_one" in schedule_names()
     assert check(build_schedule("one_by_one", 3, 1, 2)).peaks == (1, 1, 1)
     assert closed_form("one_by_one", 3, 1, 2) is None
-    with pytest.raises(ScheduleError, match="0B0 stands before 0F0"):
+    with pytest.raises(ScheduleError, match="0B0 comes before 0F0"):
         build_schedule("one_by_one", 3, 1, 2, faulty=True)
     with pytest.raises(ScheduleError, match="one_by_one takes no such option"):
         build_schedule("one_by_one", 3, 1, 2, round=1)
@@ -293,3 +296,62 @@ def test_forward_only_keeps_the_placement_of_training() -> None:
     assert check(schedule).sends == (3, 3)
     with pytest.raises(ScheduleError, match="at least 1"):
         forward_only(2, 1, 0)
+
+
+def flavoured(pp: int, chunks: int, microbatches: int, *, flavour: str = "plain") -> list[list[Action]]:
+    order = range(microbatches)[:: -1 if flavour == "reversed" else 1]
+    return [[Action.parse(f"0F{m}") for m in order] + [Action.parse(f"0B{m}") for m in order]]
+
+
+def needs_depth(pp: int, chunks: int, microbatches: int, *, depth: int) -> list[list[Action]]:
+    return flavoured(pp, chunks, microbatches)
+
+
+def without_sizes() -> list[list[Action]]:
+    return []
+
+
+def not_actions(pp: int, chunks: int, microbatches: int) -> str:
+    return "actions"
+
+
+def of_two_microbatches(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    return flavoured(pp, chunks, 2)
+
+
+def raises(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    return [[1 // 0]]
+
+
+HERE = "tests.pipeline.test_schedules"
+
+
+def test_a_dotted_path_names_a_function_and_its_options() -> None:
+    schedule = build_schedule(f"{HERE}.flavoured", 1, 1, 3, flavour="reversed")
+    assert str(schedule.ranks[0][0]) == "0F2" and schedule.name == f"{HERE}.flavoured"
+    assert not splits_backward(f"{HERE}.flavoured", 1, 1, 3)
+    assert closed_form(f"{HERE}.flavoured", 1, 1, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("nowhere.fn", {}, "schedule._target_=nowhere.fn: importing nowhere failed with ModuleNotFoundError"),
+        (f"{HERE}.flavored", {}, f"schedule._target_={HERE}.flavored: {HERE} has no class or function .*use flavoured"),
+        (
+            f"{HERE}.flavoured",
+            {"flavor": "x"},
+            f"schedule.flavor=x: schedule._target_={HERE}.flavoured takes no such option; use flavour",
+        ),
+        (f"{HERE}.needs_depth", {}, f"schedule.depth=null: schedule._target_={HERE}.needs_depth needs it"),
+        (f"{HERE}.without_sizes", {}, r"must accept three positional arguments; use \(pp, chunks, microbatches"),
+        (f"{HERE}.not_actions", {}, "must return a list of actions for each rank, got AttributeError"),
+        (f"{HERE}.of_two_microbatches", {}, "its lists are for pp=1, chunks=1, microbatches=2"),
+        (f"{HERE}.raises", {}, "must return a list of actions for each rank, got ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_one_error(path: str, options: dict[str, str], message: str) -> None:
+    [violation] = schedule_violations(path, 1, 1, 3, **options)
+    assert re.search(message, str(violation)), str(violation)
+    with pytest.raises(ScheduleError):
+        build_schedule(path, 1, 1, 3, **options)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.errors import PlacementError
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.placement.boxes import Box, local_box, local_shape, range_boxes
+from megastack.placement.boxes import (
+    Box,
+    coverage_error,
+    intersect,
+    local_box,
+    local_shape,
+    range_boxes,
+    relative_to,
+    whole_box,
+)
 from megastack.placement.placement import Placement, Shard
 
 shapes_with_range = st.lists(st.integers(1, 5), max_size=5).flatmap(
@@ -137,3 +147,77 @@ def test_a_box_knows_its_elements() -> None:
     box = Box((1, 2), (2, 3))
     assert box.numel == 6 and Box((), ()).numel == 1
     assert np.arange(30).reshape(5, 6)[box.slices].tolist() == [[8, 9, 10], [14, 15, 16]]
+
+
+@st.composite
+def boxes(draw: st.DrawFn, dims: int) -> Box:
+    offset = draw(st.tuples(*[st.integers(0, 4)] * dims))
+    return Box(offset, draw(st.tuples(*[st.integers(0, 4)] * dims)))
+
+
+@st.composite
+def box_pairs(draw: st.DrawFn) -> tuple[Box, Box]:
+    dims = draw(st.integers(0, 3))
+    return draw(boxes(dims)), draw(boxes(dims))
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape and boxes that cover it: a flat partition, each part of which is a few boxes."""
+    shape = draw(st.lists(st.integers(1, 5), max_size=3).map(tuple))
+    total = len(elements(whole_box(shape)))
+    cuts = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=3))})
+    return shape, [box for start, stop in itertools.pairwise(cuts) for box in range_boxes(shape, start, stop)]
+
+
+def elements(box: Box) -> set[tuple[int, ...]]:
+    return set(itertools.product(*(range(s, s + n) for s, n in zip(box.offset, box.size, strict=True))))
+
+
+@settings(deadline=None)
+@given(box_pairs())
+def test_intersection_of_two_boxes(pair: tuple[Box, Box]) -> None:
+    first, second = pair
+    common = intersect(first, second)
+    assert (elements(common) if common else set()) == elements(first) & elements(second)
+    assert common == intersect(second, first)
+    if common:
+        assert all(start >= 0 for start in relative_to(common, first).offset)
+        assert len(elements(relative_to(common, first))) == len(elements(common))
+
+
+@settings(deadline=None)
+@given(partitions())
+def test_a_partition_of_a_tensor_covers_it(partition: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, parts = partition
+    assert coverage_error(shape, parts) is None
+    assert coverage_error(shape, parts[::-1]) is None
+
+
+@settings(deadline=None)
+@given(partitions(), st.data())
+def test_a_missing_duplicate_or_moved_box_is_an_error(
+    partition: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, parts = partition
+    index = data.draw(st.integers(0, len(parts) - 1))
+    rest = parts[:index] + parts[index + 1 :]
+    assert "element" in (coverage_error(shape, rest) or "")
+    assert "overlap" in (coverage_error(shape, [*parts, parts[index]]) or "")
+    if shape:
+        moved = Box((parts[index].offset[0] + 1, *parts[index].offset[1:]), parts[index].size)
+        assert coverage_error(shape, [*rest, moved])
+
+
+def test_a_gap_that_an_overlap_compensates_is_an_error() -> None:
+    assert "overlap" in (coverage_error((4, 2), [Box((0, 0), (2, 2)), Box((1, 0), (2, 2))]) or "")
+
+
+def test_a_box_outside_the_tensor_is_an_error() -> None:
+    assert "within" in (coverage_error((4,), [Box((2,), (3,))]) or "")
+    assert "within" in (coverage_error((4,), [Box((0, 0), (4, 1))]) or "")
+
+
+def test_a_tensor_without_elements_needs_no_box() -> None:
+    assert coverage_error((0, 3), []) is None
+    assert coverage_error((3,), [])

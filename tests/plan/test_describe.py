@@ -53,7 +53,7 @@ def test_one_of_a_thing_is_in_the_singular_and_equal_bubbles_are_said_once(monke
 
 
 def test_stages_of_the_data_are_lines_of_their_own_and_the_longest_decides_about_activations() -> None:
-    stages = "data.stages=[{from_step:2,sequence_length:64},{from_step:5,blend:[{paths:[a],weight:1}]}]"
+    stages = "data.phases=[{from_step:2,sequence_length:64},{from_step:5,blend:[{paths:[a],weight:1}]}]"
     plain = compose(["experiment=parity", "run.steps=9", "batch.global_size=8", "batch.sequence_length=32"])
     config = compose(
         ["experiment=parity", "run.steps=9", "batch.global_size=8", "batch.sequence_length=32", f"{stages}"]

@@ -27,14 +27,14 @@ def test_each_place_keeps_what_its_own_stage_keeps_times_the_microbatches_alive(
     assert [share.peak_activations for share in shares] == alive
     for share, part in zip(shares, layout.slices, strict=True):
         each = activation_bytes(layout.config, part.layers, embedding=part.embedding, head=part.head)
-        assert share.activation_bytes == share.peak_activations * each.kept and each.again == 0
+        assert share.activation_bytes == share.peak_activations * each.saved and each.recomputed == 0
 
 
 def test_one_recomputed_block_is_added_once():
     config = with_recompute(on_four_stages(8), "full")
     layout = Layout(config)
     first = activation_bytes(config, range(1), embedding=True, head=False)
-    assert layout.pipeline_ranks()[0].activation_bytes == 4 * first.kept + first.again > 4 * first.kept
+    assert layout.pipeline_ranks()[0].activation_bytes == 4 * first.saved + first.recomputed > 4 * first.saved
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -44,9 +44,9 @@ def test_between_i_and_w_a_microbatch_counts_as_what_its_w_takes(mode):
     layout = Layout(config)
     for place, (share, part) in enumerate(zip(layout.pipeline_ranks(), layout.slices, strict=True)):
         each = activation_bytes(config, part.layers, embedding=part.embedding, head=part.head)
-        before = (4 - place) * each.kept + place * each.until_w
-        behind_an_i = (3 - place) * each.kept + (place + 1) * each.until_w if place else 0  # rank 0 has whole backwards
-        assert share.activation_bytes == pytest.approx(max(before, behind_an_i) + each.again, abs=1)
+        before = (4 - place) * each.saved + place * each.until_w
+        after_an_i = (3 - place) * each.saved + (place + 1) * each.until_w if place else 0  # rank 0 has full backwards
+        assert share.activation_bytes == pytest.approx(max(before, after_an_i) + each.recomputed, abs=1)
 
 
 def test_a_place_without_layers_keeps_nothing():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megastack.checkpoint.items import StateItem
+from megastack.checkpoint.state import StateItem
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.placement.boxes import Box

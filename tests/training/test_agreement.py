@@ -1,4 +1,4 @@
-"""Ranks that do not bring the same to a step: an error that names the odd one, before anything is exchanged."""
+"""Ranks with different inputs to a step: an error names the rank that differs, before anything is exchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train(folder: str, difference: str) -> tuple[str, tuple[int, ...], int]:
     loop = build_loop(training, place, StopRequest())
     with pytest.raises(DataError) as raised:
         loop.run()
-    return str(raised.value), raised.value.ranks, len(mesh.ledger.flight_recorder.actions)
+    return str(raised.value), raised.value.ranks, len(mesh.flight_recorder.actions)
 
 
 @pytest.mark.parametrize(("difference", "brought"), [("count", "1 × [2, 16]"), ("shape", "2 × [2, 15]")])
@@ -141,7 +141,7 @@ def broken_reading(folder: str) -> tuple[str, tuple[int, ...], str]:
     return str(raised.value), raised.value.ranks, type(raised.value.__cause__).__name__
 
 
-def test_a_file_that_one_rank_cannot_read_is_told_by_all_in_its_words(tmp_path: Path) -> None:
+def test_a_file_that_one_rank_cannot_read_is_reported_by_all_with_its_message(tmp_path: Path) -> None:
     results = run_ranks(broken_reading, 3, str(tmp_path))
     text = "rank 2 (pp0 dp2 tp0): step 2: OSError: [Errno 5] Input/output error: 'text.bin'"
     assert results == [(text, (2,), "NoneType")] * 2 + [(text, (2,), "OSError")]

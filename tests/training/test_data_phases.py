@@ -1,4 +1,4 @@
-"""A run in stages: stopped and resumed anywhere, on other layouts, with other stages; what it records."""
+"""A run in data phases: stopped and resumed anywhere, on other layouts, with other phases; its records."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from tests.tiny_runs import events, overrides, rows
 
 # Stops and resumes.
 
-STAGED = "{from_step:2,sequence_length:24},{from_step:4,paths:[OTHER],sequence_length:8}"
+PHASES = "{from_step:2,sequence_length:24},{from_step:4,paths:[OTHER],sequence_length:8}"
 MORE = ["run.steps=6", "optim.name=adamw", "optim.lr=0.01", "model.dropout=0.1"]
 
 
-def tiny(folder: Path, stages: str, *more: str) -> TrainConfig:
-    """A tiny run with these stages, in which OTHER is another text."""
+def tiny(folder: Path, phases: str, *more: str) -> TrainConfig:
+    """A tiny run with these phases, in which OTHER is another text."""
     other = folder / "other.jsonl"
     other.write_text("".join(f'{{"text": "{n} plus {n} makes {2 * n}."}}\n' for n in range(40)))
-    return composed(overrides(folder), MORE, f"data.stages=[{stages.replace('OTHER', str(other))}]", *more)
+    return composed(overrides(folder), MORE, f"data.phases=[{phases.replace('OTHER', str(other))}]", *more)
 
 
 def steps_of(config: TrainConfig, cuts: list[int], folder: str) -> Any:
-    """Steps from a checkpoint to the next; what was seen, and the state at the end."""
+    """Steps from one checkpoint to the next; losses, norms and tokens of each, and the weights at the end."""
     seen = []
     for first, last in pairwise(cuts):
         training = build_training(config, Mesh.from_environment(mesh_shape(config), device="cpu"))
@@ -59,10 +59,10 @@ def steps_of(config: TrainConfig, cuts: list[int], folder: str) -> Any:
 
 
 @pytest.mark.parametrize(("layout", "cuts"), [([], [0, 1, 2, 3, 4, 5, 6]), (["parallel.pp=2"], [0, 2, 5, 6])])
-def test_a_run_stopped_in_and_between_stages_is_the_straight_one_bitwise(
+def test_a_run_stopped_in_and_between_phases_equals_the_uninterrupted_one_bitwise(
     layout: list[str], cuts: list[int], tmp_path: Path
 ) -> None:
-    config = tiny(tmp_path, STAGED, *layout)
+    config = tiny(tmp_path, PHASES, *layout)
     ranks = mesh_shape(config).world_size
     expected, weights = run_ranks(steps_of, ranks, config, [0, 6], str(tmp_path / "straight"))[0]
     found, others = run_ranks(steps_of, ranks, config, cuts, str(tmp_path / "cut"))[0]
@@ -70,10 +70,10 @@ def test_a_run_stopped_in_and_between_stages_is_the_straight_one_bitwise(
     assert all(torch.equal(others[name], weight) for name, weight in weights.items())
 
 
-def test_a_stage_goes_on_with_other_degrees(tmp_path: Path) -> None:
-    expected, _ = run_ranks(steps_of, 1, tiny(tmp_path, STAGED), [0, 3, 6], str(tmp_path / "at"))[0]
+def test_a_phase_continues_with_other_degrees(tmp_path: Path) -> None:
+    expected, _ = run_ranks(steps_of, 1, tiny(tmp_path, PHASES), [0, 3, 6], str(tmp_path / "at"))[0]
     for layout in (["parallel.dp=2"], ["parallel.dp=2", "parallel.tp=2", "parallel.zero.stage=1"]):
-        config = tiny(tmp_path, STAGED, *layout)
+        config = tiny(tmp_path, PHASES, *layout)
         found, _ = run_ranks(steps_of, mesh_shape(config).world_size, config, [3, 6], str(tmp_path / "at"))[0]
         assert [row[2] for row in found] == [row[2] for row in expected[3:]]
         for one, other in zip(found, expected[3:], strict=True):
@@ -90,14 +90,14 @@ def sent(config: TrainConfig) -> list[int]:
     return found
 
 
-def test_what_crosses_a_boundary_has_the_length_of_the_stage(tmp_path: Path) -> None:
-    for found in run_ranks(sent, 2, tiny(tmp_path, STAGED, "parallel.pp=2")):
+def test_stage_inputs_have_the_length_of_the_phase(tmp_path: Path) -> None:
+    for found in run_ranks(sent, 2, tiny(tmp_path, PHASES, "parallel.pp=2")):
         assert found[1] * 3 == found[3] * 2 == found[5] * 6 > 0
 
 
-def test_rows_events_and_figures_follow_the_stages(tmp_path: Path) -> None:
-    """Validation stays what it was; FLOPs are those of the sequence length."""
-    config = tiny(tmp_path, STAGED, "run.validate_every=2", "checkpoint.every=3", "model.dropout=0")
+def test_rows_events_and_figures_follow_the_phases(tmp_path: Path) -> None:
+    """Validation stays unchanged; FLOPs follow the sequence length."""
+    config = tiny(tmp_path, PHASES, "run.validate_every=2", "checkpoint.every=3", "model.dropout=0")
     place, training = RunFolder(tmp_path / "run"), build_training(config, Mesh.single())
     place.path.mkdir()
     loop = build_loop(training, place, StopRequest())
@@ -110,10 +110,10 @@ def test_rows_events_and_figures_follow_the_stages(tmp_path: Path) -> None:
     flops = [row["mfu"] * 1e12 / row["tokens_per_s"] for row in found]
     assert flops == pytest.approx([flops_per_token(longer(config, n)) for _, n in SIZES for _ in range(2)])
     assert len({row["tokens"] for row in rows(place.path, "validation")}) == 1
-    told = [event for event in events(place.path) if event["name"] in ("stage", "end")]
-    assert [(event["name"], event["step"]) for event in told] == [("stage", 2), ("stage", 4), ("end", 6)]
-    assert told[0]["data"].endswith("sequences of 24 tokens") and "other.jsonl" in told[1]["data"]
-    assert 0 < told[2]["data_s"] < told[2]["train_s"]
+    reported = [event for event in events(place.path) if event["name"] in ("stage", "end")]
+    assert [(event["name"], event["step"]) for event in reported] == [("stage", 2), ("stage", 4), ("end", 6)]
+    assert reported[0]["data"].endswith("sequences of 24 tokens") and "other.jsonl" in reported[1]["data"]
+    assert 0 < reported[2]["data_s"] < reported[2]["train_s"]
 
 
 SIZES = [(0, 16), (2, 24), (4, 8)]
@@ -126,7 +126,7 @@ def longer(config: TrainConfig, length: int) -> TrainConfig:
 # What a resume may change.
 
 
-def test_weights_may_change_in_the_stage_that_goes_on_and_not_in_one_that_is_over(tmp_path: Path) -> None:
+def test_weights_may_change_in_the_current_phase_and_not_in_one_that_is_over(tmp_path: Path) -> None:
     folder, rng = tmp_path, np.random.default_rng(1)
     for name in "ab":
         write_by_hand(folder / name, rng.integers(0, 256, (60, 17)).tolist(), 8)
@@ -150,7 +150,7 @@ def test_weights_may_change_in_the_stage_that_goes_on_and_not_in_one_that_is_ove
         training(3, 2).restore(path)
 
 
-def test_data_that_a_later_stage_cannot_use_are_refused_at_the_start(tmp_path: Path) -> None:
+def test_data_that_a_later_phase_cannot_use_are_rejected_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.stages\[0\], after step 2: .*nowhere\.jsonl"):
         read_dataset(tiny(tmp_path, f"{{from_step:2,paths:[{tmp_path}/nowhere.jsonl]}}"))
     with pytest.raises(DataError, match=r"data\.stages\[1\], after step 3: batch\.sequence_length=90000"):

@@ -110,7 +110,7 @@ def test_a_non_finite_step_ends_the_run_before_it_updates(tmp_path):
 
 
 def test_a_non_finite_step_can_be_skipped_and_is_counted(tmp_path):
-    """Its event says where it began, and looking for that leaves no bytes in the row of the step."""
+    """Its event names the origin, and locating it adds no bytes to the row of the step."""
     more = ("run.on_nonfinite=skip", "observe.dump_steps=[2,3,5]", "parallel.dp=2")
     assert train(tmp_path, fault("poison"), "run.steps=5", *more) == 0
     found, dump = rows(tmp_path / "run"), tmp_path / "run" / "dump"
@@ -138,15 +138,15 @@ def test_dumps_hold_gradients_before_clipping_and_weights_after_the_update(tmp_p
         torch.testing.assert_close(step, -row["lr"] * gradient * 0.01 / (norm + 1e-6), rtol=1e-9, atol=1e-14)
 
 
-def test_when_to_save_and_what_hooks_are_told(tmp_path):
-    told: list[tuple[str, int]] = []
+def test_when_to_save_and_what_hooks_receive(tmp_path):
+    reported: list[tuple[str, int]] = []
     hooks = Hooks(
-        [lambda row: told.append(("step", row["step"]))],
-        [lambda row: told.append(("validation", row["step"]))],
-        [lambda step, path: told.append(("checkpoint", int(path.name[5:])))],
+        [lambda row: reported.append(("step", row["step"]))],
+        [lambda row: reported.append(("validation", row["step"]))],
+        [lambda step, path: reported.append(("checkpoint", int(path.name[5:])))],
     )
     run(tmp_path, "run.steps=5", "checkpoint.every=2", "checkpoint.keep_last=1", "run.validate_every=4", hooks=hooks)
-    assert told == [
+    assert reported == [
         *(("step", 1), ("step", 2), ("checkpoint", 2), ("step", 3), ("step", 4), ("validation", 4), ("checkpoint", 4)),
         *(("step", 5), ("validation", 5)),
     ]

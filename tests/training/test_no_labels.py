@@ -1,4 +1,4 @@
-"""Steps, validations and files without one valid label: nothing is learnt from them, and nothing ends for them."""
+"""Steps, validations and files without a valid label: they train nothing and do not end a run."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def counts(training: Training) -> list[int]:
     return [training.step.loader.global_valid_tokens(step) for step in range(STEPS)]
 
 
-def test_a_step_without_a_label_is_skipped_counted_and_told(tmp_path: Path) -> None:
-    """Weights, moments and their count stay; the data, the learning rate and the run go on."""
-    told: list[float | None] = []
+def test_a_step_without_a_label_is_skipped_counted_and_reported(tmp_path: Path) -> None:
+    """Weights, moments and their count stay; the data, the learning rate and the run continue."""
+    reported: list[float | None] = []
     config = config_of(tmp_path, "checkpoint.every=1", "observe.tensorboard=null")
     tokens = counts(build_training(config, Mesh.single()))
     assert [step + 1 for step, count in enumerate(tokens) if not count] == EMPTY
-    result = run(config, tmp_path / "run", hooks=Hooks([lambda row: told.append(row["loss"])]))
+    result = run(config, tmp_path / "run", hooks=Hooks([lambda row: reported.append(row["loss"])]))
     found = rows(tmp_path / "run")
     assert (result.status, result.exit_code, result.loss) == ("completed", 0, found[-1]["loss"])
     assert [row["step"] for row in found if row["loss"] is None] == EMPTY
-    assert told == [row["loss"] for row in found]
+    assert reported == [row["loss"] for row in found]
     assert all((row["loss"] is None) == (row["grad_norm"] is None) == (row["tokens"] == 0) for row in found)
     assert [row["tokens"] for row in found] == tokens
     assert [row["skipped"] for row in found] == [0, 0, 1, 1, 2, 2]
@@ -126,7 +126,7 @@ def test_a_dynamic_loss_scale_does_not_count_such_a_step(tmp_path: Path) -> None
     assert before and all(torch.equal(before[name], x) for name, x in scale.state().items())
 
 
-def test_a_run_of_the_command_line_goes_on_across_such_steps_on_several_ranks(tmp_path: Path) -> None:
+def test_a_run_of_the_command_line_continues_across_such_steps_on_several_ranks(tmp_path: Path) -> None:
     config_of(tmp_path)
     data = [f"data.paths=[{tmp_path}/sparse]", "data.source=bin", "data.validation_fraction=0", "batch.global_size=2"]
     choices = [*overrides(tmp_path), *data, f"run.steps={STEPS}", "parallel.dp=2", "observe.dump_steps=[2,3]"]
@@ -141,20 +141,20 @@ def test_a_run_of_the_command_line_goes_on_across_such_steps_on_several_ranks(tm
 
 def test_a_validation_without_a_label_has_no_loss(tmp_path: Path) -> None:
     """The split, or what is chosen of it; the file's last part is held out, and that is documents of one token."""
-    told: list[float | None] = []
+    reported: list[float | None] = []
     documents = [[7] * 40 for _ in range(20)] + [[7]] * 50
     write_by_hand(tmp_path / "tail", documents, 8)
     held = ["data.validation_fraction=0.05", f"data.paths=[{tmp_path}/tail]", "run.validate_every=2"]
     config = config_of(tmp_path, *held, "run.steps=3")
     assert not build_training(config, Mesh.single()).validation.valid_tokens
-    hooks = Hooks(on_validation=[lambda row: told.append(row["loss"])])
+    hooks = Hooks(on_validation=[lambda row: reported.append(row["loss"])])
     assert run(config, tmp_path / "run", hooks=hooks).status == "completed"
     found = rows(tmp_path / "run", "validation")
     assert [(row["step"], row["loss"], row["tokens"]) for row in found] == [(2, None, 0), (3, None, 0)]
-    assert told == [None, None] and all(row["samples"] > 0 for row in found)
+    assert reported == [None, None] and all(row["samples"] > 0 for row in found)
 
 
-def test_evaluating_such_a_split_or_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluating_such_a_split_or_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_by_hand(tmp_path / "tail", [[7] * 40 for _ in range(20)] + [[7]] * 50, 8)
     held = [f"data.paths=[{tmp_path}/tail]", "data.source=bin", "data.validation_fraction=0.05", "run.steps=1"]
     assert main(["train", *overrides(tmp_path), *held, "checkpoint.at_end=true"]) == 0

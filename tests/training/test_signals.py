@@ -1,4 +1,4 @@
-"""Wishes to stop: flags set by signals and a clock."""
+"""Stop requests: flags set by signals and a clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from megastack.training.signals import TIME_LIMIT, StopRequest, describe_stop
 
 
-def test_a_signal_is_a_wish_inside_and_what_it_was_outside():
+def test_a_signal_is_a_stop_request_inside_and_unchanged_outside():
     before = signal.getsignal(signal.SIGUSR1)
     with StopRequest(signals=(signal.SIGTERM, signal.SIGUSR1)) as stop:
         assert stop.code == 0

@@ -1,7 +1,7 @@
 """GPipe: every forward, then every backward (Huang et al., arXiv 1811.06965).
 
-With several chunks a rank it is the breadth-first pipeline (Lamy-Poirier, arXiv 2211.05953): chunk by chunk, all
-microbatches through each. Simple, and it keeps every activation of the step: use 1F1B unless memory is no concern.
+With several chunks per rank it is the breadth-first pipeline (Lamy-Poirier, arXiv 2211.05953): all microbatches pass
+one chunk, then the next. It is simple and keeps every activation of the step; use 1F1B unless memory is plentiful.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
 """Interleaved 1F1B: each rank holds several chunks of the model (Narayanan et al., arXiv 2104.04473).
 
-The bubble shrinks by the number of chunks v; messages grow by v, and so does a little memory. Microbatches pass a chunk
-in rounds. The paper needs M to be a multiple of p; here the M microbatches are cut into R = max(1, M // p) rounds of
-near-equal size, larger first, which runs for every M.
+With v chunks the bubble is v times shorter and there are v times as many messages; memory grows a little. Microbatches
+pass a chunk in rounds. The paper requires M to be a multiple of p; here the M microbatches are divided into
+R = max(1, M // p) rounds of near-equal size, larger first, which works for every M.
 """
 
 from __future__ import annotations
 
-from megastack.errors import Violation, counted
+from collections.abc import Sequence
+
+from megastack.errors import ScheduleError, Violation, counted
 from megastack.pipeline.action import Action, Op
+from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules import gpipe
 
 
@@ -17,7 +20,7 @@ def interleaved(pp: int, chunks: int, microbatches: int, *, round: int | None = 
 
     Args:
         pp, chunks, microbatches: p, v and M.
-        round: microbatches of a round, exactly (the last round takes what is left); default the rounds above.
+        round: the exact number of microbatches in a round (the last takes the rest); default the rounds above.
     """
     return [_rank(pp, rank, chunks, rounds(pp, microbatches, round)) for rank in range(pp)]
 
@@ -52,10 +55,10 @@ def rounds(pp: int, microbatches: int, round: int | None = None) -> list[int]:
 
 
 def violations(pp: int, chunks: int, microbatches: int, *, round: int | None = None) -> list[Violation]:
-    """What stands against these sizes: a round of fewer than min(p, M), the last one included.
+    """The errors of these sizes: each round, the last one included, needs at least min(p, M) microbatches.
 
-    Its first microbatch would come back to the next chunk before the round has filled the pipeline: ranks stall, and
-    most such schedules never finish.
+    With fewer, its first microbatch reaches the next chunk before the round has filled the pipeline: ranks stall, and
+    most such schedules deadlock.
     """
     least = min(pp, microbatches)
     if round is None or (round >= least and not 0 < microbatches % round < least):
@@ -78,5 +81,25 @@ def peaks(pp: int, chunks: int, microbatches: int, *, round: int | None = None) 
 
 
 def idle(pp: int, chunks: int, microbatches: int, *, round: int | None = None) -> float:
-    """Idle time of the longest span of a rank where F = I = W = 1: that of GPipe with as many chunks, for any round."""
+    """Idle time of the longest span of a rank where F = I = W = 1, for any round; as GPipe with as many chunks."""
     return gpipe.idle(pp, chunks, microbatches)
+
+
+def forward_only(pp: int, chunks: int, microbatches: int, *, stage_ranks: Sequence[int] | None = None) -> Schedule:
+    """One forward of each (stage, microbatch), for validation; the stages stay on the ranks of the training schedule.
+
+    Microbatches pass the chunks in the same rounds as in the interleaved schedule, so few outputs are in flight.
+
+    Args:
+        pp, chunks, microbatches: p, v and M; M may differ from the training schedule's.
+        stage_ranks: the training schedule's `stage_ranks`; default stage s on rank s % pp.
+
+    Raises:
+        ScheduleError: one of the numbers is less than 1.
+    """
+    if min(pp, chunks, microbatches) < 1:
+        raise ScheduleError(f"forward_only({pp}, {chunks}, {microbatches}): every number must be at least 1")
+    owners = stage_ranks if stage_ranks is not None else [stage % pp for stage in range(pp * chunks)]
+    sizes = rounds(pp, microbatches)
+    rows = [passes(Op.F, [s for s, owner in enumerate(owners) if owner == rank], sizes) for rank in range(pp)]
+    return Schedule.from_actions(rows, name="forward_only", microbatches=microbatches, backward=False)

@@ -1,6 +1,6 @@
-"""1F1B: after a warm-up, one forward and one backward in turn (PipeDream-Flush, arXiv 2006.09503).
+"""1F1B: after a warm-up, forwards and backwards alternate (PipeDream-Flush, arXiv 2006.09503).
 
-The bubble of GPipe with at most p - r microbatches alive on rank r, whatever M is.
+It has the bubble of GPipe with at most p - r microbatches alive on rank r, for any M.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def idle(pp: int, chunks: int, microbatches: int) -> float:
 
 
 def violations(pp: int, chunks: int, microbatches: int) -> list[Violation]:
-    """What stands against these sizes: more than one chunk a rank."""
+    """The errors of these sizes: there must be one chunk per rank."""
     if chunks == 1:
         return []
     return [Violation("schedule.chunks", chunks, "1f1b runs one stage a rank", (1, "schedule.name=interleaved"))]

@@ -1,12 +1,15 @@
-"""Schedules by name: those of megastack, a user's own, and a file of actions.
+"""Schedules by name: built-in ones, a user's own, and a file of actions.
 
 A schedule is a pure function ``(pp, chunks, microbatches, *, options) -> actions of each rank``. `build_schedule` packs
-what it returns, and checks it where it is not one of ours (the tests check ours at every size). Names that are promised
-but not built are known here, so that a configuration can be told so.
+its result, and checks it if the schedule is not built in (the tests check those at every size). Names of planned
+schedules are known here, so that an error can say that they are not available yet.
 
     @register_schedule("mine")
     def mine(pp, chunks, microbatches, *, flavour="plain"):
         return [[Action.parse("0F0"), Action.parse("0B0")]]
+
+A dotted path names a function without registration; this is how a configuration chooses one, with its options beside
+the path: ``schedule: {_target_: my_file.mine, flavour: fancy}``.
 """
 
 from __future__ import annotations
@@ -17,26 +20,29 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megastack.errors import ScheduleError, Violation, counted
+from megastack.errors import ConfigError, ScheduleError, Violation, counted
 from megastack.pipeline.action import EXECUTED, Action, Op
 from megastack.pipeline.check import check
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
 from megastack.pipeline.simulate import error
+from megastack.targets import import_path
 
 Rows = Sequence[Sequence[Action]]
 Generator = TypeVar("Generator", bound=Callable[..., Rows])
+
+TARGET = "schedule._target_"
 
 PLANNED = ("zb_auto", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """What a schedule's formulas say, where all stages take equally long and messages no time.
+    """Figures of a schedule by formula, for stages of equal duration and messages without latency.
 
     Attributes:
-        bubble: idle share of the longest rank span; whatever F and B are, but where a schedule splits the backward, at
-            F = I = W.
+        bubble: idle share of the longest rank span; for any F and B, but at F = I = W where a schedule splits the
+            backward.
         peaks: for each rank, the most activations alive, in microbatches of the whole rank; each until its B or W.
     """
 
@@ -46,7 +52,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A schedule's generator and what is known of it; the other functions take the generator's arguments.
+    """A schedule's generator and its formulas, which take the generator's arguments.
 
     `idle` is the idle time of the longest rank span where F = I = W = 1, `peaks` are counted in chunks.
     """
@@ -56,9 +62,10 @@ class _Kind:
     peaks: Callable[..., Sequence[float]] | None = None
     violations: Callable[..., list[Violation]] | None = None
     proven: bool = False
+    key: str = "schedule.name"
 
     def options(self) -> dict[str, bool]:
-        """Its options, and whether each must be given."""
+        """Its options, and whether each is required."""
         parameters = inspect.signature(self.generate).parameters.values()
         return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -69,12 +76,9 @@ def custom(pp: int, chunks: int, microbatches: int, *, path: str) -> Rows:
 
 
 def _custom_violations(pp: int, chunks: int, microbatches: int, *, path: str) -> list[Violation]:
-    """What is wrong with the file: unreadable, for other sizes, or lists that fail `check`."""
+    """The errors of the file: unreadable, of other sizes, or lists that fail `check`."""
     try:
-        schedule = Schedule.load(path)
-        _require_sizes(schedule, (pp, chunks, microbatches))
-        _require_executed(schedule)
-        check(schedule)
+        _require_usable(Schedule.load(path), (pp, chunks, microbatches))
     except ScheduleError as error:
         return [Violation("schedule.path", path, str(error).removeprefix(f"schedule.path={path}: "))]
     return []
@@ -103,10 +107,10 @@ _KINDS: dict[str, _Kind] = {
 
 
 def register_schedule(name: str) -> Callable[[Generator], Generator]:
-    """Decorator: make ``schedule.name=<name>`` mean this function; its keyword-only arguments are its options.
+    """Decorator that registers a function as ``schedule.name=<name>``; its keyword-only arguments are its options.
 
     Raises:
-        ScheduleError: when the name is taken by another function.
+        ScheduleError: the name belongs to another function.
     """
 
     def register(generate: Generator) -> Generator:
@@ -124,25 +128,70 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def known_names() -> tuple[str, ...]:
-    """Those, and the names that are not available yet."""
+    """The names that `build_schedule` can build, and those that are planned."""
     return (*_KINDS, *PLANNED)
+
+
+def _find(name: str) -> _Kind | list[Violation]:
+    """The schedule of a name or a dotted path, or what is wrong with it."""
+    if name in _KINDS:
+        return _KINDS[name]
+    if "." not in name:
+        rule = "is not available yet" if name in PLANNED else "is no schedule"
+        return [Violation("schedule.name", name, rule, schedule_names())]
+    try:
+        generate = import_path(TARGET, name)
+        inspect.signature(generate).bind(1, 1, 1, **_placeholders(generate))
+    except ConfigError as error:
+        return list(error.violations)
+    except (TypeError, ValueError):
+        return [
+            Violation(TARGET, name, "must accept three positional arguments", ("(pp, chunks, microbatches, *, …)",))
+        ]
+    return _Kind(generate, violations=partial(_own_violations, generate, name), key=TARGET)
+
+
+def _kind(name: str) -> _Kind:
+    """The schedule of a legal name or dotted path."""
+    kind = _find(name)
+    assert isinstance(kind, _Kind), kind
+    return kind
+
+
+def _placeholders(generate: Callable[..., Any]) -> dict[str, None]:
+    parameters = inspect.signature(generate).parameters.values()
+    return {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _own_violations(
+    generate: Callable[..., Any], path: str, pp: int, chunks: int, microbatches: int, **options: Any
+) -> list[Violation]:
+    """What is wrong with the result of a function that a dotted path names."""
+    try:
+        schedule = Schedule.from_actions(generate(pp, chunks, microbatches, **options), name=path)
+        _require_usable(schedule, (pp, chunks, microbatches))
+    except ScheduleError as error:
+        return [Violation(TARGET, path, str(error))]
+    except Exception as error:
+        rule = f"must return a list of actions for each rank, got {type(error).__name__}: {error}"
+        return [Violation(TARGET, path, rule)]
+    return []
 
 
 def schedule_violations(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> list[Violation]:
     """What stands against a schedule of these sizes and options (None: not given); reads the file of `custom`."""
-    if name not in _KINDS:
-        rule = "is not available yet" if name in PLANNED else "is no schedule"
-        return [Violation("schedule.name", name, rule, schedule_names())]
+    kind = _find(name)
+    if not isinstance(kind, _Kind):
+        return kind
     sizes = {"parallel.pp": pp, "schedule.chunks": chunks, "microbatches": microbatches}
     found = [Violation(key, size, "must be at least 1") for key, size in sizes.items() if size < 1]
-    kind, given = _KINDS[name], _given(options)
-    takes = kind.options()
+    given, takes, chosen = _given(options), kind.options(), f"{kind.key}={name}"
     for key in sorted(given.keys() - takes.keys()):
-        rule = f"schedule.name={name} takes no such option"
-        found.append(Violation(f"schedule.{key}", given[key], rule, (None,)))
+        legal = tuple(takes) if kind.key == TARGET and takes else (None,)
+        found.append(Violation(f"schedule.{key}", given[key], f"{chosen} takes no such option", legal))
     for key, required in takes.items():
         if required and key not in given:
-            found.append(Violation(f"schedule.{key}", None, f"schedule.name={name} needs it"))
+            found.append(Violation(f"schedule.{key}", None, f"{chosen} needs it"))
     if not found and kind.violations:
         found += kind.violations(pp, chunks, microbatches, **given)
     return found
@@ -152,16 +201,16 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
     """The schedule `name` for p ranks, v chunks each and M microbatches.
 
     Args:
-        name: one of `schedule_names()`.
+        name: one of `schedule_names()`, or the dotted path of a function.
         pp, chunks, microbatches: p, v and M, each at least 1.
-        options: what the schedule takes beside them (interleaved: `round`; custom: `path`); None means not given.
+        options: the options of the schedule (interleaved: `round`; custom: `path`); None means not given.
 
     Raises:
-        ScheduleError: for an unknown name, size or option, or actions that fail `check`.
+        ScheduleError: the name, a size or an option is invalid, or the actions fail `check`.
     """
     if found := schedule_violations(name, pp, chunks, microbatches, **options):
         raise ScheduleError("\n".join(map(str, found)))
-    kind = _KINDS[name]
+    kind = _kind(name)
     schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)), name=name)
     if not (kind.proven or kind.violations):
         _require_sizes(schedule, (pp, chunks, microbatches))
@@ -171,7 +220,7 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
 
 def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> bool:
     """Whether a legal schedule has W's, gradients of weights apart from those of the inputs."""
-    kind = _KINDS[name]
+    kind = _kind(name)
     if kind.proven:  # the second rank is like all later ones, one microbatch like all others
         pp, microbatches = min(pp, 2), 1
     rows = kind.generate(pp, chunks, microbatches, **_given(options))
@@ -179,10 +228,10 @@ def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **option
 
 
 def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> ClosedForm | None:
-    """What the formulas of a schedule say, without building it; None where it has none."""
+    """The figures of a schedule by its formulas, without building it; None where it has none."""
     if found := schedule_violations(name, pp, chunks, microbatches, **options):
         raise ScheduleError("\n".join(map(str, found)))
-    kind = _KINDS[name]
+    kind = _kind(name)
     if kind.idle is None or kind.peaks is None:
         return None
     idle = kind.idle(pp, chunks, microbatches, **_given(options))
@@ -194,12 +243,18 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
 
+def _require_usable(schedule: Schedule, sizes: tuple[int, int, int]) -> None:
+    _require_sizes(schedule, sizes)
+    _require_executed(schedule)
+    check(schedule)
+
+
 def _require_executed(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.ranks):
         for step, action in enumerate(row):
             if action.op not in EXECUTED:
                 legal = ", ".join(op for op in Op if op in EXECUTED)
-                raise error(schedule, f"{action} is none of what the runtime executes: {legal}", rank, step)
+                raise error(schedule, f"{action} is not an action that the runtime executes; use {legal}", rank, step)
 
 
 def _require_sizes(schedule: Schedule, sizes: tuple[int, int, int]) -> None:

@@ -1,12 +1,12 @@
 """ZB-H1 and ZB-H2: 1F1B with the backward split, W filling the bubble (Qi et al., arXiv 2401.10241).
 
-Only I, the gradient of the input, keeps the previous rank waiting. W, the gradient of the weights, waits for nobody, so
-a rank puts it off: each rank by one microbatch more than the one before (by two in ZB-H2), so that the last hands out
-its gradients as early as it can. Rank 0 keeps nobody waiting and puts nothing off: it runs whole backwards, B. ZB-H1
-keeps the p microbatches that rank 0 of 1F1B keeps, on every rank. ZB-H2 runs twice as many forwards ahead and keeps up
-to 2p - 1; its ranks then work without a gap where F = I = W, though later ones start and end later. Where W is no
-longer than F and than I, `idle` is exact for the longest span of a rank, and a whole step idles for max(`idle`, (p -
-1)·F): for the second, the last rank has to wait whatever the order.
+The previous rank waits for I, the gradient of the input, but no rank waits for W, the gradient of the weights, so W is
+deferred: by one microbatch more on each rank than on the one before (by two in ZB-H2), so that the last rank sends its
+gradients as early as it can. No rank waits for rank 0, which runs whole backwards, B. ZB-H1 keeps p microbatches on
+every rank, as many as rank 0 of 1F1B. ZB-H2 runs twice as many forwards ahead and keeps up to 2p - 1; its ranks then
+work without a gap where F = I = W, though later ones start and end later. If W is at most F and at most I, `idle` is
+exact for the longest span of a rank, and a whole step idles for max(`idle`, (p - 1)·F), since the last rank has to wait
+(p - 1)·F in any order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def zb_h2(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
 
 
 def _rank(stage: int, warm: int, most_late: int, microbatches: int) -> list[Action]:
-    """Forwards `warm` microbatches ahead of I, W up to `most_late` behind it.
+    """Forwards `warm` microbatches ahead of I, W up to `most_late` microbatches behind it.
 
-    No later than the pairs of a forward and an I need, but the last: from then on a rank has nothing but W to do until
-    its next I.
+    W is not deferred past the last pair of a forward and an I, after which a rank has only W to do until its next I.
     """
     late = min(most_late, max(0, microbatches - warm - 1))
     backward = Op.I if stage else Op.B
@@ -45,7 +44,7 @@ def _rank(stage: int, warm: int, most_late: int, microbatches: int) -> list[Acti
 
 
 def warm_up(pp: int, rank: int, microbatches: int, *, depth: int) -> int:
-    """Forwards of `rank` before its first pair of a forward and an I: `depth` for each stage behind it."""
+    """Forwards of `rank` before its first pair of a forward and an I: `depth` for each later stage."""
     return min(depth * (pp - rank - 1), microbatches)
 
 
@@ -74,7 +73,7 @@ def idle(
 ) -> float:
     """Idle time of the longest span of a rank, in a step of M·(F + I + W), where W is at most F and at most I.
 
-    With M >= p that is (p-1)(F+I-W) for ZB-H1, with M >= 2p - 1 (p-1)(F+I-2W) for ZB-H2. With M <= p the two are alike.
+    With M >= p that is (p-1)(F+I-W) for ZB-H1, with M >= 2p - 1 (p-1)(F+I-2W) for ZB-H2. With M <= p both are equal.
     """
     return (pp - 1) * (F + I) - (min(microbatches, _most(pp, depth)) - 1) * W
 
@@ -84,7 +83,7 @@ def _most(pp: int, depth: int) -> int:
 
 
 def violations(pp: int, chunks: int, microbatches: int, *, name: str) -> list[Violation]:
-    """What stands against these sizes: more than one chunk a rank."""
+    """The errors of these sizes: there must be one chunk per rank."""
     if chunks == 1:
         return []
     return [Violation("schedule.chunks", chunks, f"{name} runs one stage a rank", (1, "schedule.name=interleaved"))]

@@ -1,0 +1,101 @@
+"""Whether a checkpoint is usable: the one check that resuming, retention and recovery share.
+
+Reading every byte of a checkpoint takes long, so :class:`VerifiedFiles` remembers the files that this process has read
+or written. An entry is valid as long as size, times and inode of the file are unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megastack.checkpoint.manifest import (
+    TRAINER,
+    FileRecord,
+    OutOfTimeError,
+    file_error,
+    read_manifest,
+    read_trainer,
+    size_errors,
+)
+from megastack.errors import CheckpointError
+
+_Stamp = tuple[int, ...]
+"""Size, times and inode of a file, with the size and crc32 that its manifest records."""
+
+
+class VerifiedFiles:
+    """Files whose content this process has compared with their manifests, or has written itself."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[Path, _Stamp] = {}
+
+    def add(self, path: Path) -> None:
+        """Record the files of a checkpoint that was just written or loaded as verified."""
+        try:
+            for file in read_manifest(path).files.values():
+                self._stamps[path / file.name] = _stamp(path / file.name, file)
+        except (CheckpointError, OSError):
+            pass  # it is verified when it is checked
+
+    def error(self, folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
+        """An error that names the file if its size or content differs from the manifest, else ``None``.
+
+        Raises:
+            OutOfTimeError: it could not be read before ``deadline`` (monotonic clock).
+        """
+        path = folder / file.name
+        try:
+            stamp = _stamp(path, file)
+        except OSError:
+            return file_error(folder, file)
+        if self._stamps.get(path) == stamp:
+            return None
+        error = file_error(folder, file, deadline)
+        if error is None:
+            self._stamps[path] = stamp
+        return error
+
+
+def checkpoint_error(
+    path: Path, *, content: bool = True, verified: VerifiedFiles | None = None, deadline: float | None = None
+) -> str | None:
+    """Check a checkpoint folder; returns an error that names the damaged files, ``None`` if it is usable.
+
+    Args:
+        path: the folder.
+        content: read every byte; otherwise check only the manifest, ``trainer.json`` and the sizes of the files.
+        verified: files that need not be read again.
+        deadline: monotonic clock; a file that is not read by then is an error.
+    """
+    known = VerifiedFiles() if verified is None else verified
+    try:
+        manifest = read_manifest(path)
+        if errors := size_errors(path, manifest):
+            return "\n".join(errors)
+        files = manifest.files.values() if content else [manifest.files[TRAINER]]
+        if errors := [error for file in files if (error := known.error(path, file, deadline))]:
+            return "\n".join(errors)
+        read_trainer(path)
+    except CheckpointError as error:
+        return str(error)
+    except OutOfTimeError:
+        return f"{path}: not verified yet"
+    return None
+
+
+def join_lines(*errors: str) -> str:
+    """Errors as a single line of a message."""
+    return "; ".join(line for error in errors for line in error.splitlines())
+
+
+def list_names(names: Iterable[str], limit: int = 8) -> str:
+    """The first names for a message, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _stamp(path: Path, file: FileRecord) -> _Stamp:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, file.size, file.crc32

@@ -1,0 +1,116 @@
+"""What differs between the backends of torch.distributed: gloo on the host and NCCL on a GPU.
+
+Collectives choose a backend by the device of their tensors. The ring algorithms of gloo copy through buffers of their
+own, so on the host the same result comes faster from simpler operations. On a GPU each collective is one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastack.comm.group import AxisGroup
+
+
+class Work(Protocol):
+    """An operation in progress."""
+
+    def wait(self) -> Any:
+        """Block until it is complete; on a GPU, block the current stream."""
+
+
+class Backend(Protocol):
+    """The collectives whose implementation depends on the backend, and what their callers must know about it."""
+
+    @property
+    def process_groups(self) -> str:
+        """The backends of a job on this device, for ``init_process_group``."""
+
+    @property
+    def wait_blocks_host(self) -> bool:
+        """Whether waiting for an operation holds up the host."""
+
+    @property
+    def receive_lead(self) -> int:
+        """The number of computations by which a receive may be posted before its place in a schedule."""
+
+    def start_gather_(self, pieces: Tensor, group: AxisGroup) -> Work:
+        """Fill a contiguous ``(size, n)`` tensor, of which this rank has row ``group.rank``, with the rows of all."""
+
+    def start_sum(self, out: Tensor, pieces: Tensor, group: AxisGroup) -> tuple[Work, Callable[[], Tensor]]:
+        """Sum contiguous ``pieces`` ``(size, …)`` over the group; row ``group.rank`` of the sum goes to ``out``.
+
+        Returns:
+            The work, and a function that returns ``out``, to call once after the wait.
+        """
+
+
+class Gloo:
+    """Tensors on the host."""
+
+    process_groups = "gloo"
+    wait_blocks_host = True
+    receive_lead = 1
+    """Gloo matches in the background, and an earlier receive hides its hand-shake."""
+
+    def start_gather_(self, pieces: Tensor, group: AxisGroup) -> Work:
+        """Each rank broadcasts its row, straight from and into the buffer.
+
+        An all-gather of gloo goes through a copy and takes about one and a half times as long.
+        """
+        rows = zip(group.ranks, pieces, strict=True)
+        return _Works([dist.broadcast(row, src=rank, group=group.group, async_op=True) for rank, row in rows])
+
+    def start_sum(self, out: Tensor, pieces: Tensor, group: AxisGroup) -> tuple[Work, Callable[[], Tensor]]:
+        """Ranks exchange their pieces and each adds what it receives.
+
+        That takes half the time of a reduce-scatter of gloo, and one more buffer until then.
+        """
+        received = torch.empty_like(pieces)
+        work = dist.all_to_all_single(received.view(-1), pieces.view(-1), group=group.group, async_op=True)
+        return work, lambda: torch.sum(received, 0, dtype=out.dtype, out=out)
+
+
+class Nccl:
+    """Tensors on a GPU. A job on GPUs keeps gloo beside NCCL for messages between hosts."""
+
+    process_groups = "cpu:gloo,cuda:nccl"
+    wait_blocks_host = False
+    receive_lead = 0
+    """Operations of a pair of ranks run in order: an early receive could run before a send that the peer needs."""
+
+    def start_gather_(self, pieces: Tensor, group: AxisGroup) -> Work:
+        """One all-gather."""
+        work: Work = _all_gather(pieces.view(-1), pieces[group.rank], group=group.group, async_op=True)
+        return work
+
+    def start_sum(self, out: Tensor, pieces: Tensor, group: AxisGroup) -> tuple[Work, Callable[[], Tensor]]:
+        """One reduce-scatter."""
+        return _reduce_scatter(out.view(-1), pieces.view(-1), group=group.group, async_op=True), lambda: out
+
+
+class _Works:
+    """Several works as one; waiting for it waits for all of them."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+_GLOO, _NCCL = Gloo(), Nccl()
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def backend_of(device: torch.device) -> Backend:
+    """The backend for tensors on a device."""
+    return _GLOO if device.type == "cpu" else _NCCL

@@ -1,0 +1,137 @@
+"""What a rank reports about its communication, and who listens.
+
+Every group of a mesh has one observer. Collectives and messages call it when they start, around the wait for them, and
+the pipeline and the model call it when an action or a layer begins. A bare mesh has :data:`NO_OBSERVER`, which does
+nothing. A training run installs a :class:`RankObserver`, which counts traffic and feeds the flight recorder.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from megastack.comm.flight_recorder import MESSAGES, FlightRecorder, Operation
+from megastack.comm.traffic import Ledger
+
+
+class Observer(Protocol):
+    """Called for each operation of a rank. An implementation must be cheap, and must not communicate."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The communication counters; empty ones where nothing is counted."""
+
+    @property
+    def flight_recorder(self) -> FlightRecorder:
+        """The flight recorder; an empty one where nothing is recorded."""
+
+    def on_operation(
+        self, axis: str, op: str, ranks: tuple[int, ...], shape: tuple[int, ...], payload_bytes: int | None
+    ) -> Operation | None:
+        """An operation starts on this rank.
+
+        Args:
+            axis: the label of its group.
+            op: the name of the operation, such as ``all_reduce`` or ``send``.
+            ranks: the global ranks that take part; for a message, source and destination.
+            shape: the shape of its tensor; empty where there is none.
+            payload_bytes: the bytes to count; ``None`` where this rank does not count the operation.
+
+        Returns:
+            A handle for :meth:`begin_wait`.
+        """
+
+    def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
+        """This rank blocks on an operation, whose time-out counts from ``since`` (``time.monotonic``) or from now."""
+
+    def end_wait(self) -> None:
+        """The operation is complete. Not called if the wait failed."""
+
+    def on_action(self, action: object) -> None:
+        """An action of the pipeline schedule begins."""
+
+    def on_layer(self, name: str | None) -> None:
+        """The forward of a layer begins."""
+
+
+class _NoObserver:
+    """Ignores every call."""
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger()
+
+    @property
+    def flight_recorder(self) -> FlightRecorder:
+        return FlightRecorder()
+
+    def on_operation(
+        self, axis: str, op: str, ranks: tuple[int, ...], shape: tuple[int, ...], payload_bytes: int | None
+    ) -> None:
+        return None
+
+    def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
+        pass
+
+    def end_wait(self) -> None:
+        pass
+
+    def on_action(self, action: object) -> None:
+        pass
+
+    def on_layer(self, name: str | None) -> None:
+        pass
+
+
+NO_OBSERVER: Observer = _NoObserver()
+
+
+class RankObserver:
+    """Counts the traffic of one rank and records its last operations.
+
+    Attributes:
+        ledger: the communication counters.
+        flight_recorder: the last operations, for failure reports; never reset.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.flight_recorder = FlightRecorder()
+        self.begin_wait = self.flight_recorder.begin_wait
+        self.end_wait = self.flight_recorder.end_wait
+        self.on_action = self.flight_recorder.act
+
+    def on_operation(
+        self, axis: str, op: str, ranks: tuple[int, ...], shape: tuple[int, ...], payload_bytes: int | None
+    ) -> Operation:
+        """Count the operation and record it."""
+        if payload_bytes is not None:
+            self.ledger.record(axis, op, len(ranks), payload_bytes)
+        return self.flight_recorder.start(axis, op, shape, ranks)
+
+    def on_layer(self, name: str | None) -> None:
+        """Record the layer."""
+        self.flight_recorder.layer = name
+
+
+class ObservedWork:
+    """Work of the backend whose wait is reported to an observer."""
+
+    __slots__ = ("_observer", "_operation", "_started", "_work")
+
+    def __init__(self, work: Any, observer: Observer, operation: Operation | None) -> None:
+        self._work, self._observer, self._operation = work, observer, operation
+        self._started = None if operation is None or operation.op in MESSAGES else time.monotonic()
+
+    def wait(self) -> None:
+        """Block until the work is complete.
+
+        The time-out of a collective counts from its start, the time-out of a message from this call.
+        """
+        self._observer.begin_wait(self._operation, self._started)
+        self._work.wait()
+        self._observer.end_wait()
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return bool(self._work.is_completed())

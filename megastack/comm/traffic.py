@@ -1,0 +1,77 @@
+"""Communication counters: how many operations a rank started on each axis, and how many bytes they move.
+
+Logical operations are counted, whatever the backend really sends. ``payload_bytes`` is the size of the tensor that the
+operation is about: the whole tensor of an all-reduce, the gathered side of an all-gather or a reduce-scatter, the
+message of a send. ``wire_bytes`` is the ring-nominal number of bytes that this rank sends for it:
+
+=====================================  =====================
+operation on n ranks, S payload bytes  wire bytes
+=====================================  =====================
+all_reduce                             2 (n - 1) / n · S
+all_gather, reduce_scatter             (n - 1) / n · S
+all_to_all                             (n - 1) / n · S
+broadcast (counted at the source)      S
+send (a receive counts nothing)        S
+=====================================  =====================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Totals over some operations: the number of calls, the bytes of their tensors, and the bytes this rank sends."""
+
+    calls: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.calls + other.calls,
+            self.payload_bytes + other.payload_bytes,
+            self.wire_bytes + other.wire_bytes,
+        )
+
+
+def wire_bytes(op: str, size: int, payload_bytes: int) -> int:
+    """Ring-nominal bytes that one rank of ``size`` sends for ``op`` (see the table of this module)."""
+    if op == "all_reduce":
+        return 2 * (size - 1) * payload_bytes // size
+    if op in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (size - 1) * payload_bytes // size
+    if op in ("send", "broadcast"):
+        return payload_bytes
+    raise AssertionError(f"no wire cost for {op}")
+
+
+class Ledger:
+    """Counters of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[str, str], Traffic] = {}
+
+    def record(self, axis: str, op: str, size: int, payload_bytes: int) -> None:
+        """Count one operation over ``size`` ranks of ``axis``."""
+        key = (str(axis), op)
+        traffic = Traffic(1, payload_bytes, wire_bytes(op, size, payload_bytes))
+        self._totals[key] = self._totals.get(key, Traffic()) + traffic
+
+    def total(self, axis: str | None = None, op: str | None = None) -> Traffic:
+        """The sum over all operations that match; ``None`` matches everything."""
+        total = Traffic()
+        for (on, did), traffic in self._totals.items():
+            if axis in (None, on) and op in (None, did):
+                total = total + traffic
+        return total
+
+    def records(self) -> Mapping[tuple[str, str], Traffic]:
+        """Totals by (axis, operation), a copy."""
+        return dict(self._totals)
+
+    def reset(self) -> None:
+        """Set all counters to zero."""
+        self._totals.clear()

@@ -1,0 +1,77 @@
+"""Elementwise and indexed operations whose fastest form depends on the device. Elsewhere the mathematics reads plain.
+
+On a CPU torch's vectorised ``exp`` and ``tanh`` cost more than several passes over memory, so equal functions are
+computed from cheaper ones. On other devices torch's own kernels are used.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megastack.layers.autocast import in_own_dtypes
+
+_LOG2_E = math.log2(math.e)
+_SLOPE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
+
+
+def exp_(x: Tensor) -> Tensor:
+    """``exp(x)`` in place. On a CPU it is a power of two, which takes half the time of torch's ``exp``."""
+    return x.mul_(_LOG2_E).exp2_() if x.is_cpu else x.exp_()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GPT-2's tanh approximation of the GELU. On a CPU it is computed with the logistic function, without a tanh."""
+    return _LogisticGELU.apply(x) if x.is_cpu and x.dtype in _SLOPES else F.gelu(x, approximate="tanh")
+
+
+def add_rows_(table: Tensor, index_T: Tensor, rows_TD: Tensor) -> Tensor:
+    """Add rows to the rows of a table that ``index_T`` selects, in place and in a fixed order.
+
+    On a CPU they are added one by one; on a GPU ``index_add_`` has no fixed order, so their sum is added as a table.
+    """
+    if table.is_cpu:
+        return table.index_add_(0, index_T, rows_TD)
+    return table.add_(sum_rows(index_T, rows_TD, table.shape[0]))
+
+
+def sum_rows(index: Tensor, rows: Tensor, size: int) -> Tensor:
+    """A table ``(size, D)`` with the sum of the rows for each index: the gradient of an embedding."""
+    return torch.ops.aten.embedding_dense_backward(rows, index, size, -1, False)
+
+
+_SLOPES = {dtype: torch.tensor(_SLOPE, dtype=dtype) for dtype in (torch.float32, torch.float64)}
+"""The constant of `_SLOPE` as operations on the CPU take it; making one takes as long as a small pass."""
+
+
+class _LogisticGELU(torch.autograd.Function):
+    """``x sigmoid(2 sqrt(2/pi) (x + 0.044715 x³))``, which equals the tanh form; only x is kept.
+
+    Four passes forward and seven backward. Forward needs no tensor besides its output; backward has one besides the
+    gradient that it returns.
+    """
+
+    @staticmethod
+    @in_own_dtypes
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _gelu_sigmoid(x).mul_(x)
+
+    @staticmethod
+    @once_differentiable
+    @in_own_dtypes
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        sigmoid = _gelu_sigmoid(x)
+        slope = torch.addcmul(_SLOPES[x.dtype], x, x, value=3 * _SLOPE * _CUBE)
+        torch.ops.aten.sigmoid_backward(slope, sigmoid, grad_input=slope)
+        return sigmoid.addcmul_(slope, x).mul_(grad)
+
+
+def _gelu_sigmoid(x: Tensor) -> Tensor:
+    return torch.addcmul(_SLOPES[x.dtype], x, x, value=_SLOPE * _CUBE).mul_(x).sigmoid_()

@@ -1,0 +1,66 @@
+"""The device of a rank: choosing it, and keeping freed host memory.
+
+By default the C library returns free memory at the end of its heap to the system, and maps large blocks one by one. A
+step allocates and frees the same activations for every microbatch, so every page would be returned, mapped again and
+zeroed: 5 % of the CPU time of a small model. A rank that computes on the host keeps freed memory for the next
+microbatch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+import torch
+
+from megastack.errors import MeshError, RankEnvironmentError, counted
+from megastack.mesh.environment import local_rank, read_environment
+from megastack.torch_private import is_in_bad_fork
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of ``mallopt`` (glibc's ``malloc.h``)."""
+_NEVER = 2**31 - 1
+_LARGEST_ON_THE_HEAP = 32 * 2**20
+"""The largest threshold that glibc accepts; larger blocks are mapped one by one."""
+
+
+def pick_device(device: str) -> torch.device:
+    """The device of this process; ``auto`` is its GPU if there is one, else the CPU.
+
+    Raises:
+        MeshError: there is no GPU, or fewer GPUs than ranks on this machine, or this forked process cannot use one.
+    """
+    if device in ("auto", "cuda") and is_in_bad_fork() and torch.cuda.device_count():
+        raise MeshError(
+            f"device={device}: this process was forked from one that had called the CUDA runtime, so it cannot use a "
+            "GPU; use device=cpu, or fork before the first such call (torch.cuda.is_available() is one)"
+        )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cuda":
+        return torch.device(device)
+    seen, local = torch.cuda.device_count(), local_rank()
+    if local is None and seen > 1 and (launched := read_environment()) is not None and launched.world_size > 1:
+        raise RankEnvironmentError(
+            f"LOCAL_RANK: is not set, and this machine has {seen} GPUs; use torchrun or srun, or set LOCAL_RANK to the "
+            "number of the rank on its machine"
+        )
+    local = local or 0
+    index = 0 if seen == 1 else local  # a launcher may make only its own GPU visible to each rank
+    if index >= seen:
+        raise MeshError(
+            f"device=cuda: local rank {local} of this machine, which has {counted(seen, 'GPU')}; "
+            "use device=cpu, or fewer ranks"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Keep the memory that a rank frees, if it computes on the CPU with glibc; else do nothing."""
+    if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
+        return
+    library = ctypes.CDLL(None)
+    library.mallopt(_TRIM_THRESHOLD, _NEVER)
+    library.mallopt(_MMAP_THRESHOLD, _LARGEST_ON_THE_HEAP)
+    library.mallopt(_TOP_PAD, _LARGEST_ON_THE_HEAP)

@@ -1,0 +1,161 @@
+"""Everything of torch that is private and that this package depends on.
+
+Nothing here has a public equivalent. Each entry has a test in ``tests/test_torch_private.py`` that fails when torch
+changes it; ``pyproject.toml`` bounds torch to the versions for which the tests pass. No other module may use a private
+name of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import GradientEdge
+from torch.distributed import distributed_c10d
+from torch.nn.modules import module as torch_module
+
+# Autograd.
+
+ACCUMULATES = "torch::autograd::AccumulateGrad"
+"""The name of the node that adds to ``.grad``; its ``variable`` is the leaf."""
+VIEWS = frozenset({"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0", "AliasBackward0"})
+"""Nodes of views that keep all elements in the same order. They save nothing, so they can run more than once."""
+CASTS = frozenset({"ToCopyBackward0"})
+"""Nodes of casts, which save nothing either."""
+
+
+def will_execute(edge: GradientEdge) -> bool:
+    """Whether the backward that is running on this thread executes the node of an edge.
+
+    Raises:
+        RuntimeError: ``torch.autograd.grad`` is running and the edge is one of its inputs.
+    """
+    return torch._C._will_engine_execute_node(edge.node)
+
+
+def has_gradient_hooks(x: Tensor) -> bool:
+    """Whether a tensor has hooks that see or change its gradient."""
+    return bool(x._backward_hooks)
+
+
+def accumulation_hooks(parameter: Tensor) -> Collection[Any]:
+    """The hooks that run after a gradient was accumulated into a leaf, in order."""
+    return (parameter._post_accumulate_grad_hooks or {}).values()
+
+
+def accumulated_leaf(x: Tensor, through: Collection[str]) -> Tensor | None:
+    """The leaf from which a tensor is made by the named nodes alone, each of one input; ``None`` if there is none."""
+    node = x.grad_fn
+    while node is not None and node.name() in through:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != ACCUMULATES:
+        return None
+    return cast(Tensor, cast(Any, node).variable)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor holds numbers; meta and fake tensors do not."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+def version_of(x: Tensor) -> int:
+    """The version counter of a tensor: changes in place increase it, except through ``.data``."""
+    return x._version
+
+
+# Modules.
+
+MODULE_CALL: dict[str, Callable[..., Any]] = {
+    name: vars(nn.Module)[name] for name in ("__call__", "_wrapped_call_impl", "_call_impl")
+}
+"""What torch runs between a call of a module and its ``forward``."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled in place."""
+    return module._compiled_call_impl is not None
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after the module's ``forward``, global module hooks included."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+    )
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks see the gradients of the module's inputs or outputs, global module hooks included."""
+    return bool(
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The table of a module's own parameters, to be changed in place."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table of a module's own buffers, to be changed in place."""
+    return module._buffers
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether one of a module's own buffers is part of its state dict."""
+    return name not in module._non_persistent_buffers_set
+
+
+# FSDP2.
+
+
+def before_forward(unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Run what FSDP2 does before the forward of a unit: it gathers the parameters, and returns the arguments."""
+    return cast(tuple[Any, Any], cast(Any, unit)._get_fsdp_state()._pre_forward(unit, args, kwargs))
+
+
+def after_forward(unit: nn.Module, output: Any) -> Any:
+    """Run what FSDP2 does after the forward of a unit, and return the output."""
+    return cast(Any, unit)._get_fsdp_state()._post_forward(unit, (), output)
+
+
+# Distributed and CUDA.
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+TRANSPORT_FILES = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distributed/_functional_collectives.py")
+"""The files whose frames raise errors of the transport."""
+DISPATCH_FILE = f"{_TORCH}_ops.py"
+"""The file through which operators are called, collectives included."""
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Change the time-out of a process group."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+@contextmanager
+def group_names(name_of: Callable[[list[int], Collection[str]], str]) -> Iterator[None]:
+    """Name process groups made inside, with ``use_local_synchronization``, by ``name_of(ranks, names in use)``."""
+    usual = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name_of(ranks, distributed_c10d._world.pg_names.values())
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = usual
+
+
+def is_in_bad_fork() -> bool:
+    """Whether this process was forked from one that had initialised CUDA, and so cannot use it."""
+    return torch.cuda._is_in_bad_fork()

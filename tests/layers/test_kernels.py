@@ -1,0 +1,33 @@
+"""Kernels give what torch's plain functions do, with their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megastack.layers.kernels import add_rows_, exp_, gelu, sum_rows
+from tests.layers.layer_parity import randn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exp_is_exp(dtype: torch.dtype) -> None:
+    x = (randn(64) * 10).to(dtype)
+    found = exp_(x.clone())
+    torch.testing.assert_close(found, x.exp(), rtol=1e-5 if dtype == torch.float32 else 1e-13, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gelu_is_the_tanh_form(dtype: torch.dtype) -> None:
+    plain, ours = ((randn(3, 50) * 4).to(dtype).requires_grad_() for _ in range(2))
+    F.gelu(plain, approximate="tanh").square().sum().backward()
+    gelu(ours).square().sum().backward()
+    torch.testing.assert_close(gelu(ours), F.gelu(plain, approximate="tanh"))
+    torch.testing.assert_close(ours.grad, plain.grad)
+
+
+def test_rows_are_added_where_the_index_says() -> None:
+    index_T, rows_TD = torch.tensor([2, 0, 2, 2]), randn(4, 3)
+    expected = torch.stack([rows_TD[1], torch.zeros(3, dtype=rows_TD.dtype), rows_TD[[0, 2, 3]].sum(0)])
+    torch.testing.assert_close(sum_rows(index_T, rows_TD, 3), expected)
+    torch.testing.assert_close(add_rows_(torch.ones(3, 3, dtype=rows_TD.dtype), index_T, rows_TD), expected + 1)

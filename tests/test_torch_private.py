@@ -1,0 +1,214 @@
+"""Private parts of torch behave as the package relies on: each test fails when torch changes one of them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import fully_shard
+
+from megastack import torch_private
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import MeshShape
+from megastack.testing.ranks import run_ranks
+
+
+def test_torch_is_bounded_to_a_range_that_holds_this_version() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    (torch_,) = (found for found in map(Requirement, project["dependencies"]) if found.name == "torch")
+    assert any(bound.operator == "<" for bound in torch_.specifier)
+    assert torch_.specifier.contains(torch.__version__.partition("+")[0], prereleases=True)
+
+
+class _Ask(torch.autograd.Function):
+    """Asks in its backward whether the gradient of a leaf will be accumulated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor, answers: list[bool]) -> Tensor:
+        ctx.leaf, ctx.answers = leaf, answers
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        try:
+            ctx.answers.append(torch_private.will_execute(get_gradient_edge(ctx.leaf)))
+        except RuntimeError:
+            ctx.answers.append("an input")
+        return grad, None, None
+
+
+def test_a_backward_knows_which_leaves_it_reaches() -> None:
+    x, weight, other = (torch.ones(2, requires_grad=True) for _ in range(3))
+    answers: list[bool] = []
+
+    def loss() -> Tensor:
+        return (_Ask.apply(x, weight, answers) * weight * other).sum()
+
+    loss().backward()
+    torch.autograd.grad(loss(), [x, other])
+    torch.autograd.grad(loss(), [x, weight])
+    torch.autograd.backward(loss(), inputs=[x, other])
+    assert answers == [True, False, "an input", False]
+
+
+def test_hooks_of_tensors_are_seen() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    assert not torch_private.has_gradient_hooks(weight) and not torch_private.accumulation_hooks(weight)
+    handle = weight.register_hook(lambda gradient: None)
+    assert torch_private.has_gradient_hooks(weight) and not torch_private.accumulation_hooks(weight)
+    handle.remove()
+    assert not torch_private.has_gradient_hooks(weight)
+    hooks: list[Callable[[Tensor], None]] = [lambda p: None, lambda p: None]
+    for hook in hooks:
+        weight.register_post_accumulate_grad_hook(hook)
+    assert list(torch_private.accumulation_hooks(weight)) == hooks and not torch_private.has_gradient_hooks(weight)
+
+
+def test_the_leaf_of_a_view_or_a_cast_is_found() -> None:
+    weight = torch.ones(2, 3, requires_grad=True)
+    views, casts = torch_private.VIEWS, torch_private.VIEWS | torch_private.CASTS
+    for view in (weight.view(3, 2), weight.flatten(), weight.view(6).view(2, 3), weight.reshape(6)):
+        assert torch_private.accumulated_leaf(view, views) is weight
+    assert torch_private.accumulated_leaf(weight.double().view(6), casts) is weight
+    assert torch_private.accumulated_leaf(weight.double().view(6), views) is None
+    for other in (weight.T, weight[:1], weight * 1, weight.detach()):
+        assert torch_private.accumulated_leaf(other, casts) is None
+
+
+def test_the_nodes_of_views_and_casts_save_nothing() -> None:
+    weight = torch.ones(2, 3, requires_grad=True)
+    for made in (weight.view(3, 2), weight.double()):
+        for _ in range(2):
+            torch.autograd.backward(made, torch.ones_like(made))
+
+
+def test_tensors_without_values() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert [torch_private.has_values(x) for x in (torch.ones(2), torch.ones(2, device="meta"), fake)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_the_version_of_a_tensor_counts_its_changes() -> None:
+    x = torch.ones(2)
+    before = torch_private.version_of(x)
+    x.data.add_(1)
+    assert torch_private.version_of(x) == before
+    x.add_(1)
+    assert torch_private.version_of(x) > before
+
+
+def test_a_call_of_a_module_goes_through_three_functions() -> None:
+    linear = nn.Linear(2, 2)
+    for name, function in torch_private.MODULE_CALL.items():
+        assert getattr(type(linear), name) is function
+    called: list[str] = []
+    for name in ("_wrapped_call_impl", "_call_impl"):
+        original = getattr(linear, name)
+
+        def spy(*args: Any, name: str = name, original: Callable[..., Any] = original) -> Any:
+            called.append(name)
+            return original(*args)
+
+        setattr(linear, name, spy)
+    linear(torch.ones(2))
+    assert called == ["_call_impl"] or called == ["_wrapped_call_impl", "_call_impl"]
+
+
+def test_a_module_that_was_compiled_in_place_is_seen() -> None:
+    linear = nn.Linear(2, 2)
+    assert not torch_private.is_compiled(linear)
+    linear.compile()
+    assert torch_private.is_compiled(linear)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_of_modules_are_seen(kind: str, everywhere: bool) -> None:
+    linear = nn.Linear(2, 2)
+    seen = torch_private.has_backward_hooks if "backward" in kind else torch_private.has_forward_hooks
+    unseen = torch_private.has_forward_hooks if "backward" in kind else torch_private.has_backward_hooks
+    assert not seen(linear)
+    if everywhere:
+        handle = getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *values: None)
+    else:
+        handle = getattr(linear, f"register_{kind}_hook")(lambda *values: None)
+    assert seen(linear) and not unseen(linear)
+    handle.remove()
+    assert not seen(linear)
+
+
+def test_parameters_and_buffers_are_in_tables() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    assert dict(torch_private.parameters_of(module)) == dict(module.named_parameters())
+    assert torch_private.buffers_of(module).keys() == dict(module.named_buffers()).keys()
+    persistent = {name for name in torch_private.buffers_of(module) if torch_private.is_persistent(module, name)}
+    assert persistent == module.state_dict().keys() - dict(module.named_parameters()).keys()
+    replaced = torch_private.buffers_of(module)["running_mean"] = torch.full((2,), 3.0)
+    assert module.running_mean is replaced
+    del torch_private.parameters_of(module)["weight"]
+    assert not hasattr(module, "weight")
+
+
+def passed_through() -> tuple[bool, bool, list[float]]:
+    """Run what FSDP2 does around the forward of a unit without calling the unit."""
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    unit = nn.Linear(4, 4)
+    assert mesh.device_mesh is not None
+    fully_shard(unit, mesh=mesh.device_mesh)
+    sharded = unit.weight.to_local().numel()
+    x = torch.ones(1, 4, requires_grad=True)
+    args, kwargs = torch_private.before_forward(unit, (x,), {"flag": 1})
+    gathered = unit.weight.numel() == 16 and sharded == 8 and kwargs == {"flag": 1}
+    output = torch_private.after_forward(unit, args[0])
+    output.sum().backward()
+    return gathered, unit.weight.to_local().numel() == 8, x.grad.tolist()[0]
+
+
+def test_a_unit_of_fsdp_is_gathered_and_released_without_a_call() -> None:
+    assert run_ranks(passed_through, 2) == [(True, True, [1.0] * 4)] * 2
+
+
+def named_and_timed() -> tuple[str, int, bool]:
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    in_use: list[Collection[str]] = []
+
+    def name_of(ranks: list[int], names: Collection[str]) -> str:
+        in_use.append(names)
+        return f"test_{ranks[0]}_{ranks[-1]}"
+
+    with torch_private.group_names(name_of):
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+    torch_private.set_timeout(group, timedelta(seconds=77))
+    timeout = group._get_backend(mesh.device).options._timeout
+    return group.group_name, len(in_use), timeout == timedelta(seconds=77)
+
+
+def test_groups_are_named_and_have_a_time_out() -> None:
+    assert run_ranks(named_and_timed, 2) == [("test_0_1", 1, True)] * 2
+
+
+def test_the_files_of_the_transport_exist() -> None:
+    for path in (*torch_private.TRANSPORT_FILES, torch_private.DISPATCH_FILE):
+        assert Path(path).is_file()
+    assert dist.distributed_c10d.__file__ in torch_private.TRANSPORT_FILES
+    assert dist.all_reduce.__wrapped__.__code__.co_filename == torch_private.TRANSPORT_FILES[0]
+    assert torch._ops.__file__ == torch_private.DISPATCH_FILE
+
+
+def test_this_process_was_not_forked_from_one_with_cuda() -> None:
+    assert torch_private.is_in_bad_fork() is False
