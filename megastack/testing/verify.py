@@ -30,7 +30,7 @@ from megastack.mesh.shape import DENSE_AXES
 from megastack.testing.compare import TOLERANCES, RankReport, Trace
 from megastack.testing.diagnose import Evidence, diagnose
 from megastack.testing.finding import Finding
-from megastack.testing.layouts import in_double, legal_layouts, reference_of, with_sgd
+from megastack.testing.layouts import in_double, reference_of, valid_layouts, with_sgd
 from megastack.testing.localize import RankDeviations
 from megastack.testing.module_trace import ModuleTrace
 from megastack.testing.purity import impure_modules
@@ -133,7 +133,7 @@ class Verifier:
             ConfigError: there is none, or there are too many ranks to fork.
         """
         _require_few(ranks)
-        found = legal_layouts(self.config, ranks)
+        found = valid_layouts(self.config, ranks)
         if not found:
             raise ConfigError(
                 f"--ranks={ranks}: no layout of {counted(ranks, 'rank')} is valid for this model and batch"
