@@ -28,7 +28,7 @@ from megastack.testing.compare import KINDS
 from megastack.testing.finding import figure, finding_lines
 from megastack.testing.layouts import in_double, layout_overrides, layout_text, reference_of
 from megastack.testing.ranks import RankFailure
-from megastack.testing.verify import REFUSALS, Verdict, Verifier, failure_summary
+from megastack.testing.verify import REJECTIONS, Verdict, Verifier, failure_summary
 
 EQUAL, DIFFERS, REJECTED = 0, 1, 78
 WIDTH = 100
@@ -43,7 +43,7 @@ def verify(options: argparse.Namespace) -> int:
     """
     try:
         return _verify(options)
-    except REFUSALS as error:
+    except REJECTIONS as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
 
 
@@ -92,7 +92,7 @@ def _reference_failure(verifier: Verifier) -> str | None:
     """Why the training fails on one rank; None if it does not."""
     try:
         _ = verifier.references
-    except REFUSALS:
+    except REJECTIONS:
         raise
     except RankFailure as failure:
         return failure_summary(failure)

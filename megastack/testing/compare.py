@@ -26,6 +26,8 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 """The relative difference between two layouts that rounding may cause, by compute dtype."""
 SMALL_TENSOR = 1e-3
 KINDS = ("loss", "norm", "gradient", "weight")
+OUTPUT, INPUT_GRADIENT = "<output>", "<input gradient>"
+"""Names among the gradients of a single layer: its output, and the gradient of its input."""
 
 
 @dataclass
@@ -82,10 +84,13 @@ class Difference:
     ratio: float | None
 
     def __str__(self) -> str:
-        what = f"step {self.step + 1}: {self.kind} {self.name}".rstrip()
+        what = "gradient norm" if self.kind == "norm" else f"{self.kind} {self.name}".rstrip()
+        if self.name in (OUTPUT, INPUT_GRADIENT):
+            what = what.replace(f"gradient {self.name}", self.name.strip("<>"))
+        by = f"{self.distance:.3g} × the tolerance"
         if self.ratio is None:
-            return f"{what} differ between ranks by {self.distance:.3g} × the tolerance"
-        return f"{what} differs by {self.distance:.3g} × the tolerance (ratio {self.ratio:.6g})"
+            return f"step {self.step + 1}: {what} differ between ranks by {by}, but must be identical"
+        return f"step {self.step + 1}: {what} differs by {by} ({self.ratio:.6g} × the reference)"
 
 
 def differences(reference: Trace, other: Trace, *, tolerance: float, adam_fp32: bool = False) -> list[Difference]:

@@ -244,7 +244,7 @@ def gradient_cause(name: str, placement: Placement, per_rank: Sequence[Tensor], 
     if degree == 1 or Axis.TP in placement.shards:
         return None
     owner, _, local = name.rpartition(".")
-    declaration = f"placements() of {owner or 'the model'}"
+    declaration = f"placements() of {owner or 'the layer'}"
     if Axis.TP not in placement.partial and close(_sum(per_rank), expected):
         return (
             "undeclared partial gradient over tp: each rank holds a part, and the parts sum to the reference; "

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal
 
-from megastack.testing.compare import TOLERANCES
-from megastack.testing.layer_training import INPUT_GRADIENT
+from megastack.testing.compare import INPUT_GRADIENT, TOLERANCES
 
 OTHERS_LISTED = 3
 """How many other differing parameters are listed by name."""
@@ -25,7 +24,7 @@ class Finding:
         kind: ``module``, ``gradient``, ``loss``, ``norm``, ``weight`` (or a buffer) or ``failure``.
         name: the global name of the module, parameter or buffer; empty for a scalar.
         step: 0-based.
-        relative: the difference relative to the largest element of the reference.
+        relative: the difference relative to the scale of the reference, see :mod:`megastack.testing.compare`.
         ratio: the factor from the reference, for parameters and scalars.
         cause: the likely cause; None if the numbers show none.
         module: the module at fault, if it is known and is not ``name``.
@@ -51,13 +50,22 @@ def finding_lines(finding: Finding) -> list[tuple[str, str]]:
     """What differs, by how much, the likely cause, and what else differs; each with its label."""
     lines = [("differs", _subject(finding))]
     if finding.relative is not None:
-        reference = "the reference" if finding.kind in ("loss", "norm") else "the largest element of the reference"
-        lines.append(("by", f"{figure(finding.relative)} relative to {reference}; {_ALLOWED:g} is allowed"))
+        lines.append(("by", f"{figure(finding.relative)} relative to {_scale(finding.kind)}; {_ALLOWED:g} is allowed"))
     lines.append(("cause", finding.cause or UNKNOWN))
     if finding.also:
         more = f", … ({len(finding.also)} in all)" if len(finding.also) > OTHERS_LISTED else ""
-        lines.append(("also", ", ".join(finding.also[:OTHERS_LISTED]) + more))
+        lines.append(("also", ", ".join(map(_spelled, finding.also[:OTHERS_LISTED])) + more))
     return lines
+
+
+def _scale(kind: str) -> str:
+    """What the difference of a finding is relative to."""
+    match kind:
+        case "loss" | "norm":
+            return "the reference"
+        case "module":
+            return "the largest element of the reference"
+    return "its largest element (or 1/1000 of the model's largest)"
 
 
 def finding_text(finding: Finding) -> str:
@@ -80,13 +88,16 @@ def _subject(finding: Finding) -> str:
         case "module":
             return f"the output of {finding.name or 'the layer'}{owner}, the first module that differs, {at}"
         case "gradient":
-            name = "the layer's input" if finding.name == INPUT_GRADIENT else finding.name
-            return f"the gradient of {name}{owner}, the first that differs in the backward pass, {at}"
+            return f"the gradient of {_spelled(finding.name)}{owner}, the first that differs in the backward pass, {at}"
         case "weight":
             return _weight_subject(f"{finding.name}{owner}", at, finding.held)
         case "norm":
             return f"the gradient norm {at}, although every gradient matches"
     return f"the {finding.kind} {at}"
+
+
+def _spelled(name: str) -> str:
+    return "the layer's input" if name == INPUT_GRADIENT else name
 
 
 def _weight_subject(name: str, at: str, held: Held) -> str:

@@ -25,12 +25,11 @@ from megastack.placement.boxes import Box
 from megastack.placement.module import initialise_
 from megastack.placement.placement import Placement
 from megastack.random import counter_normal
-from megastack.testing.compare import Trace
+from megastack.testing.compare import INPUT_GRADIENT, OUTPUT, Trace
 from megastack.testing.gather import gather_whole
 from megastack.testing.perturb import SEED, perturb_
 
 RATE = 0.05
-OUTPUT, INPUT_GRADIENT = "<output>", "<input gradient>"
 Factory = Callable[[Mesh], nn.Module]
 
 

@@ -47,7 +47,7 @@ def with_sgd(config: TrainConfig) -> TrainConfig:
     return replace_values(config, {"optim.name": OptimizerName.sgd, "optim.clip_norm": None})
 
 
-def legal_layouts(config: TrainConfig, ranks: int) -> list[TrainConfig]:
+def valid_layouts(config: TrainConfig, ranks: int) -> list[TrainConfig]:
     """Every valid layout of ``ranks`` ranks, with few pipeline stages and low tp first."""
     found = [candidate for candidate in _candidates(config, ranks) if not violations(candidate)]
     return sorted(found, key=lambda c: (c.parallel.pp, c.parallel.tp, c.schedule.chunks))

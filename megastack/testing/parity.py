@@ -28,10 +28,10 @@ from megastack.errors import MeshError
 from megastack.gradients.norm import grad_norm
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape
-from megastack.testing.compare import TOLERANCES, RankComparison, RankReport, Trace, differences
+from megastack.testing.compare import INPUT_GRADIENT, TOLERANCES, RankComparison, RankReport, Trace, differences
 from megastack.testing.diagnose import Evidence, diagnose
 from megastack.testing.finding import Finding, finding_text
-from megastack.testing.layer_training import INPUT_GRADIENT, Factory, LayerTraining, TrainingSpec, trace_layer
+from megastack.testing.layer_training import Factory, LayerTraining, TrainingSpec, trace_layer
 from megastack.testing.localize import (
     ModuleClasses,
     RankDeviations,

@@ -6,9 +6,9 @@ function and arguments: closures and lambdas, as function or argument, local cla
 a notebook. Function and arguments alone decide which of the two is used. Ranks run on one thread, since a child forked
 from a parent that used several threads cannot use several itself. The parent must not hold a process group.
 
-If ranks do not return, their stacks show which of them wait for other ranks and which do not. A
-rank that is blocked in the transport runs no Python code, so ``faulthandler`` writes the stack of its main thread from
-a signal handler in C. A stopped process writes nothing.
+If ranks do not return, their stacks show which of them wait for other ranks and which do not. A rank that is blocked in
+the transport runs no Python code, so ``faulthandler`` writes the stack of its main thread from a signal handler in C. A
+stopped process writes nothing.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class _RankTask:
 
 @dataclass(frozen=True)
 class _Outcome:
+    """The result of a rank; ``trace`` is not empty if it failed."""
+
     value: object = None
     error: BaseException | None = None
     trace: str = ""

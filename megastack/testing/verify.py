@@ -30,7 +30,7 @@ from megastack.mesh.shape import DENSE_AXES
 from megastack.testing.compare import TOLERANCES, RankReport, Trace
 from megastack.testing.diagnose import Evidence, diagnose
 from megastack.testing.finding import Finding
-from megastack.testing.layouts import in_double, legal_layouts, reference_of, with_sgd
+from megastack.testing.layouts import in_double, reference_of, valid_layouts, with_sgd
 from megastack.testing.localize import RankDeviations
 from megastack.testing.module_trace import ModuleTrace
 from megastack.testing.purity import impure_modules
@@ -48,7 +48,7 @@ from megastack.testing.training import (
 PACKAGE = str(Path(__file__).resolve().parents[1])
 MOST_RANKS = 64
 """The largest number of ranks to fork on this machine."""
-REFUSALS = (ConfigError, PlacementError, ScheduleError, DataError)
+REJECTIONS = (ConfigError, PlacementError, ScheduleError, DataError)
 
 
 @dataclass(frozen=True)
@@ -89,22 +89,22 @@ class Verifier:
         if mistyped:
             raise ConfigError.of([*mistyped, *violations(config)])
         self.config = in_double(config)
-        self.alone = reference_of(self.config)
+        self.reference_config = reference_of(self.config)
         self.steps = steps
         self._given = dataset
-        if found := violations(self.alone):
+        if found := violations(self.reference_config):
             raise ConfigError.of(found)
         self._modules: dict[int, ModuleTrace] = {}
 
     @property
     def runs(self) -> tuple[str, ...]:
         """The optimizers of the comparison, the configuration's own first."""
-        return tuple(_runs(self.alone))
+        return tuple(_runs(self.reference_config))
 
     @cached_property
     def dataset(self) -> Dataset:
         """The data of the configuration, read once and inherited by the ranks."""
-        return self._given or read_dataset(self.alone)
+        return self._given or read_dataset(self.reference_config)
 
     @cached_property
     def references(self) -> dict[str, Trace]:
@@ -113,11 +113,11 @@ class Verifier:
         Raises:
             MegastackError: its layers or data are rejected, or it does not run, or it is not finite.
         """
-        runs, steps, dataset = _runs(self.alone), self.steps, self.dataset
+        runs, steps, dataset = _runs(self.reference_config), self.steps, self.dataset
         try:
             traces = run_ranks(lambda: reference_traces(runs, steps, dataset), 1, timeout=self._timeout)[0]
         except RankFailure as failure:
-            if isinstance(failure.error, REFUSALS):
+            if isinstance(failure.error, REJECTIONS):
                 raise failure.error from None
             raise
         if any(not isfinite(x) for trace in traces.values() for x in (*trace.losses, *trace.norms)):
@@ -133,7 +133,7 @@ class Verifier:
             ConfigError: there is none, or there are too many ranks to fork.
         """
         _require_few(ranks)
-        found = legal_layouts(self.config, ranks)
+        found = valid_layouts(self.config, ranks)
         if not found:
             raise ConfigError(
                 f"--ranks={ranks}: no layout of {counted(ranks, 'rank')} is valid for this model and batch"
@@ -197,10 +197,10 @@ class Verifier:
 
     def _impure(self, faulty: Collection[str]) -> dict[str, str]:
         """The modules whose output depends on more than their input, on one rank already."""
-        alone, dataset, tolerance = self.alone, self.dataset, self.tolerance
+        config, dataset, tolerance = self.reference_config, self.dataset, self.tolerance
         try:
             runs = [
-                run_ranks(lambda: check_purity(alone, dataset, faulty, tolerance), 1, timeout=self._timeout)[0]
+                run_ranks(lambda: check_purity(config, dataset, faulty, tolerance), 1, timeout=self._timeout)[0]
                 for _ in range(2)
             ]
         except RankFailure:
@@ -216,14 +216,14 @@ class Verifier:
         )
 
     def _reference_modules(self, layout: TrainConfig) -> Mapping[int, ModuleTrace]:
-        alone, dataset, dp = self.alone, self.dataset, mesh_shape(layout).dp
+        config, dataset, dp = self.reference_config, self.dataset, mesh_shape(layout).dp
         samples = [sample for rank in range(dp) for sample in first_samples(layout, rank, dp)]
         if not set(samples) <= set(self._modules):
-            self._modules = run_ranks(lambda: reference_modules(alone, dataset, samples), 1, timeout=self._timeout)[0]
+            self._modules = run_ranks(lambda: reference_modules(config, dataset, samples), 1, timeout=self._timeout)[0]
         return self._modules
 
     def _failed(self, layout: TrainConfig, failure: RankFailure) -> Verdict:
-        if isinstance(failure.error, REFUSALS):
+        if isinstance(failure.error, REJECTIONS):
             return Verdict(layout, "refused", reason=str(failure.error))
         finding = Finding("failure", "")
         try:

@@ -71,7 +71,10 @@ def test_replicas_must_be_bitwise_identical() -> None:
     (found,) = differences(trace(), trace(spread={"large": 4e-12}), tolerance=1e-10)
     assert (found.kind, found.name) == ("replicas of gradient", "large")
     assert found.distance == pytest.approx(0.02)
-    assert str(found) == "step 1: replicas of gradient large differ between ranks by 0.02 × the tolerance"
+    assert (
+        str(found)
+        == "step 1: replicas of gradient large differ between ranks by 0.02 × the tolerance, but must be identical"
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -88,5 +91,5 @@ def test_different_names_are_an_error() -> None:
 def test_a_factor_is_reported() -> None:
     (found,) = differences(trace(), trace(gradients={"large": 2 * LARGE.double()}), tolerance=1e-10)
     assert found.ratio == pytest.approx(2)
-    assert str(found) == "step 1: gradient large differs by 1e+10 × the tolerance (ratio 2)"
+    assert str(found) == "step 1: gradient large differs by 1e+10 × the tolerance (2 × the reference)"
     assert least_squares_ratio(torch.zeros(2), torch.ones(2)) == math.inf

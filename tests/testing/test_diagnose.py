@@ -1,12 +1,22 @@
-"""Causes that follow from the numbers, and none where the signature is not exact."""
+"""The first thing that is wrong, and causes that follow from the numbers, only where a signature is exact."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megastack.mesh.shape import Axis
 from megastack.placement.placement import Placement, Shard
-from megastack.testing.diagnose import backward_cause, factor_cause, gradient_cause, output_cause
+from megastack.testing.compare import Mismatch, RankReport
+from megastack.testing.diagnose import (
+    BUFFER,
+    Evidence,
+    backward_cause,
+    diagnose,
+    factor_cause,
+    gradient_cause,
+    output_cause,
+)
 
 WHOLE = Placement((6,))
 PARTIAL = Placement((6,), partial=frozenset({Axis.TP}))
@@ -64,3 +74,17 @@ def test_an_input_gradient_left_as_parts_needs_copy_to() -> None:
     other = torch.randn_like(ROWS)
     assert "copy_to" in backward_cause("blocks.1.mlp", [ROWS - other, other], [ROWS, ROWS])
     assert "2 times" in backward_cause("blocks.1.mlp", [2 * ROWS, 2 * ROWS], [ROWS, ROWS])
+
+
+@pytest.mark.parametrize(
+    ("buffers", "trained", "held", "cause"),
+    [({"a.x"}, set(), "buffer", BUFFER), (set(), {"a.x"}, "trained", None), (set(), {"a.y"}, "frozen", None)],
+)
+def test_a_differing_weight_is_a_buffer_a_trained_or_a_frozen_parameter(
+    buffers: set[str], trained: set[str], held: str, cause: str | None
+) -> None:
+    report = RankReport(dict.fromkeys(Axis, 0), {"a.x"}, buffers, trained)
+    report.mismatches.append(Mismatch("sgd", "weight", "a.x", 0, 0.5, 1.5))
+    finding = diagnose([report], Evidence(["a.x"], {}))
+    assert finding is not None
+    assert (finding.kind, finding.name, finding.held, finding.cause) == ("weight", "a.x", held, cause)

@@ -15,8 +15,8 @@ from megastack.testing.layouts import (
     in_double,
     layout_overrides,
     layout_text,
-    legal_layouts,
     reference_of,
+    valid_layouts,
     with_sgd,
 )
 from megastack.testing.training import composed
@@ -33,7 +33,7 @@ def identity(config: TrainConfig) -> tuple[object, ...]:
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
 def test_every_valid_layout_is_listed_exactly_once(ranks: int) -> None:
     config = composed("experiment=parity", "model.layers=3", "batch.global_size=12")
-    found = [identity(layout) for layout in legal_layouts(config, ranks)]
+    found = [identity(layout) for layout in valid_layouts(config, ranks)]
     sizes = range(1, ranks + 1)
     expected = set()
     for dp, tp, pp, chunks in itertools.product(sizes, sizes, sizes, range(1, 4)):
@@ -45,7 +45,7 @@ def test_every_valid_layout_is_listed_exactly_once(ranks: int) -> None:
                 expected.add(identity(tried))
     assert set(found) >= expected
     assert len(found) == len(set(found))
-    assert all(not violations(layout) for layout in legal_layouts(config, ranks))
+    assert all(not violations(layout) for layout in valid_layouts(config, ranks))
 
 
 def test_the_reference_is_one_rank_of_the_same_training() -> None:
