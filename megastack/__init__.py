@@ -1,7 +1,8 @@
 """Train Transformers over a grid of data, tensor and pipeline parallel ranks.
 
-The public names of the package, resolved when they are first used, so that the parts without torch stay without it:
-``from megastack import MeshShape`` loads no torch, ``from megastack import Decoder`` does.
+Public names are resolved on first use, so that the parts without torch do not load it: ``from megastack import
+MeshShape`` imports no torch, ``from megastack import Decoder`` does. ``__all__`` lists the names to start from
+(``docs/api.md``); the types in their signatures resolve in the same way.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megastack.batch import Microbatch as Microbatch
     from megastack.checkpoint.load import LoadReport as LoadReport
     from megastack.checkpoint.load import load as load
     from megastack.checkpoint.reader import CheckpointReader as CheckpointReader
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from megastack.comm.traffic import Traffic as Traffic
     from megastack.config.compose import compose as compose
     from megastack.config.rules import violations as violations
+    from megastack.config.schema import ModelOptions as ModelOptions
     from megastack.config.schema import TrainConfig as TrainConfig
     from megastack.errors import CheckpointError as CheckpointError
     from megastack.errors import ConfigError as ConfigError
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from megastack.mesh.mesh import Mesh as Mesh
     from megastack.mesh.shape import Axis as Axis
     from megastack.mesh.shape import MeshShape as MeshShape
+    from megastack.models.config import ModelConfig as ModelConfig
     from megastack.models.decoder import Decoder as Decoder
     from megastack.pipeline.action import Action as Action
     from megastack.pipeline.check import CheckReport as CheckReport
@@ -73,17 +77,13 @@ if TYPE_CHECKING:
     from megastack.training.state import Hooks as Hooks
     from megastack.training.state import RunResult as RunResult
 
-_NAMES = {
-    "checkpoint.state": "State StateItem",
-    "checkpoint.load": "LoadReport load",
+_PUBLIC = {
+    "checkpoint.load": "load",
     "checkpoint.reader": "CheckpointReader",
-    "checkpoint.save": "SaveHandle save",
-    "comm.group": "AxisGroup",
-    "comm.traffic": "Ledger Traffic",
+    "checkpoint.save": "save",
+    "checkpoint.state": "State StateItem",
     "config.compose": "compose",
-    "config.rules": "violations",
-    "config.schema": "TrainConfig",
-    "errors": "CheckpointError ConfigError DataError MegastackError MeshError PlacementError ScheduleError Violation",
+    "errors": "MegastackError",
     "gradients.buckets": "GradientBuckets",
     "gradients.norm": "clip_gradients_ grad_norm",
     "launch.run": "train",
@@ -95,25 +95,45 @@ _NAMES = {
     "layers.norm": "LayerNorm RMSNorm",
     "mesh.mesh": "Mesh",
     "mesh.shape": "Axis MeshShape",
+    "models.config": "ModelConfig",
     "models.decoder": "Decoder",
-    "pipeline.action": "Action",
-    "pipeline.check": "CheckReport check",
+    "pipeline.check": "check",
     "pipeline.render": "render",
     "pipeline.runtime": "Pipeline",
-    "pipeline.schedule": "Schedule",
     "pipeline.schedules.registry": "build_schedule register_schedule",
-    "pipeline.simulate": "Costs Timeline simulate",
-    "placement.boxes": "Box local_box range_boxes",
+    "pipeline.simulate": "Costs simulate",
     "placement.module": "ParallelModule",
     "placement.placement": "Normal Ones Placement Shard Zeros",
-    "random": "counter_normal",
     "testing.parity": "assert_parity",
     "testing.ranks": "run_ranks",
-    "training.state": "Hooks RunResult",
+    "training.state": "Hooks",
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_TYPES = {
+    "batch": "Microbatch",
+    "checkpoint.load": "LoadReport",
+    "checkpoint.save": "SaveHandle",
+    "comm.group": "AxisGroup",
+    "comm.traffic": "Ledger Traffic",
+    "config.rules": "violations",
+    "config.schema": "ModelOptions TrainConfig",
+    "errors": "CheckpointError ConfigError DataError MeshError PlacementError ScheduleError Violation",
+    "pipeline.action": "Action",
+    "pipeline.check": "CheckReport",
+    "pipeline.schedule": "Schedule",
+    "pipeline.simulate": "Timeline",
+    "placement.boxes": "Box local_box range_boxes",
+    "random": "counter_normal",
+    "training.state": "RunResult",
+}
 
-__all__ = sorted(_HOMES)
+
+def _names(table: dict[str, str]) -> dict[str, str]:
+    return {name: module for module, names in table.items() for name in names.split()}
+
+
+_HOMES = _names(_PUBLIC) | _names(_TYPES)
+
+__all__ = sorted(_names(_PUBLIC))
 
 
 def __getattr__(name: str) -> Any:
@@ -123,4 +143,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

@@ -158,7 +158,7 @@ class RopeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The decoder."""
+    """Sizes and layers of the decoder (``model.…``)."""
 
     family: Family = option(Family.llama, "Name of the model family; only a label, the other keys define the model.")
     layers: int = required("Transformer blocks.", least=1, most=10_000)
