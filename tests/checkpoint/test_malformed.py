@@ -16,7 +16,7 @@ from megastack.checkpoint.reader import CheckpointReader
 from megastack.cli import main
 from megastack.errors import CheckpointError
 from tests.checkpoint.test_folder import at, write
-from tests.test_records import BROKEN
+from tests.test_records import INVALID
 
 RANK = "rank_00000.safetensors"
 Body = dict[str, Any]
@@ -115,7 +115,7 @@ def test_a_manifest_that_is_signed_and_wrong(tmp_path: Path, change: Callable[[B
     refused(tmp_path, "manifest.json")
 
 
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("text", INVALID.values(), ids=INVALID)
 @pytest.mark.parametrize("name", ["manifest.json", "trainer.json"])
 def test_a_record_that_cannot_be_read(tmp_path: Path, name: str, text: bytes) -> None:
     folder = write(tmp_path, 2, 4)

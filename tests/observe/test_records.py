@@ -13,7 +13,7 @@ from megastack.observe.failure import FailureRecord, read_failures, silent_ranks
 from megastack.observe.logging import set_up_logging
 from megastack.observe.status import FIELDS, read_status, update_status, write_status
 from megastack.observe.watchdog import read_reports
-from tests.test_records import BROKEN
+from tests.test_records import INVALID
 
 HERE = {Axis.PP: 1, Axis.DP: 0, Axis.CP: 0, Axis.TP: 1}
 
@@ -56,7 +56,7 @@ def test_status_has_all_fields_and_keeps_what_an_update_does_not_say(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
 
 
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("text", INVALID.values(), ids=INVALID)
 def test_records_that_cannot_be_read_count_as_absent(tmp_path, text):
     path = tmp_path / "rank_00000.json"
     for wrong in (text, b'{"status": 1}', b'{"status": "running", "pid": "7"}', b'{"rank": 0}', b'{"counts": []}'):
