@@ -56,7 +56,7 @@ def test_status_has_all_fields_and_an_update_keeps_omitted_ones(tmp_path):
 
 
 @pytest.mark.parametrize("text", INVALID.values(), ids=INVALID)
-def test_invalid_records_count_as_missing(tmp_path, text):
+def test_records_that_cannot_be_read_count_as_absent(tmp_path, text):
     path = tmp_path / "rank_00000.json"
     for wrong in (text, b'{"status": 1}', b'{"status": "running", "pid": "7"}', b'{"rank": 0}', b'{"counts": []}'):
         path.write_bytes(wrong)
