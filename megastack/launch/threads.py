@@ -1,38 +1,24 @@
-"""CPU threads and host memory of a rank.
+"""CPU threads of a rank.
 
-**Threads.** The threads of a matrix product all wait for the slowest one, which can be slower than a single thread, for
-two reasons. A product of a small model takes less time than waking a thread. And on a machine that runs other programs
-as well, one of the threads often waits for a CPU; if OpenMP has the others spin, they occupy the CPU that it waits for,
-and a step takes ten times as long. The command line therefore lets waiting threads sleep
+The threads of a matrix product all wait for the slowest one, which can be slower than a single thread, for two reasons.
+A product of a small model takes less time than waking a thread. And on a machine that runs other programs as well, one
+of the threads often waits for a CPU; if OpenMP has the others spin, they occupy the CPU that it waits for, and a step
+takes ten times as long. The command line therefore lets waiting threads sleep
 (:func:`~megastack.launch.environment.let_threads_sleep`), and a small model gets one thread.
-
-**Memory.** The C library returns free memory at the end of its heap to the system, and maps large blocks separately.
-Every microbatch allocates and frees the same activations, so each page would be returned and come back zeroed: 5 % of
-the CPU time for a small model. :func:`keep_freed_memory` prevents that.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megastack.config.schema import TrainConfig
 from megastack.errors import counted
 from megastack.launch.environment import cpus_of_task, lets_threads_sleep
 from megastack.mesh.environment import local_world_size
-
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-"""Parameters of ``mallopt`` (glibc's ``malloc.h``)."""
-_NEVER = 2**31 - 1
-_LARGEST_ON_THE_HEAP = 32 * 2**20
-"""The largest value that glibc accepts; larger blocks are mapped separately."""
 
 WORK_PER_THREAD = 2**23
 """Multiplications and additions that are worth one more thread, about a quarter of a millisecond."""
@@ -168,13 +154,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def keep_freed_memory(device: torch.device) -> None:
-    """Have a rank that computes on the CPU keep the memory that it frees; with glibc only."""
-    if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
-        return
-    library = ctypes.CDLL(None)
-    library.mallopt(_TRIM_THRESHOLD, _NEVER)
-    library.mallopt(_MMAP_THRESHOLD, _LARGEST_ON_THE_HEAP)
-    library.mallopt(_TOP_PAD, _LARGEST_ON_THE_HEAP)

@@ -24,7 +24,8 @@ from megastack.data.dataset import Dataset
 from megastack.errors import MegastackError
 from megastack.launch.environment import is_worker
 from megastack.launch.failure import is_about_other_ranks, is_user_error
-from megastack.launch.threads import choose_threads, keep_freed_memory
+from megastack.launch.threads import choose_threads
+from megastack.mesh.device import keep_freed_memory
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape

@@ -17,7 +17,7 @@ from megastack.batch import Microbatch
 from megastack.comm.traffic import Ledger
 from megastack.config.layout_rules import mesh_shape
 from megastack.data.loader import Loader
-from megastack.launch.threads import keep_freed_memory
+from megastack.mesh.device import keep_freed_memory
 from megastack.mesh.mesh import Mesh
 
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import resource
 from pathlib import Path
 
 import pytest
-import torch
 
 from megastack.cli.main import main
 from megastack.config.compose import compose
 from megastack.launch.environment import let_threads_sleep, lets_threads_sleep
-from megastack.launch.threads import Cpus, choose_threads, cpu_quota, keep_freed_memory
-from megastack.testing.ranks import run_ranks
+from megastack.launch.threads import Cpus, choose_threads, cpu_quota
 from tests.tiny_runs import train
 
 SLEEPS = {"OMP_WAIT_POLICY": "passive"}
 WIDE = ("model.hidden=1024",)
-BLOCKS, ELEMENTS = 20, 2**20
 
 
 def _chosen(*overrides: str, cpus: Cpus | None = None, **environment: str) -> str:
@@ -166,31 +160,3 @@ def test_the_log_of_a_rank_has_the_choice_and_its_reason(tmp_path, monkeypatch) 
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert train(tmp_path, "run.steps=1", "launch.threads_per_rank=null") == 0
     assert "2 threads (OMP_NUM_THREADS)" in (tmp_path / "run" / "logs" / "rank_00000.log").read_text()
-
-
-def _faults_of_a_microbatch() -> int:
-    """Page faults while as many blocks of 4 MiB are filled and freed as a microbatch would, once the heap has grown."""
-    found = []
-    for _ in range(6):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        blocks = [torch.ones(ELEMENTS) for _ in range(BLOCKS)]
-        del blocks
-        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return min(found[2:])
-
-
-def _before_and_after() -> tuple[int, int]:
-    """With freed memory returned at once, and with it kept."""
-    library = ctypes.CDLL(None)
-    library.mallopt(-1, 2**17)  # from here on the end of the heap is given back
-    library.mallopt(-3, 2**17)  # and larger blocks are mapped one by one
-    usual = _faults_of_a_microbatch()
-    keep_freed_memory(torch.device("cpu"))
-    return usual, _faults_of_a_microbatch()
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_a_microbatch_takes_no_new_pages_after_the_first() -> None:
-    pages = BLOCKS * ELEMENTS * 4 // resource.getpagesize()
-    ((usual, kept),) = run_ranks(lambda: _before_and_after(), 1)
-    assert kept < 0.02 * pages < 0.5 * pages < usual
