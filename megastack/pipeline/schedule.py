@@ -44,21 +44,22 @@ class Schedule:
     @classmethod
     def from_actions(
         cls,
-        rows: Sequence[Sequence[Action]],
+        rows: Sequence[Sequence[Action | str]],
         *,
         name: str = "custom",
         microbatches: int | None = None,
         backward: bool = True,
     ) -> Schedule:
-        """Pack lists of actions, one list for each rank, and derive the rank of each stage from them.
+        """Pack lists of actions or of their text form, one list per rank, and derive the rank of each stage from them.
 
         Raises:
-            ScheduleError: a stage appears on two ranks, or on none though a later stage exists.
+            ScheduleError: a text is not an action, or a stage is on two ranks, or on none though a later stage exists.
         """
-        stage_ranks = _stage_ranks(rows)
+        actions = [[Action.parse(action) if isinstance(action, str) else action for action in row] for row in rows]
+        stage_ranks = _stage_ranks(actions)
         if microbatches is None:
-            microbatches = 1 + max((part.microbatch or 0 for row in rows for part in _parts(row)), default=-1)
-        packed = tuple(array("q", (code for action in row for code in pack(action))).tobytes() for row in rows)
+            microbatches = 1 + max((part.microbatch or 0 for row in actions for part in _parts(row)), default=-1)
+        packed = tuple(array("q", (code for action in row for code in pack(action))).tobytes() for row in actions)
         chunks = max(stage_ranks.count(rank) for rank in range(len(rows)))
         return cls(name, len(rows), chunks, microbatches, stage_ranks, packed, backward)
 

@@ -1,4 +1,4 @@
-"""Threads and memory of a rank: what decides the number of threads, and that freed memory is kept."""
+"""Threads of a rank: what decides their number."""
 
 from __future__ import annotations
 

@@ -22,6 +22,13 @@ def test_stages_are_derived_from_the_lists() -> None:
     assert [schedule.chunk(stage) for stage in range(4)] == [0, 0, 1, 1]
 
 
+def test_actions_are_given_as_values_or_as_text() -> None:
+    values = [[Action.parse("0F0"), Action.parse("0B0")]]
+    assert Schedule.from_actions([["0F0", "0B0"]]) == Schedule.from_actions(values)
+    with pytest.raises(ScheduleError, match="0X0"):
+        Schedule.from_actions([["0X0"]])
+
+
 def test_equal_lists_are_equal_values() -> None:
     first, second = build_schedule("1f1b", 3, 1, 4), build_schedule("1f1b", 3, 1, 4)
     assert first == second and hash(first) == hash(second)

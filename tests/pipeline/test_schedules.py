@@ -315,6 +315,10 @@ def not_actions(pp: int, chunks: int, microbatches: int) -> str:
     return "actions"
 
 
+def numbers(pp: int, chunks: int, microbatches: int) -> int:
+    return pp
+
+
 def of_two_microbatches(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
     return flavoured(pp, chunks, 2)
 
@@ -345,7 +349,8 @@ def test_a_dotted_path_names_a_function_and_its_options() -> None:
         ),
         (f"{HERE}.needs_depth", {}, f"schedule.depth=null: must be set; {HERE}.needs_depth requires it"),
         (f"{HERE}.without_sizes", {}, r"must accept three positional arguments; use \(pp, chunks, microbatches"),
-        (f"{HERE}.not_actions", {}, "must return a list of actions for each rank, got AttributeError"),
+        (f"{HERE}.not_actions", {}, "must return a valid schedule: 'a' is not an action"),
+        (f"{HERE}.numbers", {}, "must return a list of actions for each rank, got TypeError"),
         (
             f"{HERE}.of_two_microbatches",
             {},

@@ -28,7 +28,7 @@ from megastack.pipeline.schedules import gpipe, interleaved, one_f_one_b, zero_b
 from megastack.pipeline.simulate import error
 from megastack.targets import import_path
 
-Rows = Sequence[Sequence[Action]]
+Rows = Sequence[Sequence[Action | str]]
 Generator = TypeVar("Generator", bound=Callable[..., Rows])
 
 TARGET = "schedule._target_"
@@ -225,8 +225,8 @@ def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **option
     kind = _kind(name)
     if kind.proven:  # all ranks after the first are equal in that, and all microbatches
         pp, microbatches = min(pp, 2), 1
-    rows = kind.generate(pp, chunks, microbatches, **_given(options))
-    return any(part.op is Op.W for row in rows for action in row for part in action.parts or (action,))
+    schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)))
+    return any(part.op is Op.W for row in schedule.ranks for action in row for part in action.parts or (action,))
 
 
 def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> ClosedForm | None:
