@@ -25,7 +25,7 @@ def test_stages_are_derived_from_the_lists() -> None:
 def test_actions_are_given_as_values_or_as_text() -> None:
     values = [[Action.parse("0F0"), Action.parse("0B0")]]
     assert Schedule.from_actions([["0F0", "0B0"]]) == Schedule.from_actions(values)
-    with pytest.raises(ScheduleError, match="0X0"):
+    with pytest.raises(ScheduleError, match="'X' is not an op"):
         Schedule.from_actions([["0X0"]])
 
 
