@@ -190,7 +190,7 @@ def schedule_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
         return
     sharded = zero.stage >= 2 and (zero.shard_size or degrees.data_ranks) > 1
     if sharded and splits_backward(*sizes, **options):
-        rule = f"parallel.zero.stage={zero.stage} reduces gradients after I and would miss the weight gradients of W"
+        rule = f"parallel.zero.stage={zero.stage} reduces gradients after I and misses the weight gradients of W"
         unsplit = "1f1b" if schedule.chunks == 1 else "interleaved"
         key = "schedule.name" if schedule._target_ is None else "schedule._target_"
         yield Violation(key, name, rule, (unsplit, "parallel.zero.stage=1"))
