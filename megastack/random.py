@@ -51,7 +51,7 @@ def stream_key(*parts: int | str) -> int:
 
 
 def counter_bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """Return 64 random bits per index, as int64: a hash of ``key`` and ``index``, which broadcast if both are tensors."""
+    """Return 64 random bits per index, as int64: a hash of ``key`` and ``index``, broadcast if both are tensors."""
     start = _signed(key) if isinstance(key, int) else key
     return _mix_(index * _GAMMA + start)
 
@@ -178,7 +178,7 @@ _FACTORS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB))
 
 
 def _mix_(bits: Tensor) -> Tensor:
-    """The finaliser of splitmix64, in place."""
+    """Return the finaliser of splitmix64, in place."""
     for shift, factor in _FACTORS:
         _xor_shift_(bits, shift).mul_(factor)
     return _xor_shift_(bits, 31)
@@ -233,7 +233,7 @@ def _round_keys(key: int) -> tuple[int, ...]:
 
 
 def _feistel_walk(indices: Tensor, n: int, round_keys: Sequence[int]) -> Tensor:
-    """Bijection of ``0 … n-1``: a Feistel network over a slightly larger grid, reapplied until the result is in range."""
+    """Bijection of ``0 … n-1``: a Feistel network over a slightly larger grid, reapplied until results are in range."""
     columns = isqrt(n - 1) + 1
     rows = -(-n // columns)
     out = _feistel(indices, rows, columns, round_keys)

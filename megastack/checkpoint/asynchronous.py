@@ -121,7 +121,7 @@ class SaveCache:
         self._plan: WritePlan | None = None
 
     def plan(self, path: Path, state: State, world: AxisGroup, guard: Guard | None = None) -> WritePlan:
-        """The last plan if the layout of the state is unchanged on all ranks, else a new one; all ranks call.
+        """Return the last plan if the layout of the state is unchanged on all ranks, else a new one; all ranks call.
 
         Only a new plan compares replicas, so their checksums count as part of the layout.
 
@@ -296,7 +296,7 @@ class AsynchronousSave:
             raise
 
     def _receive_reports(self) -> dict[int, tuple[str, WriteReport]]:
-        """Poll until the reports of all other ranks have arrived; returns each rank's error and report."""
+        """Poll until the reports of all other ranks have arrived; return each rank's error and report."""
         found: dict[int, tuple[str, WriteReport]] = {}
         folder, pause, began = writing_folder(self.path), _POLL_S[0], time.monotonic()
         main_ended: float | None = None

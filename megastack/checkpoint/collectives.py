@@ -72,7 +72,7 @@ def _attempt(rank: int, make: Callable[[], T]) -> T | _Failed:
 
 
 def _scatter(values: Sequence[T], world: AxisGroup) -> T:
-    """This rank's value of those that the first rank passes; the others pass none."""
+    """Return this rank's value of those that the first rank passes; the others pass none."""
     if world.group is None:
         return values[0]
     received: list[Any] = [None]
@@ -106,7 +106,7 @@ def checkpoint_errors(task: str) -> Iterator[None]:
 
 
 def describe_failures(failures: Mapping[int, str]) -> str:
-    """The error of each failed rank, one line each."""
+    """Return the error of each failed rank, one line each."""
     by_rank = sorted(failures.items())
     lines = [f"rank {rank}: {text}" for rank, text in by_rank[:_MOST_RANKS_SHOWN]]
     rest = len(by_rank) - _MOST_RANKS_SHOWN
@@ -114,5 +114,5 @@ def describe_failures(failures: Mapping[int, str]) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error as text, with its class unless it is a CheckpointError."""
+    """Return an error as text, with its class unless it is a CheckpointError."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

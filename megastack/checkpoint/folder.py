@@ -70,7 +70,7 @@ class Resume:
 
 
 def find_checkpoint(path: Path, *, content: bool = False) -> Path:
-    """The checkpoint that ``path`` refers to.
+    """Return the checkpoint that ``path`` refers to.
 
     Args:
         path: a checkpoint, a run folder, a ``checkpoints`` folder or an imported folder.
@@ -88,7 +88,7 @@ def find_checkpoint(path: Path, *, content: bool = False) -> Path:
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """The ``checkpoints`` folder of a run folder; the path itself if it has none."""
+    """Return the ``checkpoints`` folder of a run folder; the path itself if it has none."""
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
@@ -103,7 +103,7 @@ def is_imported(checkpoint: Path) -> bool:
 
 
 def _resolve(path: Path) -> Path:
-    """The checkpoint that a path refers to, usable or not."""
+    """Return the checkpoint that a path refers to, usable or not."""
     if is_checkpoint(path):
         return path
     if not path.is_dir():
@@ -121,7 +121,7 @@ def _resolve(path: Path) -> Path:
 
 
 def _newest_usable(chosen: Path, content: bool) -> Path | None:
-    """The newest usable checkpoint in the same folder."""
+    """Return the newest usable checkpoint in the same folder."""
     for path in reversed(step_folders(chosen.parent)):
         if checkpoint_error(place := locate(path), content=content) is None:
             return place
@@ -129,19 +129,19 @@ def _newest_usable(chosen: Path, content: bool) -> Path | None:
 
 
 def list_checkpoints(folder: Path, *, content: bool = False) -> list[CheckpointEntry]:
-    """The checkpoints in a ``checkpoints`` folder by increasing step, complete or not; empty without a folder."""
+    """Return the checkpoints in a ``checkpoints`` folder by increasing step, complete or not; empty without a folder."""
     paths = [path for path in step_folders(folder) if path.is_dir()]
     return [CheckpointEntry(path, step_of(path) or 0, checkpoint_error(path, content=content)) for path in paths]
 
 
 def newest_complete(folder: Path, *, content: bool = True) -> Path | None:
-    """The usable checkpoint with the highest step; ``None`` if there is none."""
+    """Return the usable checkpoint with the highest step; ``None`` if there is none."""
     newest_first = reversed([path for path in step_folders(folder) if path.is_dir()])
     return next((path for path in newest_first if checkpoint_error(path, content=content) is None), None)
 
 
 def read_latest(folder: Path) -> Path | None:
-    """The checkpoint that the file ``latest`` names; ``None`` if the file or the folder does not exist."""
+    """Return the checkpoint that the file ``latest`` names; ``None`` if the file or the folder does not exist."""
     try:
         name = (folder / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -183,7 +183,7 @@ def keep_last(
     verified: VerifiedFiles | None = None,
     limit_s: float | None = None,
 ) -> list[Path]:
-    """Remove all but the newest ``count`` usable checkpoints, on one rank; returns the removed folders.
+    """Remove all but the newest ``count`` usable checkpoints, on one rank; return the removed folders.
 
     A checkpoint counts if ``resume=auto`` would accept it: its content is read unless ``verified`` holds it. Nothing is
     removed before ``count`` usable ones are found. Also kept: multiples of ``every``, the checkpoint that ``latest``
@@ -262,7 +262,7 @@ def _named(path: Path) -> Resume:
 
 
 def _pick(folder: Path, on_corrupt: str) -> tuple[Path | None, tuple[str, ...]]:
-    """The newest usable checkpoint of a run, and the errors of newer ones."""
+    """Return the newest usable checkpoint of a run, and the errors of newer ones."""
     skipped: list[str] = []
     for path in reversed(step_folders(folder)):
         place = locate(path)

@@ -39,7 +39,7 @@ class VerifiedFiles:
             pass  # it is verified when it is checked
 
     def error(self, folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
-        """An error that names the file if its size or content differs from the manifest, else ``None``.
+        """Return an error that names the file if its size or content differs from the manifest, else ``None``.
 
         Raises:
             OutOfTimeError: it could not be read before ``deadline`` (monotonic clock).
@@ -60,7 +60,7 @@ class VerifiedFiles:
 def checkpoint_error(
     path: Path, *, content: bool = True, verified: VerifiedFiles | None = None, deadline: float | None = None
 ) -> str | None:
-    """Check a checkpoint folder; returns an error that names the damaged files, ``None`` if it is usable.
+    """Check a checkpoint folder; return an error that names the damaged files, ``None`` if it is usable.
 
     Args:
         path: the folder.
@@ -90,7 +90,7 @@ def join_lines(*errors: str) -> str:
 
 
 def list_names(names: Iterable[str], limit: int = 8) -> str:
-    """The first names for a message, and how many more there are."""
+    """Return the first names for a message, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -75,7 +75,7 @@ class CheckpointManager:
         return self._pending is not None and not self._pending[1].done
 
     def save(self, step: int, state: State) -> list[PublishedCheckpoint]:
-        """Save a step; returns the checkpoints published by now: this step's, or that of an earlier asynchronous save.
+        """Save a step; return the checkpoints published by now: this step's, or that of an earlier asynchronous save.
 
         Raises:
             CheckpointError: on every rank, if any rank failed in this save or in the previous one.

@@ -96,22 +96,22 @@ class Manifest:
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file, ``rank_00003.safetensors``."""
+    """Return the name of a rank's file, ``rank_00003.safetensors``."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def report_file(rank: int) -> str:
-    """The name of a rank's report, ``rank_00003.json``."""
+    """Return the name of a rank's report, ``rank_00003.json``."""
     return f"rank_{rank:05d}.json"
 
 
 def box_key(name: str, offset: tuple[int, ...]) -> str:
-    """The key of a box in its safetensors file, ``model/blocks.0.mlp.up.weight@0,64,0``."""
+    """Return the key of a box in its safetensors file, ``model/blocks.0.mlp.up.weight@0,64,0``."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The text of ``manifest.json``."""
+    """Return the text of ``manifest.json``."""
     body = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -124,7 +124,7 @@ def dump_manifest(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Return the manifest of a checkpoint folder.
 
     Raises:
         CheckpointError: it is missing, not a manifest, or inconsistent; the message names the file.
@@ -146,7 +146,7 @@ def size_errors(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def size_error(folder: Path, file: FileRecord) -> str | None:
-    """An error that names the file if it is missing or has the wrong size."""
+    """Return an error that names the file if it is missing or has the wrong size."""
     path = folder / file.name
     try:
         size = path.stat().st_size
@@ -161,7 +161,7 @@ class OutOfTimeError(Exception):
 
 
 def file_error(folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
-    """An error that names the file if its size or content differs from the manifest, else ``None``.
+    """Return an error that names the file if its size or content differs from the manifest, else ``None``.
 
     Raises:
         OutOfTimeError: it could not be read before ``deadline`` (monotonic clock).
@@ -177,7 +177,7 @@ def file_error(folder: Path, file: FileRecord, deadline: float | None = None) ->
 
 
 def crc32_of(path: Path, deadline: float | None = None) -> int:
-    """The crc32 of a file's content.
+    """Return the crc32 of a file's content.
 
     Raises:
         OutOfTimeError: it could not be read before ``deadline``.
@@ -192,7 +192,7 @@ def crc32_of(path: Path, deadline: float | None = None) -> int:
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """The trainer's state in a checkpoint; the caller has checked the file.
+    """Return the trainer's state in a checkpoint; the caller has checked the file.
 
     Raises:
         CheckpointError: the file is missing, not a JSON object, or has a known field of the wrong type.

@@ -73,7 +73,7 @@ class BoxSavePlanner(SavePlanner):
 
     @local_work
     def create_local_plan(self) -> SavePlan:
-        """All boxes of this rank, and the names of items without one, so that the coordinator notices missing items."""
+        """Return all boxes of this rank, and the names of items without one, so that the coordinator notices missing items."""
         writes = [self._write_item(item, box, tensor) for item in self._items for box, tensor in item.filled_boxes()]
         empty = {item.name for item in self._items if not any(item.filled_boxes())}
         checksums = {
@@ -113,11 +113,11 @@ class BoxSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The tensor of a planned box, for torch."""
+        """Return the tensor of a planned box, for torch."""
         return self.tensor(write_item)
 
     def tensor(self, write_item: WriteItem) -> Tensor:
-        """The tensor of a planned box."""
+        """Return the tensor of a planned box."""
         return self._tensors[write_item.index]
 
     def _write_item(self, item: StateItem, box: Box, tensor: Tensor) -> WriteItem:
@@ -151,7 +151,7 @@ class BoxLoadPlanner(LoadPlanner):
         self._stored = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """The reads that fill this rank's boxes."""
+        """Return the reads that fill this rank's boxes."""
         reads: list[ReadItem] = []
         for item in self._items.values():
             stored = self._stored[item.name]
@@ -174,7 +174,7 @@ class BoxLoadPlanner(LoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn}: a checkpoint does not hold pickled objects")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The view of this rank's tensor that a read fills."""
+        """Return the view of this rank's tensor that a read fills."""
         tensor = self._tensors[read_item.dest_index].detach()
         return tensor[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
 

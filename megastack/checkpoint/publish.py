@@ -32,28 +32,28 @@ _HIDDEN = re.compile(r"\.(step_[0-9]{8,})\.(writing|replaced|removed)")
 
 
 def step_name(step: int) -> str:
-    """The folder name of a step's checkpoint, ``step_00000010``."""
+    """Return the folder name of a step's checkpoint, ``step_00000010``."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder is named for; ``None`` for any other name."""
+    """Return the step that a folder is named for; ``None`` for any other name."""
     match = _STEP_FOLDER.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def writing_folder(path: Path) -> Path:
-    """The folder into which the checkpoint at ``path`` is written before it is published."""
+    """Return the folder into which the checkpoint at ``path`` is written before it is published."""
     return path.with_name(f".{path.name}.writing")
 
 
 def replaced_folder(path: Path) -> Path:
-    """The hidden name of the old checkpoint at ``path`` while the new one is published."""
+    """Return the hidden name of the old checkpoint at ``path`` while the new one is published."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def removed_folder(path: Path) -> Path:
-    """The hidden name of the checkpoint at ``path`` while it is removed."""
+    """Return the hidden name of the checkpoint at ``path`` while it is removed."""
     return path.with_name(f".{path.name}.removed")
 
 
@@ -136,14 +136,14 @@ def remove_folder(folder: Path) -> bool:
 
 
 def foreign_content(folder: Path) -> list[str]:
-    """The names in a folder that are not files of a checkpoint."""
+    """Return the names in a folder that are not files of a checkpoint."""
     if not folder.is_dir():
         return []
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or not _is_checkpoint_file(entry.name))
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """The final paths of the checkpoints in a folder by increasing step, interrupted replacements included.
+    """Return the final paths of the checkpoints in a folder by increasing step, interrupted replacements included.
 
     Reads only; :func:`locate` returns where one of them is.
     """
@@ -184,7 +184,7 @@ def recover(folder: Path) -> dict[Path, Path]:
 
 
 def recover_one(path: Path) -> Path | None:
-    """Recover a single checkpoint; returns the hidden path that it was renamed from, ``None`` if it was not.
+    """Recover a single checkpoint; return the hidden path that it was renamed from, ``None`` if it was not.
 
     If this is killed at any point, the next call finishes it.
     """
@@ -201,7 +201,7 @@ def recover_one(path: Path) -> Path | None:
 
 
 def write_text(path: Path, text: str) -> int:
-    """Write a new file and flush it to disk; returns its size in bytes."""
+    """Write a new file and flush it to disk; return its size in bytes."""
     write_texts(path.parent, {path.name: text})
     return len(text.encode("utf-8"))
 
@@ -231,5 +231,5 @@ def _is_checkpoint_file(name: str) -> bool:
 
 
 def _hidden(paths: list[Path]) -> list[tuple[str, str]]:
-    """The final name and the kind of each hidden folder."""
+    """Return the final name and the kind of each hidden folder."""
     return [(match[1], match[2]) for path in paths if (match := _HIDDEN.fullmatch(path.name))]

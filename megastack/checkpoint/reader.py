@@ -74,15 +74,15 @@ class CheckpointReader:
         return read_trainer(self.path)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The global shape of a tensor."""
+        """Return the global shape of a tensor."""
         return self._record(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Return the dtype of a tensor."""
         return DTYPES[self._record(name).dtype]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU.
+        """Return the whole tensor, on the CPU.
 
         Raises:
             CheckpointError: the name is unknown, or a file that holds a box of the tensor is damaged.
@@ -136,7 +136,7 @@ class BoxReader(StorageReader):
         """Do nothing: a reader reads a single checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest as torch's metadata."""
+        """Return the manifest as torch's metadata."""
         return Metadata({name: _storage_metadata(tensor) for name, tensor in self._manifest.tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -75,7 +75,7 @@ class StateItem:
 
     @classmethod
     def replicated(cls, name: str, tensor: Tensor) -> StateItem:
-        """An item that every rank holds whole; one rank writes it, all ranks read it."""
+        """Return an item that every rank holds whole; one rank writes it, all ranks read it."""
         return cls(name, tuple(tensor.shape), ((whole_box(tensor.shape), tensor),))
 
     @property
@@ -84,11 +84,11 @@ class StateItem:
         return self.boxes[0][1].dtype if self.boxes else None
 
     def filled_boxes(self) -> Iterator[BoxView]:
-        """The boxes with at least one element; all boxes of a tensor without elements."""
+        """Yield the boxes with at least one element; all boxes of a tensor without elements."""
         return ((box, tensor) for box, tensor in self.boxes if prod(box.size) or not prod(self.shape))
 
     def checksums(self) -> Iterator[tuple[Box, str]]:
-        """Each box with a checksum of its bits; nothing unless ``replica`` is set."""
+        """Yield each box with a checksum of its bits; nothing unless ``replica`` is set."""
         if self.replica is not None:
             yield from ((box, _checksum(tensor)) for box, tensor in self.filled_boxes())
 
@@ -114,7 +114,7 @@ class State:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def by_name(self) -> dict[str, StateItem]:
-        """The items by name.
+        """Return the items by name.
 
         Raises:
             CheckpointError: naming every item that occurs twice or does not match its tensors.
@@ -129,7 +129,7 @@ class State:
 
 
 def stage_placements(stages: Sequence[nn.Module]) -> dict[str, Placement]:
-    """The placement of every parameter of this rank by global name."""
+    """Return the placement of every parameter of this rank by global name."""
     return {name: placement for stage in stages for name, placement in placements_of(stage).items()}
 
 
@@ -167,13 +167,13 @@ def _to_global(views: Iterable[BoxView], local: Box) -> Iterator[BoxView]:
 
 
 def model_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
-    """The weights and persistent buffers of this rank's stages, under ``model/…``."""
+    """Return the weights and persistent buffers of this rank's stages, under ``model/…``."""
     named = [pair for stage in stages for pair in stage.named_parameters()]
     return [*items_of("model", named, stage_placements(stages), mesh), *buffer_items(stages, mesh)]
 
 
 def buffer_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
-    """The persistent buffers of this rank's stages, under ``model/…``; a save compares their replicas."""
+    """Return the persistent buffers of this rank's stages, under ``model/…``; a save compares their replicas."""
     named = [pair for stage in stages for pair in persistent_buffers(stage).items()]
     placements = {name: place for stage in stages for name, place in buffer_placements_of(stage).items()}
     coordinates = describe_coordinates(mesh.coordinates)
@@ -183,14 +183,14 @@ def buffer_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
 def optimizer_items(
     states: Mapping[str, Mapping[str, Sequence[BoxView]]], placements: Mapping[str, Placement], mesh: Mesh
 ) -> list[StateItem]:
-    """The optimizer's moments and main parameters, ``states[kind][name]`` as boxes, under ``optim/<kind>/…``."""
+    """Return the optimizer's moments and main parameters, ``states[kind][name]`` as boxes, under ``optim/<kind>/…``."""
     return [
         item for kind, named in states.items() for item in box_items(f"optim/{kind}", named.items(), placements, mesh)
     ]
 
 
 def gather_items(items: Sequence[StateItem], mesh: Mesh) -> dict[str, Tensor]:
-    """The global tensor of each item by name, on every rank; all ranks of the mesh call.
+    """Return the global tensor of each item by name, on every rank; all ranks of the mesh call.
 
     Meant for small models: every rank sends its boxes to every other.
     """

@@ -69,7 +69,7 @@ def write_tensors(path: Path, tensors: Sequence[LazyTensor]) -> tuple[FileRecord
 
 
 def group_by_size(tensors: Sequence[LazyTensor], limit: int) -> Iterator[list[LazyTensor]]:
-    """The tensors in order, in groups of at most ``limit`` bytes; a larger tensor forms its own group."""
+    """Yield the tensors in order, in groups of at most ``limit`` bytes; a larger tensor forms its own group."""
     group: list[LazyTensor] = []
     size = 0
     for tensor in tensors:
@@ -83,7 +83,7 @@ def group_by_size(tensors: Sequence[LazyTensor], limit: int) -> Iterator[list[La
 
 
 def _header(tensors: Sequence[LazyTensor]) -> tuple[bytes, dict[str, int]]:
-    """The length-prefixed header, padded so that the data is aligned, and the file offset of each key."""
+    """Return the length-prefixed header, padded so that the data is aligned, and the file offset of each key."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end, starts = 0, {}
     for tensor in tensors:
@@ -100,7 +100,7 @@ def _header(tensors: Sequence[LazyTensor]) -> tuple[bytes, dict[str, int]]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     # reshape keeps an odd stride of a tensor with one element, which then cannot be viewed as bytes
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 

@@ -63,14 +63,14 @@ class WriteReport:
     boxes: tuple[tuple[str, BoxRecord], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The report as a JSON object."""
+        """Return the report as a JSON object."""
         file = self.file
         boxes = [[name, record.box.offset, record.box.size, record.begin] for name, record in self.boxes]
         return {"file": None if file is None else [file.name, file.size, file.crc32], "boxes": boxes}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> WriteReport:
-        """The inverse of :meth:`as_json`."""
+        """Inverse of :meth:`as_json`."""
         if record["file"] is None:
             return cls()
         file = FileRecord(*record["file"])
@@ -204,7 +204,7 @@ def write_checkpoint(folder: Path, tensors: Sequence[LazyTensor], trainer: Mappi
 
 
 def trainer_text(trainer: dict[str, Any]) -> str:
-    """The text of ``trainer.json``.
+    """Return the text of ``trainer.json``.
 
     Raises:
         CheckpointError: the state cannot be written as JSON.
@@ -216,7 +216,7 @@ def trainer_text(trainer: dict[str, Any]) -> str:
 
 
 def box_of(item: WriteItem) -> Box:
-    """The box of the global tensor that a planned item writes."""
+    """Return the box of the global tensor that a planned item writes."""
     assert item.tensor_data is not None
     return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 

@@ -111,7 +111,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a ``config.json`` with the defaults of its class for absent keys."""
+    """Return the values of a ``config.json`` with the defaults of its class for absent keys."""
     kind = values["model_type"]
     renamed = {ALIASES.get(kind, {}).get(name, name): value for name, value in values.items()}
     return {name: key.default for name, key in KEYS[kind].items()} | renamed
@@ -187,7 +187,7 @@ class Fields:
             self._read_alias(other, name)
 
     def get(self, name: str) -> Any:
-        """The value of a key, checked against its kind; the default of the class if the key is absent."""
+        """Return the value of a key, checked against its kind; the default of the class if the key is absent."""
         key = self._keys[name]
         self._seen.add(name)
         value = self.values.get(name, _MISSING)
@@ -200,7 +200,7 @@ class Fields:
         return name in self.values
 
     def checked(self, name: str, value: Any, key: Key) -> Any:
-        """The value if it is of the key's kind; otherwise the default, and an error is recorded."""
+        """Return the value if it is of the key's kind; otherwise the default, and an error is recorded."""
         if value is None:
             if not key.nullable:
                 self.error(name, value, f"must be {WORDS[key.kind]}; remove it to use the class's default")
@@ -230,7 +230,7 @@ class Fields:
             self.errors.append(found)
 
     def unread(self) -> tuple[str, ...]:
-        """The keys that were not read and are not known to be harmless."""
+        """Return the keys that were not read and are not known to be harmless."""
         return tuple(sorted(set(self.values) - self._seen - HARMLESS))
 
     def _read_alias(self, other: str, name: str) -> None:
@@ -245,5 +245,5 @@ class Fields:
 
 
 def key(kind: Kind, default: Any = None, *, nullable: bool = False) -> Key:
-    """A key of an object inside the file, which belongs to no class."""
+    """Return a key of an object inside the file, which belongs to no class."""
     return Key(kind, default, nullable)

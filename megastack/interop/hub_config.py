@@ -83,7 +83,7 @@ class HubModel:
 
 
 def read_hub_config(values: Mapping[str, Any], *, sequence_length: int | None = None) -> HubModel:
-    """The model that the values of a ``config.json`` describe.
+    """Return the model that the values of a ``config.json`` describe.
 
     Args:
         values: the parsed file.
@@ -168,7 +168,7 @@ def _biases(fields: Fields, architecture: Architecture) -> dict[str, bool]:
 
 
 def _window(fields: Fields, architecture: Architecture, layers: int) -> int | None:
-    """The sliding window of any layer, in tokens; None if every layer has full attention."""
+    """Return the sliding window of any layer, in tokens; None if every layer has full attention."""
     if architecture.name == "llama":
         return None
     window: int | None = fields.get("sliding_window")
@@ -227,7 +227,7 @@ def _gpt2(fields: Fields) -> ModelOptions:
 
 
 def _read_rope(fields: Fields) -> RopeOptions:
-    """The rotary options of a file; unsupported values are recorded as errors."""
+    """Return the rotary options of a file; unsupported values are recorded as errors."""
     theta = fields.get("rope_theta")
     read = [found for name in (NEW, OLD) if (found := _read_rope_object(fields, name, theta)) is not None]
     if not read:
@@ -276,7 +276,7 @@ def _rope_type(fields: Fields, name: str, values: Mapping[str, Any]) -> str:
 
 
 def _original(fields: Fields, name: str) -> Any:
-    """The original context length if the object lacks it: from the top level, else the context, as in the class."""
+    """Return the original context length if the object lacks it: from the top level, else the context, as in the class."""
     if name != ORIGINAL:
         return None
     return fields.values.get(ORIGINAL, fields.get("max_position_embeddings"))

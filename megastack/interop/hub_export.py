@@ -52,7 +52,7 @@ VOCABULARY = "vocab.json"
 
 
 def choose_architecture(model: ModelOptions, name: str | None = None) -> Architecture:
-    """The class to export a model as: ``name``, or else the class that its features imply.
+    """Return the class to export a model as: ``name``, or else the class that its features imply.
 
     Raises:
         ConfigError: the class cannot express the model; each option with the reason.
@@ -101,7 +101,7 @@ def hub_config(
     original: Mapping[str, Any] | None = None,
     ids: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of ``config.json``.
+    """Return the content of ``config.json``.
 
     Args:
         config: the run; its model and sequence length are read.
@@ -206,7 +206,7 @@ def _gpt2(config: TrainConfig) -> dict[str, Any]:
 
 
 def model_values(model: ModelOptions) -> dict[str, Any]:
-    """The options that differ from their defaults, for a YAML file of the ``model`` group."""
+    """Return the options that differ from their defaults, for a YAML file of the ``model`` group."""
     default = to_plain(ModelOptions(layers=0, heads=0, hidden=0, ffn=0, vocab=0))
     plain = to_plain(model)
     rope = {key: value for key, value in plain["rope"].items() if value != default["rope"][key]}
@@ -252,14 +252,14 @@ def token_ids(
 
 
 def _default(original: Mapping[str, Any], key: str, vocab: int | None) -> int | None:
-    """The default of the original's class for an absent key, if it is within the vocabulary."""
+    """Return the default of the original's class for an absent key, if it is within the vocabulary."""
     known = KEYS.get(str(original.get("model_type")))
     value = known[key].default if known else None
     return value if value is not None and vocab is not None and value < vocab else None
 
 
 def generation_config(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``generation_config.json``, which overrides ``config.json`` in generation; empty without ids."""
+    """Return the content of ``generation_config.json``, which overrides ``config.json`` in generation; empty without ids."""
     given = {key: ids[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if ids.get(key) is not None}
     return given | {"_from_model_config": True} if given else {}
 
@@ -276,7 +276,7 @@ def _require_ids(original: Mapping[str, Any]) -> None:
 
 
 def _names(files: Mapping[str, Path]) -> dict[str, str]:
-    """The text of each special token, by key (``eos_token`` and so on)."""
+    """Return the text of each special token, by key (``eos_token`` and so on)."""
     names: dict[str, str] = {}
     for file in (SPECIAL_TOKENS, TOKENIZER_CONFIG):
         values = read_json(files[file]) if file in files else {}
@@ -288,7 +288,7 @@ def _names(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _ids(files: Mapping[str, Path]) -> dict[str, int]:
-    """The id of each token of the vocabulary."""
+    """Return the id of each token of the vocabulary."""
     ids: dict[str, Any] = {}
     if VOCABULARY in files:
         ids |= read_json(files[VOCABULARY])
@@ -308,7 +308,7 @@ def _ids(files: Mapping[str, Path]) -> dict[str, int]:
 
 
 def _id(name: str, key: str, ids: Mapping[str, int]) -> int | None:
-    """The id of a token; None if the folder has no vocabulary to look it up in (only a sentencepiece model)."""
+    """Return the id of a token; None if the folder has no vocabulary to look it up in (only a sentencepiece model)."""
     if ids and name not in ids:
         rule = f"{key.removesuffix('_id')} in the tokenizer's settings, but not in its vocabulary"
         raise ConfigError.of([Violation("token", name, rule)])

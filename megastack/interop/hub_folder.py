@@ -69,15 +69,15 @@ class HubFolder:
         return tuple(sorted(name for name in self._at if not BUFFERS.search(name)))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor as stored."""
+        """Return the shape of a tensor as stored."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """The safetensors name of a tensor's dtype."""
+        """Return the safetensors name of a tensor's dtype."""
         return str(self._slice(name).get_dtype())
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor as stored.
+        """Return the whole tensor as stored.
 
         Raises:
             CheckpointError: the folder has no such tensor.
@@ -86,7 +86,7 @@ class HubFolder:
         return self._open[file].get_tensor(key)
 
     def read(self, weight: Weight, box: Box) -> Tensor:
-        """A box of one of the decoder's weights; reads only the rows of the stored tensors that it needs."""
+        """Return a box of one of the decoder's weights; reads only the rows of the stored tensors that it needs."""
         if weight.stacked is None:
             return self._piece(weight, 0, box)
         at = weight.stacked
@@ -112,7 +112,7 @@ class HubFolder:
         return max(ids, default=-1) + 1
 
     def tokenizer_files(self) -> list[Path]:
-        """The tokenizer's files that exist."""
+        """Return the tokenizer's files that exist."""
         return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
 
     def require(self, weights: Mapping[str, Weight], *, vocab: int, tied: bool) -> dict[str, HubTensor]:
@@ -156,7 +156,7 @@ class HubFolder:
         return errors + ([] if dtype in FLOATS else [f"{tensor.name} is {dtype}; quantised weights cannot be read"])
 
     def _piece(self, weight: Weight, number: int, box: Box) -> Tensor:
-        """A box of one piece: reads whole rows of its first dim and slices the rest of the box from them."""
+        """Return a box of one piece: reads whole rows of its first dim and slices the rest of the box from them."""
         piece, shape = weight.pieces[number], weight.piece_shape
         outer = shape[:-1] if weight.matrix else shape
         inner = prod(outer[1:])
@@ -181,7 +181,7 @@ class HubFolder:
         return self._open[file].get_slice(key)
 
     def _files(self) -> dict[str, str]:
-        """The file of each tensor, by its stored name."""
+        """Return the file of each tensor, by its stored name."""
         if (self.path / INDEX).is_file():
             return self._indexed()
         if (self.path / SINGLE).is_file():
@@ -242,7 +242,7 @@ def write_hub_folder(
 
 
 def _own_folder(path: Path) -> str | None:
-    """An error for a folder that megastack wrote, which does not need to be imported."""
+    """Return an error for a folder that megastack wrote, which does not need to be imported."""
     if (path / MANIFEST).is_file() or (path / RUN_CONFIG).is_file():
         return "is a checkpoint or a run of megastack; use it without an import, or megastack export"
     if (path / IMPORTED / MANIFEST).is_file():
@@ -251,7 +251,7 @@ def _own_folder(path: Path) -> str | None:
 
 
 def _canonical(name: str, config: Mapping[str, Any]) -> str:
-    """The full name of a tensor: early GPT-2 folders omit the prefix."""
+    """Return the full name of a tensor: early GPT-2 folders omit the prefix."""
     bare = config.get("model_type") == "gpt2" and not name.startswith(("transformer.", "lm_head."))
     return f"transformer.{name}" if bare else name
 

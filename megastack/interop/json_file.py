@@ -30,7 +30,7 @@ class _Invalid:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
         ConfigError: it is missing or not a JSON object, or naming the key of each invalid value.
@@ -85,7 +85,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _errors(values: dict[str, Any]) -> Iterator[str]:
-    """An error for every invalid value, with its dotted key."""
+    """Yield an error for every invalid value, with its dotted key."""
     stack: list[tuple[str, Any, int]] = [("", values, 0)]
     while stack:
         where, value, depth = stack.pop()
@@ -110,7 +110,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _deep_key(text: str) -> str:
-    """The top-level key under which the nesting becomes too deep."""
+    """Return the top-level key under which the nesting becomes too deep."""
     depth, last = 0, ""
     for match in _TOKENS.finditer(text):
         token = match[0]

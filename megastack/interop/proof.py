@@ -70,7 +70,7 @@ _NAMES = {"transformers": "transformers", "reference": "megastack's plain refere
 
 
 def choose(against: str) -> str:
-    """The implementation to compare with; ``auto`` is transformers if it is installed.
+    """Return the implementation to compare with; ``auto`` is transformers if it is installed.
 
     Raises:
         ConfigError: transformers is requested but not installed.
@@ -140,13 +140,13 @@ def decoder_logits(
 
 
 def _on_one_rank(config: TrainConfig) -> TrainConfig:
-    """The same model on one rank, in the dtype of its weights."""
+    """Return the same model on one rank, in the dtype of its weights."""
     precision = PrecisionOptions(compute=ComputeDtype.fp32)
     return replace(config, parallel=ParallelOptions(), precision=precision, recompute=RecomputeOptions())
 
 
 def _stages(config: TrainConfig, dtype: torch.dtype) -> Iterator[Decoder]:
-    """The embedding, each block and the head as stages, one in memory at a time, all parameters zero."""
+    """Yield the embedding, each block and the head as stages, one in memory at a time, all parameters zero."""
     mesh, depth = Mesh.single(), config.model.layers
     slices = [(0, 0), *((layer, layer + 1) for layer in range(depth)), (depth, depth)]
     for number, (start, stop) in enumerate(slices):

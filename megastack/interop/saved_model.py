@@ -70,7 +70,7 @@ class SavedModel:
         return bool(self.choices) and not any(key.partition(".")[0] in ("data", "experiment") for key in keys)
 
     def compose_partial(self, overrides: Sequence[str]) -> PartialConfig:
-        """The configuration for using the weights, on one replica of the run's layout unless overridden.
+        """Return the configuration for using the weights, on one replica of the run's layout unless overridden.
 
         Raises:
             ConfigError: there is no configuration and ``overrides`` do not select a model.
@@ -103,12 +103,12 @@ def _selects_model(override: str) -> bool:
 
 
 def _key(override: str) -> str:
-    """The key or group of an override."""
+    """Return the key or group of an override."""
     return override.partition("=")[0].lstrip("+~")
 
 
 def find_saved_model(path: str | Path, *, config_dir: str | None = None, config_name: str = "train") -> SavedModel:
-    """The checkpoint that ``path`` refers to, with the passed configuration or else the one next to it.
+    """Return the checkpoint that ``path`` refers to, with the passed configuration or else the one next to it.
 
     The content of the checkpoint is checked when it is loaded.
 

@@ -39,11 +39,11 @@ class StoredWeights:
         return tuple(name.removeprefix(WEIGHT_PREFIX) for name in self._reader.names if name.startswith(WEIGHT_PREFIX))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a weight."""
+        """Return the dtype of a weight."""
         return self._reader.dtype(WEIGHT_PREFIX + name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The global shape of a weight."""
+        """Return the global shape of a weight."""
         return self._reader.shape(WEIGHT_PREFIX + name)
 
     def require(self, weights: dict[str, Weight]) -> None:
@@ -65,7 +65,7 @@ class StoredWeights:
             raise CheckpointError(f"{lines}\nuse the configuration of this checkpoint, as model=NAME and key=value")
 
     def read(self, weight: Weight, box: Box) -> Tensor:
-        """A box of a weight; reads only from the stored boxes that intersect it."""
+        """Return a box of a weight; reads only from the stored boxes that intersect it."""
         record = self._reader.manifest.tensors[WEIGHT_PREFIX + weight.name]
         result = torch.empty(box.size, dtype=DTYPES[record.dtype])
         for stored in record.boxes:
@@ -76,13 +76,13 @@ class StoredWeights:
         return result
 
     def hub_tensor(self, tensor: HubTensor) -> Tensor:
-        """A tensor of a Hugging Face folder, assembled from the pieces of the weights."""
+        """Return a tensor of a Hugging Face folder, assembled from the pieces of the weights."""
         pieces = [self._rows(weight, number) for weight, number in tensor.pieces]
         rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return rows.T.contiguous() if tensor.transposed else rows
 
     def hub_dtype(self, tensor: HubTensor) -> str:
-        """The safetensors name of its dtype."""
+        """Return the safetensors name of its dtype."""
         found = {self.dtype(weight.name) for weight, _ in tensor.pieces}
         assert len(found) == 1, f"{tensor.name} would mix dtypes"
         return DTYPE_NAMES[found.pop()]

@@ -209,7 +209,7 @@ def _proof(
 
 
 def _config_of(model: ModelOptions, length: int) -> TrainConfig:
-    """A minimal run of this model, for building and describing it."""
+    """Return a minimal run of this model, for building and describing it."""
     return TrainConfig(run=RunOptions(steps=1), batch=BatchOptions(global_size=1, sequence_length=length), model=model)
 
 
@@ -219,7 +219,7 @@ def _model_errors(config: TrainConfig) -> list[Violation]:
 
 
 def _imported_tensor(folder: HubFolder, weight: Weight, dtype: str) -> LazyTensor:
-    """A weight of the checkpoint, read from the folder when it is written."""
+    """Return a weight of the checkpoint, read from the folder when it is written."""
     found = {folder.dtype(piece.source) for piece in weight.pieces}
     if dtype == "keep" and len(found) > 1:
         sources = ", ".join(piece.source for piece in weight.pieces)
@@ -233,7 +233,7 @@ def _imported_tensor(folder: HubFolder, weight: Weight, dtype: str) -> LazyTenso
 
 
 def _exported_tensors(stored: StoredWeights, weights: dict[str, Weight], dtype: str) -> list[LazyTensor]:
-    """The tensors of the folder, each assembled from the checkpoint when it is written."""
+    """Return the tensors of the folder, each assembled from the checkpoint when it is written."""
     return [
         LazyTensor(
             tensor.name,
@@ -250,7 +250,7 @@ def _converted(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _dtype_name(tensors: Sequence[LazyTensor]) -> str:
-    """The dtype of most bytes, as ``config.json`` spells it."""
+    """Return the dtype of most bytes, as ``config.json`` spells it."""
     totals: dict[str, int] = {}
     for tensor in tensors:
         totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.nbytes

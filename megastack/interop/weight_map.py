@@ -94,7 +94,7 @@ class Weight:
 
 
 def weights_of(config: TrainConfig, architecture: Architecture) -> dict[str, Weight]:
-    """Every weight of the model by global name; a tied head has none."""
+    """Return every weight of the model by global name; a tied head has none."""
     layers = range(config.model.layers)
     placements = stage_placements(config, layers, embedding=True, head=True)
     table = GPT2 if architecture.name == "gpt2" else LLAMA
@@ -139,7 +139,7 @@ class HubTensor:
 
 
 def hub_tensors_of(weights: Mapping[str, Weight]) -> dict[str, HubTensor]:
-    """The stored tensors that the weights consist of, by name."""
+    """Return the stored tensors that the weights consist of, by name."""
     pieces: dict[str, list[tuple[Weight, int]]] = defaultdict(list)
     for weight in weights.values():
         for number, piece in enumerate(weight.pieces):

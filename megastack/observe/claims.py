@@ -50,7 +50,7 @@ class Job:
 
     @classmethod
     def from_record(cls, record: Mapping[str, object]) -> Job:
-        """The inverse of ``asdict``.
+        """Inverse of ``asdict``.
 
         Raises:
             RecordError: the record is not a valid job.
@@ -93,12 +93,12 @@ class Claim:
 
 
 def claim_path(folder: Path, number: int) -> Path:
-    """The file of a claim to a run folder."""
+    """Return the file of a claim to a run folder."""
     return folder / FOLDER / f"claim_{number:08d}.json"
 
 
 def highest(folder: Path) -> int:
-    """The number of the highest claim; 0 if there is none."""
+    """Return the number of the highest claim; 0 if there is none."""
     try:
         names = os.listdir(folder / FOLDER)
     except (FileNotFoundError, NotADirectoryError):
@@ -107,7 +107,7 @@ def highest(folder: Path) -> int:
 
 
 def newest_claim(folder: Path) -> Claim:
-    """The highest claim."""
+    """Return the highest claim."""
     while number := highest(folder):
         try:
             return read_claim(folder, number)

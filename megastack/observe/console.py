@@ -70,7 +70,7 @@ class Console:
 
 
 def number(value: float | None, format_spec: str) -> str:
-    """A number for a column; None, as for values that are not finite, becomes a dash."""
+    """Return a number for a column; None, as for values that are not finite, becomes a dash."""
     return "–" if value is None else format(value, format_spec)
 
 

@@ -67,7 +67,7 @@ class LineFile:
             self._file.truncate(begin)
 
     def _after_last_line(self) -> tuple[int, bytes]:
-        """The offset after the last complete line, and the bytes that follow."""
+        """Return the offset after the last complete line, and the bytes that follow."""
         tail, begin = b"", os.fstat(self._file.fileno()).st_size
         while begin and b"\n" not in tail:
             end, begin = begin, max(0, begin - _BLOCK)
@@ -77,7 +77,7 @@ class LineFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines; lines that a crash or a loss of power truncated are skipped.
+    """Return the objects in a file of JSON lines; lines that a crash or a loss of power truncated are skipped.
 
     Raises:
         OSError: the file cannot be read.
@@ -87,7 +87,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def record_of(text: bytes) -> dict[str, Any] | None:
-    """The JSON object in a text, ignoring surrounding null bytes; ``None`` if there is none."""
+    """Return the JSON object in a text, ignoring surrounding null bytes; ``None`` if there is none."""
     try:
         return parse_record(text.strip(b"\0"))
     except RecordError:

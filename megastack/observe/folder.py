@@ -52,7 +52,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint of one step."""
+        """Return the checkpoint of one step."""
         return self.checkpoints / f"step_{step:08d}"
 
     @property
@@ -84,15 +84,15 @@ class RunFolder:
         return self.path / name / f"restart_{self.restart}" if self.restart else self.path / name
 
     def log(self, rank: int) -> Path:
-        """The log of one rank."""
+        """Return the log of one rank."""
         return self.path / "logs" / f"rank_{rank:05d}.log"
 
     def failure(self, rank: int) -> Path:
-        """The failure report of one rank."""
+        """Return the failure report of one rank."""
         return self.failures / f"rank_{rank:05d}.json"
 
     def report(self, rank: int) -> Path:
-        """The watchdog report of one rank."""
+        """Return the watchdog report of one rank."""
         return self.watch / f"rank_{rank:05d}.json"
 
     def dump(self, step: int) -> Path:

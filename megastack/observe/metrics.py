@@ -42,7 +42,7 @@ def tensorboard_installed() -> bool:
 
 
 def row(kind: str, step: int, fields: Mapping[str, object]) -> Row:
-    """A row of ``metrics.jsonl`` with the present time, and null for values that are not finite."""
+    """Return a row of ``metrics.jsonl`` with the present time, and null for values that are not finite."""
     return {"kind": kind, "step": step, "time": time.time()} | {name: _plain(value) for name, value in fields.items()}
 
 
@@ -81,7 +81,7 @@ class MetricsWriter:
 
 
 def scalars(entry: Row) -> dict[str, float]:
-    """The TensorBoard scalars of a row by tag; the x axis is the optimizer step."""
+    """Return the TensorBoard scalars of a row by tag; the x axis is the optimizer step."""
     if entry["kind"] == "validation":
         found = {"val/loss": entry["loss"]}
     else:
@@ -100,7 +100,7 @@ def _plain(value: object) -> object:
 
 
 def read_metrics(path: Path, kind: str = "train") -> list[Row]:
-    """The last row of each step, of one kind, by ascending step; lines that are not valid rows are skipped."""
+    """Return the last row of each step, of one kind, by ascending step; lines that are not valid rows are skipped."""
     rows: dict[int, Row] = {}
     for found in read_records(path):
         with contextlib.suppress(RecordError):

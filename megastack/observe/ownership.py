@@ -154,7 +154,7 @@ class OwnershipGuard:
 
 
 def living_owner(folder: Path, job: Job) -> Claim | None:
-    """The claim that keeps a start of ``job`` out of a run folder; ``None`` if the folder is free. Writes nothing.
+    """Return the claim that keeps a start of ``job`` out of a run folder; ``None`` if the folder is free. Writes nothing.
 
     Waits up to :data:`LIMIT_S` if the owner is on another machine or in another container.
     """
@@ -193,7 +193,7 @@ def claim_new(folder: Path, job: Job) -> Ownership | None:
 
 
 def _watch(folder: Path, claim: Claim) -> Claim | None:
-    """The claim if its owner touches it within the limit, or a later claim; ``None`` if the owner is dead."""
+    """Return the claim if its owner touches it within the limit, or a later claim; ``None`` if the owner is dead."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         time.sleep(min(POLL_S, LIMIT_S / 10))

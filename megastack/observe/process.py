@@ -43,12 +43,12 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        """This process."""
+        """Return this process."""
         return cls._of(os.getpid())
 
     @classmethod
     def parent(cls) -> Process:
-        """The parent of this process."""
+        """Return the parent of this process."""
         return cls._of(os.getppid())
 
     @classmethod
@@ -63,7 +63,7 @@ class Process:
 
     @classmethod
     def from_record(cls, record: Mapping[str, object]) -> Process:
-        """The inverse of :meth:`as_json`.
+        """Inverse of :meth:`as_json`.
 
         Raises:
             RecordError: the record is not a valid process.
@@ -73,7 +73,7 @@ class Process:
         return cls(**words, pid=pid, ticks=ticks, started=number(record, "started", least=0))
 
     def as_json(self) -> dict[str, object]:
-        """The process as a JSON object."""
+        """Return the process as a JSON object."""
         return asdict(self)
 
     def is_alive(self, observer: Process) -> bool | None:

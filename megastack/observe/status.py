@@ -33,7 +33,7 @@ def update_status(path: Path, status: str, **fields: object) -> dict[str, Any]:
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
-    """The record with all fields; ``None`` if it is missing or invalid."""
+    """Return the record with all fields; ``None`` if it is missing or invalid."""
     try:
         record = dict.fromkeys(FIELDS) | read_record(path)
         string(record, "status")

@@ -69,7 +69,7 @@ class RankState:
 
     @classmethod
     def from_record(cls, record: Mapping[str, object]) -> RankState:
-        """The inverse of ``dataclasses.asdict``, from parsed JSON.
+        """Inverse of ``dataclasses.asdict``, from parsed JSON.
 
         Raises:
             RecordError: the record is not a valid report.
@@ -98,7 +98,7 @@ class RankState:
         return f"[rank {self.rank} | {self.coordinates}]"
 
     def describe(self) -> str:
-        """The report in one line."""
+        """Return the report in one line."""
         if self.waiting is not None and self.waiting[:2] == JOINING:
             return f"{self.label} waits for all ranks to join"
         if self.waiting is not None:
@@ -108,7 +108,7 @@ class RankState:
 
 
 def _operation(record: Mapping[str, object], name: str) -> Operation | None:
-    """An operation of a record, or null.
+    """Return an operation of a record, or null.
 
     Raises:
         RecordError: the value is neither.
@@ -191,7 +191,7 @@ class Watchdog:
         return self._reported is not None and (self._reported == moved or self._failed())
 
     def report(self) -> RankState:
-        """The present state of the rank."""
+        """Return the present state of the rank."""
         recorder = self._recorder
         idle_since = recorder.moved if recorder.waiting is None else recorder.since
         return RankState(
@@ -222,7 +222,7 @@ class Watchdog:
 
 
 def _stack(thread: int) -> list[str]:
-    """The stack of another thread; empty for the calling thread, whose failure report has a traceback."""
+    """Return the stack of another thread; empty for the calling thread, whose failure report has a traceback."""
     if thread == threading.get_ident():
         return []
     frame = sys._current_frames().get(thread)
@@ -231,7 +231,7 @@ def _stack(thread: int) -> list[str]:
 
 
 def read_reports(folder: Path) -> list[RankState]:
-    """The reports in a folder, by rank; files that are not valid reports are skipped."""
+    """Return the reports in a folder, by rank; files that are not valid reports are skipped."""
     found = []
     for path in sorted(folder.glob("rank_*.json")):
         with contextlib.suppress(OSError, RecordError):
@@ -270,7 +270,7 @@ def find_missing_ranks(reports: Sequence[RankState], world_size: int) -> Missing
 
 
 def _missing(reports: Sequence[RankState], world_size: int) -> MissingRank | None:
-    """The rank at which the waits end."""
+    """Return the rank at which the waits end."""
     by_rank = {report.rank: report for report in reports}
     absent = {report.rank: _absent(report, by_rank) for report in reports}
     waiting = [report for report in reports if absent[report.rank]]
@@ -290,7 +290,7 @@ def _missing(reports: Sequence[RankState], world_size: int) -> MissingRank | Non
 
 
 def _absent(report: RankState, by_rank: Mapping[int, RankState]) -> set[int]:
-    """The ranks that did not start the operation for which a rank waits."""
+    """Return the ranks that did not start the operation for which a rank waits."""
     operation = report.waiting
     if operation is None:
         return set()
@@ -300,7 +300,7 @@ def _absent(report: RankState, by_rank: Mapping[int, RankState]) -> set[int]:
 
 
 def _straggler(reports: Sequence[RankState]) -> MissingRank | None:
-    """The last rank to arrive at an operation that all ranks started, where the others had timed out by then."""
+    """Return the last rank to arrive at an operation that all ranks started, where the others had timed out by then."""
     arrived = defaultdict[tuple[frozenset[str], int], list[RankState]](list)
     for report in sorted(reports, key=lambda report: report.idle_since_s):
         if report.waiting is not None:
