@@ -21,7 +21,7 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def read(values: DictConfig) -> tuple[TrainConfig, list[Violation]]:
-    """Read a configuration from these values over the schema's defaults; also return the errors of unreadable values."""
+    """Read a configuration from values over the schema's defaults; also return the errors of unreadable values."""
     given, errors = with_current_names(cast(dict[str, object], OmegaConf.to_container(values, resolve=False)))
     conversion = Conversion(errors)
     raw = _overlaid(defaults(), given)
@@ -62,7 +62,7 @@ def from_yaml(text: str) -> TrainConfig:
 
 
 def _overlaid(base: object, over: object) -> Any:
-    """Merge nested mappings; the second takes precedence, also (unlike in OmegaConf) for ``???`` and type mismatches."""
+    """Merge nested mappings; the second takes precedence, unlike in OmegaConf also for ``???`` and mismatched types."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
     return base | {name: _overlaid(base.get(name), value) for name, value in over.items()}

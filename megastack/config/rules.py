@@ -142,7 +142,7 @@ ORDER = {key.name: at for at, key in enumerate(keys(TrainConfig))}
 """Position of each key in the schema."""
 
 MOST_REASONS = 3
-"""Maximum number of degrees for which an error lists the reason."""
+"""Maximum number of degrees for which an error lists the reasons."""
 
 
 def fit_data_parallel(config: TrainConfig, ranks: int) -> TrainConfig:

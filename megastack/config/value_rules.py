@@ -15,7 +15,7 @@ BYTE_IDS = 256
 
 
 def positions_fit(config: TrainConfig) -> Iterator[Violation]:
-    """Settings of learned positions require learned positions; settings of rotary embeddings require rotary positions."""
+    """Settings of learned positions require learned positions; settings of rotary embeddings require rotary ones."""
     model, rope, length = config.model, config.model.rope, config.batch.sequence_length
     if model.positions == "rope":
         if model.max_positions is not None:

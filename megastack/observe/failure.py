@@ -1,7 +1,7 @@
-"""Failure reports: what a failing rank writes before it exits, with time, mesh coordinates, action and traceback.
+"""Failure reports, which a failing rank writes before it exits: time, mesh coordinates, action and traceback.
 
-The launcher sorts the reports. A secondary (peer) failure, an error that only reports that another rank is gone
-("connection closed"), comes after primary failures and after ranks that died without a report.
+The launcher sorts the reports. A secondary (peer) failure is an error that only reports that another rank is gone
+("connection closed"); it comes after primary failures and after ranks that died without a report.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FailureRecord:
         echo: bool = False,
         refused: bool = False,
     ) -> FailureRecord:
-        """Return the report of ``error``, with the present time."""
+        """Create the report of ``error``, with the current time."""
         return cls(
             rank=rank,
             coordinates=describe_coordinates(coordinates),
@@ -79,7 +79,7 @@ class FailureRecord:
 
     @classmethod
     def read(cls, path: Path) -> FailureRecord | None:
-        """Return the report in a file; ``None`` if it is missing or invalid."""
+        """Read the report in a file; ``None`` if it is missing or invalid."""
         try:
             record = read_record(path)
             for name in ("rank", "time_ns", "step"):
@@ -96,7 +96,7 @@ class FailureRecord:
         replace_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def shortened(self) -> FailureRecord:
-        """Return the report with only the end of long texts, so that it fits into a pipe."""
+        """Return the report with long texts cut to their end, so that it fits into a pipe."""
         return replace(
             self, trace=self.trace[-TRACE_KEPT:], error=self.error[-TRACE_KEPT:], message=self.message[-TRACE_KEPT:]
         )
@@ -106,23 +106,23 @@ class FailureRecord:
         return f"[rank {self.rank} | {self.coordinates}] failed in {self.action}: {self.error}"
 
     def describe(self) -> str:
-        """Return the traceback followed by the summary, so that the last lines name the rank, the action and the error."""
+        """Return the traceback and then the summary, so that the last lines name the rank, the action and the error."""
         return f"{self.trace.rstrip()}\n{self.summary()}"
 
 
 def read_failures(folder: Path) -> list[FailureRecord]:
-    """Return the reports in a folder, in the order of :func:`by_cause`."""
+    """Read the reports in a folder, in the order of :func:`by_cause`."""
     found = [FailureRecord.read(path) for path in folder.glob("rank_*.json")]
     return by_cause(record for record in found if record is not None)
 
 
 def any_failed(folder: Path) -> bool:
-    """Whether a folder holds a report."""
+    """Whether a folder contains a report."""
     return any(folder.glob("rank_*"))
 
 
 def by_cause(records: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """Primary failures first, then secondary ones, each by time."""
+    """Sort reports: primary failures first, then secondary ones, each by time."""
     return sorted(records, key=lambda record: (record.echo, record.time_ns))
 
 
