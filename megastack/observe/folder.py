@@ -117,7 +117,7 @@ class TakenFolder:
     empty: bool = True
 
     def undo(self) -> None:
-        """Undo a start that cannot continue: release the claim, and delete all content if the folder was empty."""
+        """Undo a start that cannot continue: release the claim, and delete files written into an empty folder."""
         if not self.empty:
             return self.ownership.discard() if self.ownership.number == 1 else self.ownership.release()
         folder = RunFolder(self.path)

@@ -49,7 +49,7 @@ class RankState:
         seconds: time since the awaited operation began, or else since the most recent progress.
         waiting: the awaited operation, if any.
         last: the most recent operation, if any.
-        counts: the number of operations issued, by channel.
+        counts: the number of operations issued, by group or channel.
         operations: the most recent operations as text, newest last.
         actions: the most recent pipeline actions, newest last.
         stack: the stack of the main thread, innermost call last.
@@ -83,7 +83,7 @@ class RankState:
             seconds=number(record, "seconds"),
             waiting=_operation(record, "waiting"),
             last=_operation(record, "last"),
-            counts={line: integer(counts, line) for line in counts},
+            counts={channel: integer(counts, channel) for channel in counts},
             **{name: [str(each) for each in sequence(record, name)] for name in ("operations", "actions", "stack")},
         )
 
@@ -295,8 +295,8 @@ def _absent(report: RankState, by_rank: Mapping[int, RankState]) -> set[int]:
     if operation is None:
         return set()
     others = set(operation.ranks) - {report.rank}
-    line = operation.other.channel
-    return {rank for rank in others if rank not in by_rank or by_rank[rank].counts.get(line, 0) < operation.number}
+    channel = operation.other.channel
+    return {rank for rank in others if rank not in by_rank or by_rank[rank].counts.get(channel, 0) < operation.number}
 
 
 def _straggler(reports: Sequence[RankState]) -> MissingRank | None:
