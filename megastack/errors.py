@@ -94,7 +94,7 @@ ErrorLine = Violation | str
 
 
 class ConfigError(MegastackError, ValueError):
-    """An invalid configuration, with every error found, not only the first.
+    """An invalid configuration, reported with every error found.
 
     Args:
         message: the report, one error per line.
@@ -130,7 +130,7 @@ class RankEnvironmentError(MeshError):
 class LayerError(ConfigError):
     """An exception in the constructor of a custom layer that is not about its arguments.
 
-    Before launch this is a configuration error. On a rank it is a failure, because the layer was built before launch.
+    Before launch, this is a configuration error. On a rank, it is a failure, because the layer was built before launch.
     """
 
 
@@ -143,7 +143,7 @@ class ScheduleError(MegastackError, ValueError):
 
     Args:
         message: the rule that the schedule violates.
-        grid: the schedule as text, one row per rank, with the first invalid action marked.
+        grid: the schedule as text, with one row per rank and the first invalid action marked.
         action: the first invalid action.
     """
 

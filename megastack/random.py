@@ -8,8 +8,8 @@ just its own shard, repeatedly if needed (recomputation, resume), with no state 
 - :func:`dropout_mask`: keyed by seed, step, site and sample, counted by position and feature.
 - :class:`Permutation`: a shuffle with random access, for the data order.
 
-The hash is the finaliser of splitmix64 (Steele et al., 2014) on int64 tensors, whose products and sums wrap. On a CPU
-the numbers are computed in chunks that fit in the cache. For meta and fake tensors only shape and dtype are computed.
+The hash is the finaliser of splitmix64 (Steele et al., 2014) on int64 tensors, whose products and sums wrap. On a CPU,
+the numbers are computed in chunks that fit in the cache. For meta and fake tensors, only shape and dtype are computed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def counter_normal(
 ) -> Tensor:
     """Return the part ``box`` of a tensor of zero-mean normal numbers; the elements do not depend on the box.
 
-    Element i (row-major, of the whole ``shape``) depends on ``seed``, ``name`` and i alone. It is computed in fp64,
-    rounded to fp32 and then cast to ``dtype``, so runs of any precision start from the same values.
+    Element i (in row-major order of the whole ``shape``) depends only on ``seed``, ``name`` and i. It is computed in
+    fp64, rounded to fp32 and then cast to ``dtype``, so runs of any precision start from the same values.
     """
     out = torch.empty(tuple(box.size), dtype=dtype, device=device)
     if not has_values(out) or not out.numel():
@@ -113,7 +113,7 @@ def dropout_mask(
         feature_start: the first feature of this slice.
 
     Raises:
-        ConfigError: ``p`` is not a probability below one.
+        ConfigError: ``p`` is not in [0, 1).
     """
     if not 0 <= p < 1:
         raise ConfigError(f"dropout={p}: must be at least 0 and below 1")
@@ -229,7 +229,7 @@ def _run_starts(shape: Sequence[int], box: IndexBox, outer: int, runs: Tensor) -
 
 
 def _round_keys(key: int) -> tuple[int, ...]:
-    return tuple(stream_key("feistel", key, turn) for turn in range(_FEISTEL_ROUNDS))
+    return tuple(stream_key("feistel", key, index) for index in range(_FEISTEL_ROUNDS))
 
 
 def _feistel_walk(indices: Tensor, n: int, round_keys: Sequence[int]) -> Tensor:
@@ -245,8 +245,8 @@ def _feistel_walk(indices: Tensor, n: int, round_keys: Sequence[int]) -> Tensor:
 def _feistel(indices: Tensor, rows: int, columns: int, round_keys: Sequence[int]) -> Tensor:
     """Bijection of ``rows * columns`` numbers: row and column alternately shift each other by their hash."""
     row, column = indices // columns, indices % columns
-    for turn, key in enumerate(round_keys):
-        if turn % 2:
+    for index, key in enumerate(round_keys):
+        if index % 2:
             row = (row + _below(key, column, rows)) % rows
         else:
             column = (column + _below(key, row, columns)) % columns

@@ -1,4 +1,4 @@
-"""Weight gradients inside a pipeline step: accumulated in place, and deferred where the schedule splits backwards.
+"""Weight gradients inside a pipeline step: accumulated in place, and deferred if the schedule splits backwards.
 
 The backward of a linear layer consists of two matrix products of equal cost. One computes the gradient of the input,
 which the previous stage waits for; the other computes the gradient of the weight, which is not needed before the end of
@@ -66,7 +66,7 @@ class AccumulationHook:
     """
 
     def __call__(self, parameter: Tensor) -> None:
-        """Called after the gradient was accumulated."""
+        """Called after the gradient is accumulated."""
         raise NotImplementedError
 
 
@@ -75,7 +75,7 @@ class WeightGradientScope:
 
     Attributes:
         min_elements: the size of the smallest weight whose gradient is accumulated in place.
-        deferred: where the running backward defers weight gradients; ``None`` if it computes them.
+        deferred: collects the weight gradients of the running backward; ``None`` if it computes them.
     """
 
     __slots__ = ("deferred", "min_elements")
@@ -95,7 +95,7 @@ def current_scope() -> WeightGradientScope | None:
 
 @contextmanager
 def weight_gradient_scope(*, min_elements: int = 0) -> Iterator[WeightGradientScope]:
-    """Let backwards of the forwards inside accumulate weight gradients in place, and defer them.
+    """Enable in-place accumulation and deferral of weight gradients for the forwards inside and their backwards.
 
     Args:
         min_elements: the size of the smallest weight for which this is done.
@@ -157,7 +157,7 @@ class GradientTarget:
     def is_accumulated(self) -> bool:
         """Whether the running backward accumulates the parameter's gradient, with no hook on the gradient itself.
 
-        Always false in a ``torch.autograd.grad`` within a layer.
+        Always false in a ``torch.autograd.grad`` call within a layer.
         """
         if has_gradient_hooks(self.parameter) or has_gradient_hooks(self.weight) or torch.is_grad_enabled():
             return False

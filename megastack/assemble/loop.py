@@ -51,7 +51,7 @@ def build_loop(
         resumed: the checkpoint that was restored.
         pid: the process to signal to stop the run; this one by default.
         start: a description of this start of an elastic job.
-        guard: raises if the run folder has another owner by now.
+        guard: raises if another process owns the run folder.
     """
     config, mesh = training.config, training.mesh
     return Loop(

@@ -45,7 +45,7 @@ def build_gradients(config: TrainConfig, stages: Sequence[Decoder], mesh: Mesh) 
             groups=groups,
             reduce_dtype=reduce_dtype,
         )
-    from megastack.gradients.fully_shard import FullyShardedGradients  # importing FSDP2 takes as long as torch itself
+    from megastack.gradients.fully_shard import FullyShardedGradients  # importing FSDP2 is as slow as importing torch
 
     return FullyShardedGradients(
         stages,

@@ -41,7 +41,7 @@ from megastack.training.state import Progress
 from megastack.training.step import TrainStep
 
 STARTS = "optimizer_starts"
-"""Key in the trainer state: by parameter, the number of updates before it was first trained, if any."""
+"""Key in the trainer state: for each parameter, the number of updates before it was first trained, if any."""
 
 
 @dataclass

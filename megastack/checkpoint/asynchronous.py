@@ -45,7 +45,7 @@ _ALIGNMENT = 16
 
 
 class StagingBuffer:
-    """Memory for a copy of the tensors that a rank writes; allocated when it has to grow, and reused."""
+    """Memory for a copy of the tensors that a rank writes; reused, and reallocated only to grow."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -70,7 +70,7 @@ class StagingBuffer:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What this rank writes, and on the first rank the metadata of the whole checkpoint.
+    """The data that this rank writes and, on the first rank, the metadata of the whole checkpoint.
 
     Attributes:
         items: the planned boxes.

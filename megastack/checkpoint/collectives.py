@@ -83,7 +83,7 @@ def _scatter(values: Sequence[T], world: AxisGroup) -> T:
 
 
 def local_work(method: Callable[..., T]) -> Callable[..., T]:
-    """Mark a method that torch calls between its collectives as local work: other ranks may be waiting for it."""
+    """Mark a method that torch calls between its collectives as local work, which other ranks may be waiting for."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: list them, find the one that a path refers to, decide where to resume, remove old ones.
+"""The checkpoints of a run: list them, resolve a path to one, decide where to resume, remove old ones.
 
 This module does not import torch, so a launcher can use it before any rank starts. ``checkpoints/step_00000010`` is
 named after the number of completed optimizer steps; it counts only if it is usable
@@ -29,7 +29,7 @@ class NoCheckpointError(CheckpointError):
 
     Args:
         path: the path.
-        found: what was found there.
+        found: a description of what was found there.
         advice: what to use instead.
     """
 
@@ -153,7 +153,7 @@ def read_latest(folder: Path) -> Path | None:
 def resolve_resume(
     resume: str | None, run_dir: str | Path | None, root: str | Path, *, on_corrupt: str = "previous"
 ) -> Resume:
-    """Decide what a run starts from; called once, by the launcher. Reads only.
+    """Decide what a run starts from; called once, by the launcher. This function only reads.
 
     Args:
         resume: ``None`` starts fresh, ``auto`` resumes the newest usable checkpoint of ``run_dir`` if there is one,
@@ -164,7 +164,7 @@ def resolve_resume(
         on_corrupt: ``previous`` skips damaged checkpoints (auto and last), ``refuse`` raises.
 
     Raises:
-        CheckpointError: there is no checkpoint where one is required, or a fresh run would mix with an old one.
+        CheckpointError: a required checkpoint does not exist, or a fresh run would mix with an old one.
     """
     if resume is None:
         return _fresh(None if run_dir is None else Path(run_dir))
@@ -192,7 +192,7 @@ def keep_last(
 
     Args:
         folder: the ``checkpoints`` folder.
-        count: how many to keep.
+        count: how many checkpoints to keep.
         every: also keep steps that are multiples of this.
         upto: the run's current step. Later checkpoints precede a resume from an older one; they do not count, since the
             run may not reach them again, and are not removed.

@@ -25,7 +25,7 @@ _Stamp = tuple[int, ...]
 
 
 class VerifiedFiles:
-    """Files whose content this process has compared with their manifests, or has written itself."""
+    """Files that this process has written, or has compared with their manifests."""
 
     def __init__(self) -> None:
         self._stamps: dict[Path, _Stamp] = {}
@@ -42,7 +42,7 @@ class VerifiedFiles:
         """Return an error that names the file if its size or content differs from the manifest, else ``None``.
 
         Raises:
-            OutOfTimeError: it could not be read before ``deadline`` (monotonic clock).
+            OutOfTimeError: the file could not be read before ``deadline`` (on the monotonic clock).
         """
         path = folder / file.name
         try:

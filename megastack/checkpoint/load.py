@@ -36,7 +36,7 @@ class LoadReport:
         path: the checkpoint.
         loaded: names that were loaded.
         missing: names in the state that the checkpoint lacks; they keep their values (``strict=False`` only).
-        unexpected: names in the checkpoint that no rank's state has (``strict=False`` only).
+        unexpected: names in the checkpoint that are in no rank's state (``strict=False`` only).
         cast: names whose dtype was converted (``cast=True`` only).
         trainer: the trainer's state; empty if only weights were loaded.
     """
@@ -51,7 +51,7 @@ class LoadReport:
 
 @dataclass
 class _Findings:
-    """Names and errors that one rank found; the union over all ranks decides."""
+    """Names and errors that one rank found; the outcome depends on the union over all ranks."""
 
     requested: set[str] = field(default_factory=set)
     mismatched: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files, and which bytes of which file hold each box of each tensor.
+"""The manifest of a checkpoint: its files, and the location of each box of each tensor in them.
 
 ``manifest.json`` is plain JSON, readable without torch. It contains a checksum of itself, the size and crc32 of every
 other file, and the dtype, global shape and boxes of every tensor. It is written last, into a folder that is published
@@ -127,7 +127,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint folder.
 
     Raises:
-        CheckpointError: it is missing, not a manifest, or inconsistent; the message names the file.
+        CheckpointError: the manifest is missing, invalid or inconsistent; the message names the file.
     """
     path = folder / MANIFEST
     try:
@@ -164,7 +164,7 @@ def file_error(folder: Path, file: FileRecord, deadline: float | None = None) ->
     """Return an error that names the file if its size or content differs from the manifest, else ``None``.
 
     Raises:
-        OutOfTimeError: it could not be read before ``deadline`` (monotonic clock).
+        OutOfTimeError: the file could not be read before ``deadline`` (on the monotonic clock).
     """
     path = folder / file.name
     if problem := size_error(folder, file):
@@ -180,7 +180,7 @@ def crc32_of(path: Path, deadline: float | None = None) -> int:
     """Compute the crc32 of a file's content.
 
     Raises:
-        OutOfTimeError: it could not be read before ``deadline``.
+        OutOfTimeError: the file could not be read before ``deadline``.
     """
     crc, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -224,8 +224,8 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
 
 
 def _check_blend(record: Mapping[str, Any]) -> None:
-    for stretch in sequence(record, "blend") if "blend" in record else ():
-        entry = mapping({"blend": stretch}, "blend")
+    for item in sequence(record, "blend") if "blend" in record else ():
+        entry = mapping({"blend": item}, "blend")
         integer(entry, "begin")
         for weight in mapping(entry, "weights").values():
             number({"weights": weight}, "weights")

@@ -1,4 +1,4 @@
-"""Planners for ``torch.distributed.checkpoint``: which rank writes and which rank reads which box.
+"""Planners for ``torch.distributed.checkpoint``, which decide which rank writes and reads which box.
 
 The default planners accept only torch's own tensor types; these accept :class:`StateItem` values with any boxes. When
 saving, the coordinator receives the boxes of all ranks and assigns each box to one of the ranks that hold it (the one

@@ -193,7 +193,7 @@ def recover_one(path: Path) -> Path | None:
     remove_folder(removed)
     if source != path:
         if path.is_dir():
-            os.rename(path, removed)  # damaged, while another one is complete
+            os.rename(path, removed)  # this checkpoint is damaged, and another one is complete
         os.rename(source, path)
     for leftover in (replaced, written, removed):
         remove_folder(leftover)
@@ -207,7 +207,7 @@ def write_text(path: Path, text: str) -> int:
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write new files by name, then flush them all: the first flush makes the others cheap."""
+    """Write new files by name, then flush them all; the first flush makes the others cheap."""
     with ExitStack() as stack:
         files = [stack.enter_context(open(folder / name, "xb")) for name in texts]
         for file, text in zip(files, texts.values(), strict=True):

@@ -1,7 +1,7 @@
 """Read a checkpoint: whole tensors in one process, or each rank's boxes through ``torch.distributed.checkpoint``.
 
-:class:`CheckpointReader` needs no process group and no knowledge of the layout that wrote the checkpoint.
-:class:`BoxReader` serves :func:`megastack.checkpoint.load.load`.
+:class:`CheckpointReader` needs neither a process group nor the layout that wrote the checkpoint.
+:class:`BoxReader` is used by :func:`megastack.checkpoint.load.load`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class BoxReader(StorageReader):
         }
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: a reader reads a single checkpoint."""
+        """Do nothing: each reader reads a single checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Convert the manifest to torch's metadata."""

@@ -63,7 +63,7 @@ class StateItem:
     Attributes:
         name: global name, the same on every rank and layout.
         shape: logical global shape, without padding.
-        boxes: pairs of a box and the tensor (usually a view) with its elements; empty if this rank holds none.
+        boxes: pairs of a box and a tensor (usually a view) with its elements; empty if this rank holds no box.
         replica: this rank's coordinates as text. If set, all replicas of a box must be bit-identical, and a save checks
             this; ``None`` if replicas can differ only through a bug in the layout.
     """

@@ -38,7 +38,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor to write: its key, safetensors dtype name and shape, and a function that loads it when it is needed."""
+    """A tensor to write: its key, safetensors dtype name and shape, and a function that loads it on demand."""
 
     key: str
     dtype: str
@@ -162,7 +162,7 @@ def read_boxes(path: Path, reads: Sequence[BoxRead], *, check: FileRecord | None
     Args:
         path: a file whose size matches the manifest.
         reads: the boxes to read, all of them in this file.
-        check: the file's record; if passed, the whole file is read and checked against it.
+        check: the file's record; if given, the whole file is read and checked against it.
 
     Raises:
         CheckpointError: the file does not match ``check`` (the targets are filled anyway), is truncated or cannot be

@@ -97,7 +97,7 @@ class BoxWriter(StorageWriter):
         self._guard = guard
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: a writer writes a single checkpoint."""
+        """Do nothing: each writer writes a single checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the folder is created once the plan is known."""

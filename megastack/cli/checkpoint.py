@@ -1,4 +1,4 @@
-"""``megastack checkpoint ls|show|verify PATH``: list checkpoints, show one, or check that it is complete.
+"""``megastack checkpoint ls|show|verify PATH``: list checkpoints, show a checkpoint, or check that it is complete.
 
 PATH is a checkpoint, a ``checkpoints`` folder or a run folder. The exit code is 0, or 1 if a checkpoint is corrupt or
 incomplete or if there is none. This module does not import torch.

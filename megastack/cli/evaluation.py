@@ -68,8 +68,8 @@ def evaluate_checkpoint(options: argparse.Namespace, console: Console) -> dict[s
     console.line(
         f"score     {score.nats:.6f} nats a token, perplexity {score.perplexity:,.4f}, {counted(score.tokens, 'token')}"
     )
-    figures = {"nats": score.nats, "perplexity": score.perplexity, "tokens": score.tokens}
-    return {"checkpoint": str(use.checkpoint), "data": texts.name} | figures
+    metrics = {"nats": score.nats, "perplexity": score.perplexity, "tokens": score.tokens}
+    return {"checkpoint": str(use.checkpoint), "data": texts.name} | metrics
 
 
 def _score(config: TrainConfig, mesh: Mesh, checkpoint: Path, texts: _Texts) -> Score:

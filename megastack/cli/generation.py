@@ -125,7 +125,7 @@ def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[
 
 
 class _Stream:
-    """Prints one text while it is generated, complete characters only."""
+    """Prints one text while it is generated, in complete characters only."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], console: Console) -> None:
         self._tokenizer, self._ids, self._console = tokenizer, list(prompt), console

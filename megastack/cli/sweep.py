@@ -4,8 +4,8 @@ Jobs run one after another. Each job starts its own ranks and has its own folder
 jobs. An invalid job is listed as ``refused`` with its reason, and the other jobs run.
 
 If all jobs have the same ``run.dir``, it is the folder of the sweep, with a numbered folder for each job. If they
-differ, as with ``run.dir=out/tp${parallel.tp}``, each job has its own; a folder that several jobs share holds their
-numbered folders.
+differ, as with ``run.dir=out/tp${parallel.tp}``, each job has its own folder; a folder that several jobs share contains
+their numbered folders.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 :func:`compose` merges once with Hydra, fills in the schema's defaults, resolves every interpolation and converts every
 value. Errors are collected: unknown keys and options, missing values, wrong types, interpolations without a value, and
-violations of rules by the values that could be read. If every value can be read, :func:`compose` returns the
-configuration without checking rules; ``rules.violations`` does that, and also knows the world size. A
-:class:`PartialConfig` holds the valid values of a configuration that has errors.
+rule violations of the values that could be read. If every value can be read, :func:`compose` returns the configuration
+without checking rules; ``rules.violations`` checks them, given the world size. A :class:`PartialConfig` holds the valid
+values of a configuration that has errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Conversion of plain values to configuration classes and back, with every error collected.
+"""Convert plain values to configuration classes and back, and collect every error.
 
-The types of the schema are enforced only here, in the same way for YAML files, overrides, interpolations and recorded
-configurations. A text that spells a number becomes that number (``'2'`` is 2); nothing else is coerced: ``2.0``,
+Schema types are enforced only here, in the same way for YAML files, overrides, interpolations and recorded
+configurations. Text that spells a number becomes that number (``'2'`` is 2); nothing else is coerced: ``2.0``,
 ``true`` and ``two`` are not integers. ``rules.py`` checks whether values are consistent. Does not import torch.
 """
 
@@ -27,7 +27,7 @@ Section = TypeVar("Section")
 
 
 class InvalidValueError(Exception):
-    """A check used an invalid value, so its result is unknown."""
+    """Raised when a check uses an invalid value, so that its result is unknown."""
 
 
 class InvalidValue:
@@ -277,8 +277,8 @@ def defaults() -> dict[str, Any]:
 def coerce(config: object) -> tuple[TrainConfig, list[Violation]]:
     """Convert each value of a configuration changed in Python to its key's type, and collect the errors.
 
-    ``dataclasses.replace`` checks no types. Every function that accepts a configuration from a user calls this first,
-    so that a value of the wrong type is an error under its key, as it is in a YAML file. NumPy numbers, tuples, paths
+    ``dataclasses.replace`` does not check types. Every function that accepts a configuration from a user calls this
+    first, so that a value of the wrong type is an error under its key, as in a YAML file. NumPy numbers, tuples, paths
     and the names of choices are converted; text that spells a number is not. A value that cannot be converted becomes
     :data:`INVALID`.
 

@@ -41,8 +41,8 @@ def option(default: Any, doc: str, **bounds: float) -> Any:
     """Define a field with a default.
 
     Args:
-        default: the value when neither YAML nor the command line sets the key; a list is copied, a class is called.
-        doc: what the key means, with its unit.
+        default: the value if neither YAML nor the command line sets the key; a list is copied, a class is called.
+        doc: the meaning of the key, with its unit.
         bounds: ``least`` (value ≥), ``above`` (value >), ``most`` (value ≤), ``below`` (value <); they apply to each
             item of a list and not to null. ``limit`` is an upper bound that only prevents overflow and is not
             documented; a number without ``most``, ``below`` or ``limit`` has the limit of its type in :data:`LIMITS`.

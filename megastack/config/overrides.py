@@ -30,7 +30,7 @@ class Overrides:
 
 
 def read_overrides(overrides: Sequence[str], hydra: Session) -> Overrides:
-    """Sort overrides; each invalid one becomes a violation.
+    """Sort overrides; each invalid override becomes a violation.
 
     A renamed key may be set under either name, but not under both. An override of it replaces the value that files set
     under either name.

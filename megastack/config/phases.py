@@ -22,7 +22,7 @@ class PhaseConfig:
 
     Args:
         from_step: number of completed optimizer steps at which the phase begins.
-        config: the configuration of a run of this phase alone; its ``data.phases`` is empty.
+        config: the configuration of a run that consists of this phase alone; its ``data.phases`` is empty.
     """
 
     from_step: int

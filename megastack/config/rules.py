@@ -148,15 +148,15 @@ MOST_REASONS = 3
 def fit_data_parallel(config: TrainConfig, ranks: int) -> TrainConfig:
     """Set ``parallel.dp`` to the largest valid degree for a number of ranks; some ranks may stay unused.
 
-    An elastic job keeps tp, pp, cp and the global batch. Its data-parallel degree follows the number of ranks, and with
-    it the number of microbatches that each rank accumulates.
+    An elastic job keeps tp, pp, cp and the global batch. Its data-parallel degree depends on the number of ranks, and
+    so does the number of microbatches that each rank accumulates.
 
     Args:
-        config: its ``parallel.dp`` is the upper limit; null for no limit.
+        config: the configuration; its ``parallel.dp`` is the upper limit, null for no limit.
         ranks: the number of ranks started.
 
     Raises:
-        ConfigError: no degree is valid, with the reasons.
+        ConfigError: no degree is valid; the message lists the reasons.
     """
     if list(out_of_range(config)):
         raise ConfigError.of(violations(config))

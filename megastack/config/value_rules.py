@@ -167,7 +167,7 @@ FILES = ("text", "jsonl", "bin")
 
 
 def continuation_is_clear(config: TrainConfig) -> Iterator[Violation]:
-    """``resume`` has a folder to continue in, and weights come from one place only."""
+    """``resume`` has a folder to continue in, and weights come from a single source."""
     if config.resume == "auto" and config.run.dir is None:
         advice = ("run.dir=FOLDER",) if config.launch.elastic else ("run.dir=FOLDER", "last", None)
         yield Violation("resume", "auto", "needs the folder to continue in", advice)

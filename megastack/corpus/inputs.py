@@ -1,8 +1,8 @@
 """Slices of input files that can be tokenized independently, and the documents in a slice.
 
 A slice of a `.jsonl` or `.txt` file is a range of bytes and owns the lines that begin in it; a slice of a Parquet file
-is a row group. The work can therefore be divided without reading the files, and the documents in slice order are the
-same for every number of processes. Running text is cut as in :mod:`megastack.data.sources`, slice by slice.
+is a row group. The work can therefore be divided without reading the files, and the documents in slice order do not
+depend on the number of processes. Running text is cut as in :mod:`megastack.data.sources`, slice by slice.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def hub_config(
         architecture: a class that can express the model.
         dtype: name of the weights' dtype, such as ``bfloat16``.
         original: ``config.json`` of the folder that the model was imported from. If it describes a model of this class
-            and these sizes, its context length is kept, and its sliding window if the run's sequences fit in it.
+            and these sizes, its context length is kept; its sliding window is kept if the run's sequences fit in it.
         ids: token ids by key.
     """
     own = _gpt2(config) if architecture.name == "gpt2" else _llama_like(config, architecture)

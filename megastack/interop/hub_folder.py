@@ -116,7 +116,7 @@ class HubFolder:
         return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
 
     def require(self, weights: Mapping[str, Weight], *, vocab: int, tied: bool) -> dict[str, HubTensor]:
-        """Check that the folder holds exactly the tensors of these weights, and return them by name.
+        """Check that the folder contains exactly the tensors of these weights, and return them by name.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, quantised or has a different shape; the message names

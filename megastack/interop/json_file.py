@@ -106,7 +106,7 @@ def _errors(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_unicode(text: str) -> bool:
-    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _deep_key(text: str) -> str:

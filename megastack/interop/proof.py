@@ -43,7 +43,7 @@ class Proof:
 
     Attributes:
         against: the implementation that read the Hugging Face folder.
-        dtype: the dtype that both computed in.
+        dtype: the dtype of both computations.
         difference: the largest absolute difference between two logits.
         scale: the largest absolute logit, at least 1.
     """

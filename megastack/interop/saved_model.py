@@ -91,7 +91,7 @@ class SavedModel:
         return partial
 
     def _keeps_split(self, keys: set[str]) -> bool:
-        """Whether the run's list of layers per stage has the right number of stages."""
+        """Whether the run's list of layers per stage matches the number of stages."""
         run_config = self.checkpoint.absolute().parents[1] / RUN_CONFIG
         if {"parallel.pp", "schedule.chunks", "model.layers"} & keys or not run_config.is_file():
             return False

@@ -148,7 +148,7 @@ def export_model(
         proof: ``auto``, ``transformers``, ``reference`` or ``none``.
 
     Raises:
-        ConfigError: no class can express the model, with the reasons.
+        ConfigError: no class can express the model; the message lists the reasons.
         CheckpointError: the checkpoint is damaged or does not match the model.
         ProofError: the logits differ.
     """

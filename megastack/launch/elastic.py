@@ -1,4 +1,4 @@
-"""Elastic jobs: the record of their starts, and the standby ranks that a start does not need.
+"""Elastic jobs: the record of their starts, and standby ranks, which a start does not need for training.
 
 ``starts.jsonl`` in the run folder has one line per start. Its length is the number of restarts; torchrun counts only
 the failures that one agent saw, not the starts of the job.
@@ -47,7 +47,7 @@ class Start:
     """One start of a job.
 
     Attributes:
-        restart: 0 for the first one.
+        restart: the number of restarts so far; 0 for the first start.
         nodes: the number of machines, if the launcher reports it.
         started: the number of ranks that the launcher started.
         ranks: the number of ranks that train.
@@ -69,10 +69,10 @@ class Start:
     def describe(self, former: Start | None) -> str:
         """Describe the start, e.g. ``restart 1: 1 node, 2 ranks, dp 2 → 1, gradient accumulation 2 → 4; …``."""
         nodes = [] if self.nodes is None else [_counted(self.nodes, "node")]
-        facts = [*nodes, _counted(self.started, "rank")]
-        facts += [_change("dp", None if former is None else former.dp, self.dp)]
-        facts += [_change("gradient accumulation", None if former is None else former.accumulation, self.accumulation)]
-        text = f"{f'restart {self.restart}' if self.restart else 'elastic start'}: {', '.join(facts)}"
+        parts = [*nodes, _counted(self.started, "rank")]
+        parts += [_change("dp", None if former is None else former.dp, self.dp)]
+        parts += [_change("gradient accumulation", None if former is None else former.accumulation, self.accumulation)]
+        text = f"{f'restart {self.restart}' if self.restart else 'elastic start'}: {', '.join(parts)}"
         if self.started > self.ranks:
             text += f"; {_counted(self.started - self.ranks, 'standby rank')} from rank {self.ranks} on"
         if self.restart:
@@ -147,7 +147,7 @@ def record_start(
     step: int,
     after: str | None,
 ) -> tuple[Start, str]:
-    """Record a start in the run folder; called on one rank, before any other writes there.
+    """Record a start in the run folder; called on one rank, before any other rank writes there.
 
     Args:
         config: the configuration, with the parallel degrees of this start.

@@ -76,8 +76,8 @@ def join(
         hooks: the user's hooks.
 
     Raises:
-        ConfigError: on every rank, if any rank finds its configuration invalid, if rank 0 finds that data, resume path
-            or run folder cannot be used, or if all find that the checkpoint does not fit.
+        ConfigError: raised on every rank, if any rank finds its configuration invalid, if rank 0 cannot use the data,
+            resume path or run folder, or if the checkpoint does not fit.
     """
     if has_agent():
         die_with_parent()
@@ -108,7 +108,7 @@ def join(
 
 @dataclass(frozen=True)
 class _World:
-    """This rank, the mesh of the ranks that train, and the store that all started ranks share."""
+    """This rank, the mesh of the ranks that train, and the store shared by all started ranks."""
 
     store: dist.Store
     rank: int
@@ -285,7 +285,7 @@ def _end(world: _World, assignment: Assignment, folder: RunFolder) -> RunResult:
 
 
 def _await_reports(folder: RunFolder, ranks: int, timeout_s: float) -> None:
-    """Wait until all ranks have written their report, or until no further one can be expected."""
+    """Wait until all ranks have written their reports, or until no further report can be expected."""
     deadline = time.monotonic() + min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, timeout_s / 10))
     while len(list(folder.failures.glob("rank_*.json"))) < ranks and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -303,7 +303,7 @@ def _is_first_to_print(folder: RunFolder) -> bool:
 
 
 def join_task(task: Task) -> Any:
-    """Take part in a task as a rank of torchrun or srun; called on every rank. Returns the result of this rank.
+    """Run a task as a rank of torchrun or srun, and return the result of this rank; called on every rank.
 
     If any rank has found its arguments invalid, all ranks reject them.
 

@@ -1,4 +1,4 @@
-"""Which failure ended a run: the reports that ranks wrote, their last states, and the exits that the launcher observed.
+"""Determine which failure ended a run, from the reports and last states of ranks and the exits the launcher observed.
 
 A rank with a primary failure writes a report. Its peers then fail too, in operations with that rank, and a rank that
 was killed writes nothing. :func:`find_failure` finds the first failure; :func:`end_failed_run` records and prints it.
@@ -56,7 +56,7 @@ class Failure:
         reason: the error, or how the rank ended.
         text: the text to print.
         step: completed optimizer steps.
-        rejected: nothing was trained, and the user can fix the error.
+        rejected: whether the error was raised before training and the user can fix it.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class ObservedExits:
 
     Attributes:
         first: the rank that it saw exit first.
-        exit_codes: exit codes of ranks, as far as they are known; negative for a signal.
+        exit_codes: the known exit codes of ranks; negative for a signal.
         killed: why the launcher killed the ranks; None if it did not.
         stragglers: the ranks that the launcher killed because they did not end after a failure.
     """
@@ -99,7 +99,7 @@ def find_failure(
     Args:
         records: the reports of ranks, by importance (:func:`megastack.observe.failure.by_cause`).
         states: the last states of ranks, from their flight recorders.
-        exits: what the launcher observed.
+        exits: the exits that the launcher observed.
         shape: the mesh.
         timeout_s: ``launch.timeout_s``.
     """

@@ -97,7 +97,7 @@ def launch(
 
 @contextlib.contextmanager
 def _recorded_errors(assignment: Assignment) -> Iterator[None]:
-    """Record an error of the launcher itself, so that the run is not left with the status ``running``."""
+    """Record an error of the launcher itself, so that the status of the run does not stay ``running``."""
     folder = RunFolder(assignment.folder)
     try:
         yield
@@ -110,7 +110,7 @@ def _recorded_errors(assignment: Assignment) -> Iterator[None]:
 
 
 def _require_startable(config: TrainConfig, shape: MeshShape) -> None:
-    """Reject a world that is too large for this machine, or that this process cannot fork."""
+    """Reject a world size that is too large for this machine, or ranks that this process cannot fork."""
     errors = list[ErrorLine]()
     ranks, cpus = shape.world_size, os.cpu_count() or 1
     if ranks > RANKS_PER_CPU * cpus:

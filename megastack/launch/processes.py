@@ -222,8 +222,8 @@ def agent(config: TrainConfig, world_size: int) -> LaunchConfig:
 def forks_lose_cuda() -> bool:
     """Whether a process forked from this one could not use CUDA.
 
-    Any call of the CUDA runtime has this effect, ``torch.cuda.is_available()`` included. Torch detects it only in the
-    forked process, so one is forked to find out.
+    Any call of the CUDA runtime has this effect, including ``torch.cuda.is_available()``. Torch detects it only in the
+    forked process, so this function forks a process to find out.
     """
     if not torch.backends.cuda.is_built():
         return False
@@ -278,7 +278,7 @@ class StopForwarder:
         return self
 
     def check(self) -> None:
-        """Called immediately before the processes are started.
+        """Raise if a stop signal has arrived; called immediately before the processes are started.
 
         Raises:
             StoppedEarly: a signal has arrived already.

@@ -5,14 +5,14 @@ parent holds one at that moment, the child can never acquire it. The thread that
 in the C library's resolver, on every connection. Ranks therefore wait at a :class:`StartBarrier` in shared memory until
 all of them have been forked, and connect only then.
 
-**Ranks of torchrun and srun.** The elastic agents of torchrun keep one store over all restarts, and ranks of an earlier
-start leave addresses in it that look like those of this one. The number of restarts does not distinguish starts either,
-since every agent counts its own. The ranks therefore agree on a new name, and use the store under that prefix. Each
-rank publishes a unique number; rank 0 answers every such number with the name, until it has seen every rank under it.
+**Ranks of torchrun and srun.** The elastic agents of torchrun keep one store over all restarts, and the addresses that
+ranks of an earlier start left in it look like current ones. The number of restarts does not distinguish starts either,
+since every agent has its own count. The ranks therefore agree on a new name, and use the store with that prefix. Each
+rank publishes a unique number; rank 0 answers every number with the name, until it has seen every rank under that name.
 A rank that times out can report which ranks are missing.
 
-In the same store, ranks reject a configuration together: any rank may find it invalid, and one of them prints the
-report. No process group is opened if nothing is to be trained.
+Ranks also use this store to reject a configuration together: any rank may find it invalid, and one rank prints the
+report. No process group is created unless training starts.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class StartBarrier:
         deadline = time.monotonic() + self._timeout_s
         while missing := [other for other, here in enumerate(self._arrived) if not here]:
             if time.monotonic() > deadline:
-                who = f"ranks {', '.join(map(str, missing))} were" if missing[1:] else f"rank {missing[0]} was"
-                raise NotStarted(f"{who} not started within launch.timeout_s={self._timeout_s:g}").about(missing)
+                ranks = f"ranks {', '.join(map(str, missing))} were" if missing[1:] else f"rank {missing[0]} was"
+                raise NotStarted(f"{ranks} not started within launch.timeout_s={self._timeout_s:g}").about(missing)
             time.sleep(BARRIER_POLL_S)
 
 
@@ -135,8 +135,8 @@ def _missing(store: dist.Store, name: str, ranks: int, limit: timedelta) -> list
 
 
 def _not_joined(missing: list[int], timeout_s: float) -> NotStarted:
-    who = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
-    return NotStarted(f"{who} did not join within launch.timeout_s={timeout_s:g}").about(missing)
+    ranks = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+    return NotStarted(f"{ranks} did not join within launch.timeout_s={timeout_s:g}").about(missing)
 
 
 def agree_on_name(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> str:
@@ -288,7 +288,7 @@ def choose_reporter(store: dist.Store, rank: int, ranks: int, error: MegastackEr
         if rank == 0:
             store.set(f"{key}/first", "")
             if store.add(f"{key}/claims", 1) > 1:
-                error.reporter = -1  # a rank that no longer waited for this one
+                error.reporter = -1  # a rank that has stopped waiting for this one
             _appears(store, f"{key}/heard")  # the store may end with this rank
             return
         if _appears(store, f"{key}/first") or store.add(f"{key}/claims", 1) > 1:

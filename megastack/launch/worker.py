@@ -1,6 +1,6 @@
 """The work of one rank: join the mesh, build the run, train and report how it ended; or run one short task.
 
-The same code serves ranks that megastack's launcher started, ranks of torchrun and ranks of srun. A rank that fails
+The same code runs on ranks started by megastack's launcher, torchrun and srun. A rank that fails
 writes a report before it raises: the process that first notices a failure is seldom the one that caused it.
 """
 

@@ -1,13 +1,13 @@
 """Claims to a run folder, as files: the process with the highest-numbered claim may write into the folder.
 
-``owner/`` holds ``claim_00000001.json``, ``claim_00000002.json``, …. A claim is valid until it is marked as released;
-the next owner creates the next number. A claim is written to a temporary file and then linked to its name, which fails
+``owner/`` contains ``claim_00000001.json``, ``claim_00000002.json``, …. A claim is valid until it is released; the next
+owner creates the next number. A claim is written to a temporary file and then linked to its name, which fails
 if the name exists, so exactly one of the processes that compete for a number succeeds. Link and exclusive creation are
 atomic on network file systems too, where locks (``fcntl``, ``flock``) may be local.
 
-The highest claim is never removed, so numbers are not reused. A process that was stopped between reading the claims
-and creating its own cannot take the folder from a later owner: either its number is taken, or it finds a higher one and
-withdraws.
+The highest claim is never removed, so numbers are not reused. A process that was stopped between reading the claims and
+creating its own cannot take the folder from a later owner: either its number is already in use, or it finds a higher
+number and withdraws.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STALE_S = 0.05
 
 @dataclass(frozen=True)
 class Job:
-    """The job that a process belongs to, which is the same for its restarts.
+    """The job that a process belongs to; restarts belong to the same job.
 
     Attributes:
         group: identifies an elastic agent or rendezvous; each start in it replaces the previous one.

@@ -1,4 +1,4 @@
-"""Atomic writes: a file of a run is replaced or extended completely or not at all, even if the disk is full."""
+"""Atomic writes: a file of a run is replaced or extended either completely or not at all, even on a full disk."""
 
 from __future__ import annotations
 

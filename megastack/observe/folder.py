@@ -57,7 +57,7 @@ class RunFolder:
 
     @property
     def hydra(self) -> Path:
-        """The choices of the command line."""
+        """The overrides from the command line."""
         return self.path / ".hydra"
 
     @property
@@ -207,7 +207,7 @@ def _make(path: Path) -> tuple[Path, ...]:
     made: list[Path] = []
     try:
         for folder in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another process was faster
+            with contextlib.suppress(FileExistsError):  # another process created it first
                 folder.mkdir()
                 made.append(folder)
     except OSError:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, cast
 
 PLAIN = {"×": "x", "·": "*", "…": "...", "–": "-", "→": "->"}
-"""Replacements for characters of our own messages that an encoding lacks; others become a question mark."""
+"""Replacements for characters in megastack's messages that an encoding lacks; others become a question mark."""
 
 
 class BestEffortStream:

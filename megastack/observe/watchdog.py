@@ -34,7 +34,7 @@ CHECK_PEERS_AFTER_S = 5.0
 """Seconds without progress after which the thread checks whether other ranks failed; less for a short time-out."""
 FRAMES = 12
 JOINING = ("world", "join")
-"""Axis and kind of the first operation, the rendezvous in which ranks connect and open their groups."""
+"""Axis and kind of the first operation, the rendezvous in which ranks connect and create their groups."""
 
 
 @dataclass(frozen=True)

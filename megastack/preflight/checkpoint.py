@@ -94,10 +94,10 @@ def check_fit(key: str, path: Path, model: ModelShapes | None, strict: bool) -> 
         key: the key that names the checkpoint.
         path: its folder.
         model: from :func:`~megastack.preflight.model.check_model`; None skips the check.
-        strict: whether both must have the same names.
+        strict: whether the checkpoint and the model must have the same names.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: names or shapes differ.
         CheckpointError: the checkpoint cannot be read.
     """
     if model is None:
@@ -117,7 +117,7 @@ def check_fit(key: str, path: Path, model: ModelShapes | None, strict: bool) -> 
 
 
 def check_moments(path: Path, model: ModelShapes | None, config: TrainConfig) -> None:
-    """Check that a checkpoint has the moments of exactly the trained parameters, as a strict resume needs.
+    """Check that a checkpoint has the moments of exactly the trained parameters, as a strict resume requires.
 
     Args:
         path: its folder.
@@ -198,8 +198,8 @@ def _configuration(trainer: Mapping[str, Any], checkpoint: Path) -> Mapping[str,
     stored = trainer.get("config")
     if isinstance(stored, Mapping):
         return stored
-    beside = RunFolder(checkpoint.absolute().parent.parent).config
+    saved = RunFolder(checkpoint.absolute().parent.parent).config
     try:
-        return dict(to_plain(from_yaml(beside.read_text(encoding="utf-8"))))
+        return dict(to_plain(from_yaml(saved.read_text(encoding="utf-8"))))
     except (OSError, UnicodeDecodeError, ConfigError):
         return None

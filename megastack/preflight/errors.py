@@ -46,7 +46,7 @@ class ErrorCollector:
             keys: the keys that it depends on.
 
         Returns:
-            Its value; None if it raises, or if one of the keys is invalid and it is skipped.
+            The value; None if the function raises, or if it is skipped because a key is invalid.
         """
         if self.any_invalid(*keys):
             return None

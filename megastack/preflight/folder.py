@@ -1,6 +1,6 @@
 """The run folder: check that it can be used, claim it, and create the assignment that all ranks receive.
 
-Only :func:`claim_run` writes anything.
+Only :func:`claim_run` writes to disk.
 """
 
 from __future__ import annotations

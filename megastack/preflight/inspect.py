@@ -86,7 +86,7 @@ def _notes(config: TrainConfig, resume: Resume, dataset: Dataset, weights: Path 
 
 
 def preview(config: TrainConfig, known: Sequence[ErrorLine] = ()) -> list[str]:
-    """Check model and data, except what depends on an invalid key.
+    """Check model and data, except for checks that depend on an invalid key.
 
     Args:
         config: the configuration, as far as it could be read.

@@ -50,7 +50,7 @@ def check_mesh(config: TrainConfig, errors: ErrorCollector, world_size: int | No
 
 
 def check_model(config: TrainConfig, errors: ErrorCollector, shape: MeshShape | None) -> ModelShapes | None:
-    """Build the whole model once, on one rank and the meta device, and check what its modules and names reveal.
+    """Build the whole model once, on one rank and the meta device, and check its modules and names.
 
     Args:
         config: the configuration, as far as it could be read.
