@@ -98,8 +98,8 @@ def dropout_mask(
 ) -> Tensor:
     """Return which elements dropout keeps, as bool ``(B, length, features)``: True with probability ``1 - p``.
 
-    An element depends on the seed, the step, its sample's global number, the site, its position and its feature, so
-    any slice of the sequence, the features or the batch sees the matching slice of one mask.
+    An element depends on the seed, the step, its sample's global number, the site, its position and its feature, so any
+    slice of the sequence, the features or the batch sees the matching slice of one mask.
 
     Args:
         seed: the run's seed.

@@ -194,8 +194,8 @@ def keep_last(
         folder: the ``checkpoints`` folder.
         count: how many checkpoints to keep.
         every: also keep steps that are multiples of this.
-        upto: the run's current step. Later checkpoints precede a resume from an older one; they do not count, since the
-            run may not reach them again, and are not removed.
+        upto: the run's current step. Later checkpoints were written before the run resumed from an older one; they do
+            not count, since the run may not reach them again, and are not removed.
         verified: files that need not be read.
         limit_s: time limit for reading; a checkpoint that is not verified by then does not count, so more are kept.
     """

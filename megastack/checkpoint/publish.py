@@ -4,8 +4,8 @@ A checkpoint is written into a hidden folder next to its final path and publishe
 its final name is complete. Only files that megastack writes are ever deleted: a folder with any other content is an
 error or is not modified.
 
-Replacing a checkpoint takes two renames: the old one becomes ``.step_….replaced``, the new one, ``.step_….writing``,
-is renamed to the final name, and the old one is removed. If the process is killed between the renames, there is no
+Replacing a checkpoint takes two renames: the old one becomes ``.step_….replaced``, the new one, ``.step_….writing``, is
+renamed to the final name, and the old one is removed. If the process is killed between the renames, there is no
 checkpoint with the final name, but there are two complete ones with hidden names. While ``.replaced`` exists, the
 checkpoint is the first usable folder of the final one, the new one and the old one. :func:`locate` finds it;
 :func:`recover` renames it back and removes the rest. A ``.writing`` folder without a ``.replaced`` folder was never

@@ -1,7 +1,7 @@
 """Read a checkpoint: whole tensors in one process, or each rank's boxes through ``torch.distributed.checkpoint``.
 
-:class:`CheckpointReader` needs neither a process group nor the layout that wrote the checkpoint.
-:class:`BoxReader` is used by :func:`megastack.checkpoint.load.load`.
+:class:`CheckpointReader` needs neither a process group nor the layout that wrote the checkpoint. :class:`BoxReader` is
+used by :func:`megastack.checkpoint.load.load`.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def save(
 
     Raises:
         CheckpointError: on every rank and with the same message, if any rank fails. In this case nothing is published,
-            and the files written so far are removed. Also raised if an earlier asynchronous save of the mesh failed
-            and the error has not been reported yet.
+            and the files written so far are removed. Also raised if an earlier asynchronous save of the mesh failed and
+            the error has not been reported yet.
     """
     began, target, world = time.perf_counter(), Path(path).absolute(), mesh.world
     saves = _SAVES.setdefault(mesh, _MeshSaves())

@@ -68,7 +68,7 @@ class PartialConfig:
     config_name: str
 
     def located_errors(self) -> AbstractContextManager[None]:
-        """:func:`located_errors` for the files and overrides of this configuration."""
+        """Like :func:`located_errors`, for the files and overrides of this configuration."""
         return located_errors(self.overrides, config_dir=self.config_dir, config_name=self.config_name)
 
     def complete(self) -> TrainConfig:

@@ -1,8 +1,8 @@
 """Convert plain values to configuration classes and back, and collect every error.
 
 Schema types are enforced only here, in the same way for YAML files, overrides, interpolations and recorded
-configurations. Text that spells a number becomes that number (``'2'`` is 2); nothing else is coerced: ``2.0``,
-``true`` and ``two`` are not integers. ``rules.py`` checks whether values are consistent. Does not import torch.
+configurations. Text that spells a number becomes that number (``'2'`` is 2); nothing else is coerced: ``2.0``, ``true``
+and ``two`` are not integers. ``rules.py`` checks whether values are consistent. Does not import torch.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def _default(original: Mapping[str, Any], key: str, vocab: int | None) -> int | 
 
 
 def generation_config(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of ``generation_config.json``, which overrides ``config.json`` in generation, if any."""
+    """Return the content of ``generation_config.json``, which overrides ``config.json``; empty without ids."""
     given = {key: ids[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if ids.get(key) is not None}
     return given | {"_from_model_config": True} if given else {}
 

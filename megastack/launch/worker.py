@@ -1,7 +1,7 @@
 """The work of one rank: join the mesh, build the run, train and report how it ended; or run one short task.
 
-The same code runs on ranks started by megastack's launcher, torchrun and srun. A rank that fails
-writes a report before it raises: the process that first notices a failure is seldom the one that caused it.
+The same code runs on ranks started by megastack's launcher, torchrun and srun. A rank that fails writes a report before
+it raises: the process that first notices a failure is seldom the one that caused it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def run_task(task: Task, observer: RankObserver) -> Any:
 
 
 def run_reported_task(wait_for_all: WaitForAll, task: Task, folder: RunFolder) -> Any:
-    """:func:`run_task` on a forked rank, which writes its state and its failure report into a folder."""
+    """Like :func:`run_task`, on a forked rank, which writes its state and its failure report into a folder."""
     launched = read_environment()
     assert launched is not None, "the agent sets the rank variables"
     rank, observer = launched.rank, RankObserver()

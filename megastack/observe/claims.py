@@ -1,9 +1,9 @@
 """Claims to a run folder, as files: the process with the highest-numbered claim may write into the folder.
 
 ``owner/`` contains ``claim_00000001.json``, ``claim_00000002.json``, …. A claim is valid until it is released; the next
-owner creates the next number. A claim is written to a temporary file and then linked to its name, which fails
-if the name exists, so exactly one of the processes that compete for a number succeeds. Link and exclusive creation are
-atomic on network file systems too, where locks (``fcntl``, ``flock``) may be local.
+owner creates the next number. A claim is written to a temporary file and then linked to its name, which fails if the
+name exists, so exactly one of the processes that compete for a number succeeds. Link and exclusive creation are atomic
+on network file systems too, where locks (``fcntl``, ``flock``) may be local.
 
 The highest claim is never removed, so numbers are not reused. A process that was stopped between reading the claims and
 creating its own cannot take the folder from a later owner: either its number is already in use, or it finds a higher

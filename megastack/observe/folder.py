@@ -1,8 +1,8 @@
 """The run folder: the paths inside it, and how a run claims it.
 
-It contains ``config.yaml``, ``.hydra/``, ``metrics.jsonl``, TensorBoard events, ``checkpoints/``, ``logs/``,
-``dump/``, ``status.json`` and ``owner/``. A folder is created exclusively, so runs that start in the same second use
-different folders. An existing folder belongs to one process at a time (:mod:`megastack.observe.ownership`).
+It contains ``config.yaml``, ``.hydra/``, ``metrics.jsonl``, TensorBoard events, ``checkpoints/``, ``logs/``, ``dump/``,
+``status.json`` and ``owner/``. A folder is created exclusively, so runs that start in the same second use different
+folders. An existing folder belongs to one process at a time (:mod:`megastack.observe.ownership`).
 """
 
 from __future__ import annotations

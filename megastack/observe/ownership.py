@@ -1,8 +1,8 @@
 """Ownership of a run folder: one process at a time may write into it, on any machine.
 
 If the owner has released the folder or is dead, the next claim takes it over (:mod:`megastack.observe.claims`). An
-owner in the same container of the same machine is dead if its process has ended (:mod:`megastack.observe.process`).
-Any other owner counts as dead if its claim has not changed for :data:`LIMIT_S`. The owner touches its claim every
+owner in the same container of the same machine is dead if its process has ended (:mod:`megastack.observe.process`). Any
+other owner counts as dead if its claim has not changed for :data:`LIMIT_S`. The owner touches its claim every
 :data:`HEARTBEAT_S`, which works even on a full disk, and the observer uses its own clock, so clocks need not be
 synchronised. A later start of the same job supersedes an earlier one, which may still run if its launcher lost it.
 
