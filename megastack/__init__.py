@@ -1,8 +1,8 @@
 """Train Transformers over a grid of data, tensor and pipeline parallel ranks.
 
-Public names are resolved on first use, so that the parts without torch do not load it: ``from megastack import
-MeshShape`` imports no torch, ``from megastack import Decoder`` does. ``__all__`` lists the names to start from
-(``docs/api.md``); the types in their signatures resolve in the same way.
+Public names are imported lazily, so the parts that do not need torch do not load it: ``from megastack import
+MeshShape`` does not import torch, ``from megastack import Decoder`` does. ``__all__`` lists the main public names
+(``docs/api.md``); the types in their signatures are imported in the same way.
 """
 
 from __future__ import annotations

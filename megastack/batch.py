@@ -1,7 +1,7 @@
 """The input of a model for one microbatch, and the output of its last stage.
 
-The loader, the layers, the pipeline and the training loop share them without depending on one another. No tensor is
-read after it was built: valid tokens are counted on the host, where the labels are made.
+The data loader, the layers, the pipeline and the training loop share these types without depending on one another.
+Valid tokens are counted on the host, where the labels are created, so no tensor is read back from the device.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Microbatch:
         tokens_BS: token ids, int64.
         labels_BS: the token to predict at each position, int64; :data:`IGNORED_LABEL` where there is none.
         positions_BS: position of each token in its document, or in its sequence without document masks, int64.
-        documents_BS: non-decreasing document number within each row, int64; attention stays within equal numbers.
-            None: attention sees the whole row.
-        samples_B: global number of each row's sample in the endless stream, int64; a counter for dropout.
-        step: the optimizer step that consumes it, from 0.
-        valid_tokens: the number of labels that are not ignored, on the host. Default: counted from labels on the CPU.
+        documents_BS: document number of each position, non-decreasing within a row, int64; attention is restricted to
+            positions with the same number. With None, attention covers the whole row.
+        samples_B: global index of each row's sample in the data stream, int64; a counter for dropout masks.
+        step: the optimizer step that consumes the microbatch, starting at 0.
+        valid_tokens: the number of labels that are not ignored. Default: counted from labels on the CPU.
     """
 
     tokens_BS: Tensor
@@ -43,7 +43,7 @@ class Microbatch:
             object.__setattr__(self, "valid_tokens", int((self.labels_BS != IGNORED_LABEL).sum()))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:
-        """The same microbatch on `device`; the count stays on the host and is not computed again."""
+        """Return the microbatch on `device`; the token count stays on the host and is not recomputed."""
 
         def move(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=non_blocking)
@@ -60,11 +60,11 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StageLoss:
-    """The output of the last stage for one microbatch: sums over its valid tokens, not divided yet.
+    """The output of the last stage for one microbatch: sums over its valid tokens, not yet divided by their number.
 
     Args:
-        objective: the scalar that backward starts from, z-loss and other regularisers included.
-        report: the loss to log, detached: cross-entropy with label smoothing, without z-loss.
+        objective: the scalar to differentiate, including z-loss and other regularisers.
+        report: the detached loss to log: cross-entropy with label smoothing, without z-loss.
     """
 
     objective: Tensor

@@ -25,7 +25,7 @@ class MegastackError(Exception):
     reporter: int | None = None
 
     def about(self, ranks: Iterable[int]) -> Self:
-        """Set the ranks that caused an error which every rank raises, and return the error."""
+        """Set the ranks that caused an error raised on every rank, and return the error."""
         self.ranks = tuple(ranks)
         return self
 
@@ -57,11 +57,11 @@ class Violation:
 
 
 _MOST_BITS = 10_000
-"""Longer integers are abbreviated; Python does not convert those of many thousands of digits to text."""
+"""Longer integers are abbreviated; Python does not convert integers of many thousands of digits to text."""
 
 
 def spell(value: object) -> str:
-    """A value as written on the command line: ``null``, ``true``, ``[1, 2]``."""
+    """Format a value as written on the command line: ``null``, ``true``, ``[1, 2]``."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -78,31 +78,31 @@ def spell(value: object) -> str:
 
 
 def one_of(values: Iterable[object]) -> str:
-    """Alternatives in words: ``1, 2, 4 or 8``."""
+    """Format alternatives in words: ``1, 2, 4 or 8``."""
     words = [spell(value) for value in values]
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def counted(count: float, one: str, many: str | None = None) -> str:
-    """A number with its noun: ``1 stage``, ``2,000 stages``, ``1.5 microbatches``."""
+    """Format a number with its noun: ``1 stage``, ``2,000 stages``, ``1.5 microbatches``."""
     number = f"{count:,}" if isinstance(count, Integral) else f"{count:g}"
     return f"{number} {one if count == 1 else many or one + 's'}"
 
 
 ErrorLine = Violation | str
-"""One error of a report: a violation if it is about one key, otherwise a line of text."""
+"""One error in a report: a violation if it concerns a single key, otherwise a line of text."""
 
 
 class ConfigError(MegastackError, ValueError):
-    """An invalid configuration, with every error found, not only the first.
+    """An invalid configuration, reported with every error found.
 
     Args:
         message: the report, one error per line.
-        errors: the errors as values; by default the message.
+        errors: the individual errors; by default the message.
 
     Attributes:
         errors: every error of the report.
-        violations: the errors that are about one key each.
+        violations: the errors that concern a single key.
     """
 
     def __init__(self, message: str, errors: Sequence[ErrorLine] = ()) -> None:
@@ -112,7 +112,7 @@ class ConfigError(MegastackError, ValueError):
 
     @classmethod
     def of(cls, errors: Sequence[ErrorLine]) -> ConfigError:
-        """The report of several errors, one per line."""
+        """Build the report of several errors, one per line."""
         return cls("\n".join(str(error) for error in errors), errors)
 
 
@@ -130,7 +130,7 @@ class RankEnvironmentError(MeshError):
 class LayerError(ConfigError):
     """An exception in the constructor of a custom layer that is not about its arguments.
 
-    Before launch this is a configuration error. On a rank it is a failure, because the layer was built before launch.
+    Before launch, this is a configuration error. On a rank, it is a failure, because the layer was built before launch.
     """
 
 
@@ -143,7 +143,7 @@ class ScheduleError(MegastackError, ValueError):
 
     Args:
         message: the rule that the schedule violates.
-        grid: the schedule as text, one row per rank, with the first invalid action marked.
+        grid: the schedule as text, with one row per rank and the first invalid action marked.
         action: the first invalid action.
     """
 

@@ -1,15 +1,15 @@
-"""Counter-based random numbers: every number depends on its key and index alone, not on the layout or the order.
+"""Counter-based random numbers: each number depends only on its key and index, not on the layout or the call order.
 
-A stateful generator gives each rank different numbers under another parallel layout. Here a number is the hash of a key
-(from the seed and the purpose of the number) and of a counter (a global index). Any rank can compute just the part that
-it holds, more than once if needed (recompute, resume), without state to save or to synchronise.
+A stateful generator produces different numbers on each rank when the parallel layout changes. Here, each number is the
+hash of a key (derived from the seed and the purpose of the number) and a counter (a global index). Any rank can compute
+just its own shard, repeatedly if needed (recomputation, resume), with no state to save or synchronise.
 
 - :func:`counter_normal`: initial values, keyed by seed and parameter name, counted by the global element index.
 - :func:`dropout_mask`: keyed by seed, step, site and sample, counted by position and feature.
 - :class:`Permutation`: a shuffle with random access, for the data order.
 
-The hash is the finaliser of splitmix64 (Steele et al., 2014) on int64 tensors, whose products and sums wrap. On a CPU
-the numbers are computed in chunks that fit in the cache. For meta and fake tensors only shape and dtype are computed.
+The hash is the finaliser of splitmix64 (Steele et al., 2014) on int64 tensors, whose products and sums wrap. On a CPU,
+the numbers are computed in chunks that fit in the cache. For meta and fake tensors, only shape and dtype are computed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Indices = TypeVar("Indices", Tensor, "np.ndarray")
 
 
 class IndexBox(Protocol):
-    """A rectangular part of a tensor, as ``megastack.placement.boxes.Box`` is one."""
+    """A rectangular part of a tensor, such as ``megastack.placement.boxes.Box``."""
 
     @property
     def offset(self) -> tuple[int, ...]: ...
@@ -45,13 +45,13 @@ class IndexBox(Protocol):
 
 
 def stream_key(*parts: int | str) -> int:
-    """A 64-bit key for a stream of numbers, from its purpose; different parts give an unrelated stream."""
+    """Derive the 64-bit key of a stream of numbers from its purpose; different parts yield unrelated streams."""
     plain = tuple(str(part) if isinstance(part, str) else int(part) for part in parts)
     return int.from_bytes(blake2b(repr(plain).encode(), digest_size=8).digest(), "little")
 
 
 def counter_bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """64 random bits for each index, as int64: a hash of ``key`` and ``index``, which broadcast if both are tensors."""
+    """Return 64 random bits per index, as int64: a hash of ``key`` and ``index``, broadcast if both are tensors."""
     start = _signed(key) if isinstance(key, int) else key
     return _mix_(index * _GAMMA + start)
 
@@ -66,10 +66,10 @@ def counter_normal(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The part ``box`` of a tensor of normal numbers with mean zero; elements do not depend on the box.
+    """Return the part ``box`` of a tensor of zero-mean normal numbers; the elements do not depend on the box.
 
-    Element i (row-major, of the whole ``shape``) depends on ``seed``, ``name`` and i alone. It is computed in fp64,
-    rounded to fp32 and then cast to ``dtype``, so runs of any precision start from the same values.
+    Element i (in row-major order of the whole ``shape``) depends only on ``seed``, ``name`` and i. It is computed in
+    fp64, rounded to fp32 and then cast to ``dtype``, so runs of any precision start from the same values.
     """
     out = torch.empty(tuple(box.size), dtype=dtype, device=device)
     if not has_values(out) or not out.numel():
@@ -96,10 +96,10 @@ def dropout_mask(
     p: float,
     feature_start: int = 0,
 ) -> Tensor:
-    """Which elements dropout keeps, as bool ``(B, length, features)``: True with probability ``1 - p``.
+    """Return which elements dropout keeps, as bool ``(B, length, features)``: True with probability ``1 - p``.
 
-    An element depends on the seed, the step, its sample's global number, the site, its position and its feature, so
-    every slice of the sequence, the features or the batch gets its part of one mask.
+    An element depends on the seed, the step, its sample's global number, the site, its position and its feature, so any
+    slice of the sequence, the features or the batch sees the matching slice of one mask.
 
     Args:
         seed: the run's seed.
@@ -108,12 +108,12 @@ def dropout_mask(
         site: the global name of the dropout in the model.
         start: the first position.
         length: the number of positions.
-        features: the number of features here.
+        features: the number of features in this slice.
         p: the probability of dropping, in [0, 1).
-        feature_start: the first feature here.
+        feature_start: the first feature of this slice.
 
     Raises:
-        ConfigError: ``p`` is not a probability below one.
+        ConfigError: ``p`` is not in [0, 1).
     """
     if not 0 <= p < 1:
         raise ConfigError(f"dropout={p}: must be at least 0 and below 1")
@@ -132,9 +132,9 @@ def dropout_mask(
 class Permutation:
     """A random order of ``0 … n-1`` with random access: ``Permutation(n, key)[i]`` is the i-th entry.
 
-    Up to 65,536 entries it is the argsort of their hashes. Above, it is a Feistel network over a grid of about
-    ``sqrt(n)`` rows and columns, applied again where it leaves the range (Black and Rogaway, 2002): a bijection of n
-    entries without a table.
+    Up to 65,536 entries, the order is the argsort of their hashes. Beyond that, it is a Feistel network over a grid of
+    about ``sqrt(n)`` rows and columns, reapplied to results outside the range (cycle walking; Black and Rogaway, 2002).
+    This is a bijection of n entries that needs no table.
 
     Args:
         n: the number of entries, at least 1.
@@ -155,7 +155,7 @@ class Permutation:
         return int(self.many(torch.tensor([index]))[0])
 
     def many(self, indices: Indices) -> Indices:
-        """The entries at many indices, in a container of the same type.
+        """Return the entries at several indices, in a container of the same type.
 
         Raises:
             IndexError: an index is outside ``0 … n-1``.
@@ -169,7 +169,7 @@ class Permutation:
 
 
 def _signed(bits: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     return (bits & (1 << 64) - 1) - ((bits >> 63 & 1) << 64)
 
 
@@ -178,7 +178,7 @@ _FACTORS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB))
 
 
 def _mix_(bits: Tensor) -> Tensor:
-    """The finaliser of splitmix64, in place."""
+    """Return the finaliser of splitmix64, in place."""
     for shift, factor in _FACTORS:
         _xor_shift_(bits, shift).mul_(factor)
     return _xor_shift_(bits, 31)
@@ -190,19 +190,19 @@ def _xor_shift_(bits: Tensor, shift: int) -> Tensor:
 
 
 def _normals(bits: Tensor, std: float) -> Tensor:
-    """Box-Muller in fp64, the radius from the high half of the bits and the angle from the low half; fp32."""
+    """Box-Muller in fp64, rounded to fp32; the high half of the bits sets the radius, the low half the angle."""
     radius = (bits >> 32).bitwise_and_(_LOW_32).double().add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = bits.bitwise_and_(_LOW_32).double().mul_(2.0 * pi / 2**32)
     return radius.mul_(angle.cos_()).mul_(std).float()
 
 
 def _chunk_size(device: torch.device) -> int:
-    """Elements processed at once: what fits in a CPU's cache, or what fills an accelerator."""
+    """Number of elements per chunk: as many as fit in a CPU's cache, or fill an accelerator."""
     return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
 
 
 def _chunks(rows: int, columns: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """A table in blocks of at most ``size`` elements: whole rows where they fit, else pieces of one row."""
+    """Split a table into blocks of at most ``size`` elements: whole rows if they fit, otherwise pieces of one row."""
     height, width = max(1, size // columns), min(columns, size)
     for row in range(0, rows, height):
         for column in range(0, columns, width):
@@ -210,7 +210,7 @@ def _chunks(rows: int, columns: int, size: int) -> Iterator[tuple[slice, slice]]
 
 
 def _runs(shape: Sequence[int], box: IndexBox) -> tuple[int, int]:
-    """The number of outer dims over which a box is not contiguous in the tensor, and the length of its runs."""
+    """Return the number of outer dims across which a box is not contiguous, and the length of its contiguous runs."""
     outer = max(len(shape) - 1, 0)
     while outer > 0 and box.size[outer] == shape[outer]:
         outer -= 1
@@ -218,7 +218,7 @@ def _runs(shape: Sequence[int], box: IndexBox) -> tuple[int, int]:
 
 
 def _run_starts(shape: Sequence[int], box: IndexBox, outer: int, runs: Tensor) -> Tensor:
-    """The global row-major index of the first element of each of the given runs of a box."""
+    """Return the global row-major index of the first element of each given run of a box."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     starts = torch.full_like(runs, sum(at * stride for at, stride in zip(box.offset, strides, strict=True)))
     rest = runs
@@ -229,11 +229,11 @@ def _run_starts(shape: Sequence[int], box: IndexBox, outer: int, runs: Tensor) -
 
 
 def _round_keys(key: int) -> tuple[int, ...]:
-    return tuple(stream_key("feistel", key, turn) for turn in range(_FEISTEL_ROUNDS))
+    return tuple(stream_key("feistel", key, index) for index in range(_FEISTEL_ROUNDS))
 
 
 def _feistel_walk(indices: Tensor, n: int, round_keys: Sequence[int]) -> Tensor:
-    """The bijection of ``0 … n-1`` that follows a Feistel network over a slightly larger grid back into the range."""
+    """Bijection of ``0 … n-1``: a Feistel network over a slightly larger grid, reapplied until results are in range."""
     columns = isqrt(n - 1) + 1
     rows = -(-n // columns)
     out = _feistel(indices, rows, columns, round_keys)
@@ -243,10 +243,10 @@ def _feistel_walk(indices: Tensor, n: int, round_keys: Sequence[int]) -> Tensor:
 
 
 def _feistel(indices: Tensor, rows: int, columns: int, round_keys: Sequence[int]) -> Tensor:
-    """A bijection of ``rows * columns`` numbers: row and column shift each other in turn by a hash of themselves."""
+    """Bijection of ``rows * columns`` numbers: row and column alternately shift each other by their hash."""
     row, column = indices // columns, indices % columns
-    for turn, key in enumerate(round_keys):
-        if turn % 2:
+    for index, key in enumerate(round_keys):
+        if index % 2:
             row = (row + _below(key, column, rows)) % rows
         else:
             column = (column + _below(key, row, columns)) % columns
@@ -254,5 +254,5 @@ def _feistel(indices: Tensor, rows: int, columns: int, round_keys: Sequence[int]
 
 
 def _below(key: int, index: Tensor, limit: int) -> Tensor:
-    """A hash of each index below ``limit``."""
+    """Hash each index to a number below ``limit``."""
     return (counter_bits(key, index) >> 1).bitwise_and_((1 << 63) - 1) % limit

@@ -1,4 +1,4 @@
-"""Reading the JSON records that megastack writes, with :class:`RecordError` for every invalid one.
+"""Read the JSON records that megastack writes; every invalid record raises :class:`RecordError`.
 
 A record may be damaged, written by another version or edited by hand. Python's JSON parser accepts more than JSON (NaN,
 duplicate names) and raises exceptions that callers do not expect (RecursionError on deep nesting). Every record is read
@@ -59,7 +59,7 @@ def parse_record(text: str | bytes) -> dict[str, Any]:
 
 
 def integer(record: Mapping[str, Any], name: str, *, least: int = 0, most: int = MAX_INTEGER) -> int:
-    """An integer field of a record.
+    """Return an integer field of a record.
 
     Raises:
         RecordError: the field is missing, not an integer, or out of range.
@@ -71,7 +71,7 @@ def integer(record: Mapping[str, Any], name: str, *, least: int = 0, most: int =
 
 
 def number(record: Mapping[str, Any], name: str, *, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite number field of a record.
+    """Return a finite number from a field of a record.
 
     Raises:
         RecordError: the field is missing, not a number, or out of range.
@@ -83,7 +83,7 @@ def number(record: Mapping[str, Any], name: str, *, least: float = -math.inf, mo
 
 
 def string(record: Mapping[str, Any], name: str) -> str:
-    """A string field of a record.
+    """Return a string field of a record.
 
     Raises:
         RecordError: the field is missing or not a string.
@@ -95,7 +95,7 @@ def string(record: Mapping[str, Any], name: str) -> str:
 
 
 def mapping(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object field of a record.
+    """Return an object field of a record.
 
     Raises:
         RecordError: the field is missing or not an object.
@@ -107,7 +107,7 @@ def mapping(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def sequence(record: Mapping[str, Any], name: str) -> list[Any]:
-    """A list field of a record.
+    """Return a list field of a record.
 
     Raises:
         RecordError: the field is missing or not a list.
@@ -119,17 +119,17 @@ def sequence(record: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def integers(record: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """A field of a record that is a list of non-negative integers.
+    """Return a list of non-negative integers from a field of a record.
 
     Raises:
-        RecordError: the field is missing or not such a list.
+        RecordError: the field is missing or not a list of non-negative integers.
     """
     values = sequence(record, name)
     return tuple(integer({name: value}, name) for value in values)
 
 
 def shown(value: object) -> str:
-    """A value of a record for an error message, truncated."""
+    """Format a value of a record for an error message, truncated."""
     text = ascii(value) if not isinstance(value, int) or abs(value) <= MAX_INTEGER else "a huge integer"
     return text if len(text) <= 40 else f"{text[:40]}…"
 

@@ -1,7 +1,7 @@
 """Classes and functions that a configuration names by dotted path: ``{_target_: my.file.MyMLP, width: 3}``.
 
-The current folder is on ``sys.path``, in ranks too, so ``my_file.MyMLP`` names a class of ``my_file.py`` beside the
-command. Imports no torch.
+The current folder is on ``sys.path``, also on ranks, so ``my_file.MyMLP`` names a class in ``my_file.py`` of the
+current folder. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megastack.errors import ConfigError, Violation
 
 
 def import_path(key: str, path: str) -> Callable[..., Any]:
-    """The class or function with this dotted path.
+    """Return the class or function with this dotted path.
 
     Args:
         key: the configuration key of the path, for errors.

@@ -1,8 +1,7 @@
-"""Everything of torch that is private and that this package depends on.
+"""The private torch APIs that this package depends on.
 
-Nothing here has a public equivalent. Each entry has a test in ``tests/test_torch_private.py`` that fails when torch
-changes it; ``pyproject.toml`` bounds torch to the versions for which the tests pass. No other module may use a private
-name of torch.
+None of them has a public equivalent. Each has a test in ``tests/test_torch_private.py`` that fails if torch changes it,
+and ``pyproject.toml`` limits torch to the versions that pass these tests. No other module may use a private torch name.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from torch.nn.modules import module as torch_module
 # Autograd.
 
 ACCUMULATES = "torch::autograd::AccumulateGrad"
-"""The name of the node that adds to ``.grad``; its ``variable`` is the leaf."""
+"""Name of the autograd node that accumulates into ``.grad``; its ``variable`` is the leaf."""
 VIEWS = frozenset({"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0", "AliasBackward0"})
-"""Nodes of views that keep all elements in the same order. They save nothing, so they can run more than once."""
+"""Nodes of views that keep all elements in order. They save no tensors, so they can run more than once."""
 CASTS = frozenset({"ToCopyBackward0"})
-"""Nodes of casts, which save nothing either."""
+"""Nodes of dtype casts, which save no tensors either."""
 
 
 def will_execute(edge: GradientEdge) -> bool:
-    """Whether the backward that is running on this thread executes the node of an edge.
+    """Whether the backward running on this thread executes the node of an edge.
 
     Raises:
         RuntimeError: ``torch.autograd.grad`` is running and the edge is one of its inputs.
@@ -46,12 +45,12 @@ def has_gradient_hooks(x: Tensor) -> bool:
 
 
 def accumulation_hooks(parameter: Tensor) -> Collection[Any]:
-    """The hooks that run after a gradient was accumulated into a leaf, in order."""
+    """Return the hooks that run after a gradient is accumulated into a leaf, in order."""
     return (parameter._post_accumulate_grad_hooks or {}).values()
 
 
 def accumulated_leaf(x: Tensor, through: Collection[str]) -> Tensor | None:
-    """The leaf from which a tensor is made by the named nodes alone, each of one input; ``None`` if there is none."""
+    """Return the leaf from which a chain of the named single-input nodes computes a tensor, or ``None``."""
     node = x.grad_fn
     while node is not None and node.name() in through:
         node = node.next_functions[0][0]
@@ -61,12 +60,12 @@ def accumulated_leaf(x: Tensor, through: Collection[str]) -> Tensor | None:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether a tensor holds numbers; meta and fake tensors do not."""
+    """Whether a tensor holds data; meta and fake tensors do not."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def version_of(x: Tensor) -> int:
-    """The version counter of a tensor: changes in place increase it, except through ``.data``."""
+    """Return the version counter of a tensor: in-place changes increment it, except through ``.data``."""
     return x._version
 
 
@@ -75,7 +74,7 @@ def version_of(x: Tensor) -> int:
 MODULE_CALL: dict[str, Callable[..., Any]] = {
     name: vars(nn.Module)[name] for name in ("__call__", "_wrapped_call_impl", "_call_impl")
 }
-"""What torch runs between a call of a module and its ``forward``."""
+"""The methods that torch runs between the call of a module and its ``forward``."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -104,12 +103,12 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The table of a module's own parameters, to be changed in place."""
+    """Return the mutable dict of a module's own parameters."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The table of a module's own buffers, to be changed in place."""
+    """Return the mutable dict of a module's own buffers."""
     return module._buffers
 
 
@@ -122,12 +121,12 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def before_forward(unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Run what FSDP2 does before the forward of a unit: it gathers the parameters, and returns the arguments."""
+    """Run FSDP2's pre-forward of a unit, which gathers the parameters, and return the arguments."""
     return cast(tuple[Any, Any], cast(Any, unit)._get_fsdp_state()._pre_forward(unit, args, kwargs))
 
 
 def after_forward(unit: nn.Module, output: Any) -> Any:
-    """Run what FSDP2 does after the forward of a unit, and return the output."""
+    """Run FSDP2's post-forward of a unit, and return the output."""
     return cast(Any, unit)._get_fsdp_state()._post_forward(unit, (), output)
 
 
@@ -135,9 +134,9 @@ def after_forward(unit: nn.Module, output: Any) -> Any:
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 TRANSPORT_FILES = (f"{_TORCH}distributed/distributed_c10d.py", f"{_TORCH}distributed/_functional_collectives.py")
-"""The files whose frames raise errors of the transport."""
+"""The files whose frames raise transport errors."""
 DISPATCH_FILE = f"{_TORCH}_ops.py"
-"""The file through which operators are called, collectives included."""
+"""The file through which torch calls operators, including collectives."""
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -147,7 +146,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 @contextmanager
 def group_names(name_of: Callable[[list[int], Collection[str]], str]) -> Iterator[None]:
-    """Name process groups made inside, with ``use_local_synchronization``, by ``name_of(ranks, names in use)``."""
+    """Name process groups created inside with ``use_local_synchronization`` by ``name_of(ranks, names in use)``."""
     usual = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: name_of(ranks, distributed_c10d._world.pg_names.values())
     try:
@@ -157,5 +156,5 @@ def group_names(name_of: Callable[[list[int], Collection[str]], str]) -> Iterato
 
 
 def is_in_bad_fork() -> bool:
-    """Whether this process was forked from one that had initialised CUDA, and so cannot use it."""
+    """Whether this process was forked after its parent initialised CUDA, and therefore cannot use CUDA."""
     return torch.cuda._is_in_bad_fork()

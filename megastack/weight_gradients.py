@@ -1,23 +1,23 @@
-"""Weight gradients inside a pipeline step: accumulated in place, and deferred where the schedule splits backwards.
+"""Weight gradients inside a pipeline step: accumulated in place, and deferred if the schedule splits backwards.
 
-The backward of a linear layer is two products of equal cost. One makes the gradient of the input, which the previous
-stage waits for; the other makes the gradient of the weight, which is not needed before the end of the step. The same
-holds for an embedding.
+The backward of a linear layer consists of two matrix products of equal cost. One computes the gradient of the input,
+which the previous stage waits for; the other computes the gradient of the weight, which is not needed before the end of
+the step. The same holds for an embedding.
 
-**In place.** Inside a :func:`weight_gradient_scope` the product adds such a gradient to ``.grad``, without a tensor of
-its own and a pass over it. Accumulation hooks run as usual. Autograd accumulates the gradient where that is not
-possible: another dtype, no ``.grad`` yet, a weight that is computed from parameters, a hook on the gradient, a
-``torch.autograd.grad`` within a layer; and, where nothing is deferred, for small weights.
+**In place.** Inside a :func:`weight_gradient_scope`, the product is added directly to ``.grad``, without a temporary
+tensor and an extra pass over it. Accumulation hooks run as usual. Autograd accumulates the gradient where this is not
+possible: a different dtype, no ``.grad`` yet, a weight computed from parameters, a hook on the gradient, or a
+``torch.autograd.grad`` call within a layer. If nothing is deferred, autograd also handles small weights.
 
-**Deferred.** Zero-bubble schedules (Qi et al., arXiv 2401.10241) run the second product where a rank would be idle. A
+**Deferred.** Zero-bubble schedules (Qi et al., arXiv 2401.10241) run the second product when a rank would be idle. A
 backward inside :func:`deferring` keeps the operands of the products, and :meth:`DeferredGradients.accumulate` computes
 them. All other parameters (norms, biases, positions, a user's own) get their gradients in the backward itself.
 
-The pipeline opens the scope for a step. A forward looks it up once for each weight and keeps it in the weight's
+The pipeline opens the scope for a step. A forward looks it up once per weight and stores it in the weight's
 :class:`GradientTarget`, since autograd may run the backward on another thread.
 
-What is kept are tensors and edges of the graph, not functions, so memory can be derived from them. Custom operations,
-which a compiler could trace, would cost the host more than they save, and nothing is compiled yet.
+Pending products hold tensors and graph edges, not closures, so their memory can be computed. Custom operators, which a
+compiler could trace, would cost more host time than they save, and nothing is compiled yet.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from megastack.torch_private import (
 )
 
 WORTH_ADDING_IN_PLACE = 2**18
-"""The number of elements from which a pass over a weight takes longer than a function in Python."""
+"""Number of elements from which a pass over a weight takes longer than a Python function call."""
 _VIEWS_AND_CASTS = VIEWS | CASTS
 
 
 class WeightGradient(Protocol):
-    """The gradient of a weight, not computed yet."""
+    """The gradient of a weight, not yet computed."""
 
     def begin(self) -> None:
         """Start the communication it needs."""
@@ -59,23 +59,23 @@ class WeightGradient(Protocol):
 
 
 class AccumulationHook:
-    """A post-accumulate-grad hook of a parameter that tolerates calls when nothing was accumulated.
+    """A post-accumulate-grad hook of a parameter that tolerates calls without an accumulated gradient.
 
-    Autograd calls accumulation hooks wherever a backward reaches the parameter, so also in an I that defers its
-    gradient. The gradient of a parameter with any other hook is not deferred.
+    Autograd calls accumulation hooks whenever a backward reaches the parameter, including an input backward (I) that
+    defers its gradient. The gradient of a parameter with any other hook is not deferred.
     """
 
     def __call__(self, parameter: Tensor) -> None:
-        """Called after the gradient was accumulated."""
+        """Called after the gradient is accumulated."""
         raise NotImplementedError
 
 
 class WeightGradientScope:
-    """Weight gradients of the forwards in one :func:`weight_gradient_scope`, and of their backwards.
+    """The state of one :func:`weight_gradient_scope`, shared by its forwards and their backwards.
 
     Attributes:
-        min_elements: the size of the smallest weight that takes part.
-        deferred: where the running backward defers weight gradients; ``None`` if it computes them.
+        min_elements: the size of the smallest weight whose gradient is accumulated in place.
+        deferred: collects the weight gradients of the running backward; ``None`` if it computes them.
     """
 
     __slots__ = ("deferred", "min_elements")
@@ -89,16 +89,16 @@ _SCOPE: ContextVar[WeightGradientScope | None] = ContextVar("weight_gradient_sco
 
 
 def current_scope() -> WeightGradientScope | None:
-    """The scope of forwards on this thread."""
+    """Return the scope of forwards on this thread."""
     return _SCOPE.get()
 
 
 @contextmanager
 def weight_gradient_scope(*, min_elements: int = 0) -> Iterator[WeightGradientScope]:
-    """Let backwards of the forwards inside accumulate weight gradients in place, and defer them.
+    """Enable in-place accumulation and deferral of weight gradients for the forwards inside and their backwards.
 
     Args:
-        min_elements: the size of the smallest weight for which that is done.
+        min_elements: the size of the smallest weight for which this is done.
     """
     scope = WeightGradientScope(min_elements)
     with entered(scope):
@@ -107,7 +107,7 @@ def weight_gradient_scope(*, min_elements: int = 0) -> Iterator[WeightGradientSc
 
 @contextmanager
 def entered(scope: WeightGradientScope | None) -> Iterator[None]:
-    """Enter an existing scope, for a forward that runs again on another thread."""
+    """Enter an existing scope, for a forward that is recomputed on another thread."""
     token = _SCOPE.set(scope)
     try:
         yield
@@ -130,14 +130,14 @@ def deferring() -> Iterator[DeferredGradients]:
 
 
 class GradientTarget:
-    """The parameter that the gradient of a weight goes to.
+    """The parameter into which the gradient of a weight is accumulated.
 
     Attributes:
-        weight: a parameter, or a cast or view of a whole one.
+        weight: a parameter, or a cast or view of a whole parameter.
         parameter: the parameter.
     """
 
-    __slots__ = ("_accumulates", "_scope", "parameter", "weight")  # one for every weight and microbatch
+    __slots__ = ("_accumulates", "_scope", "parameter", "weight")  # one per weight and microbatch
 
     def __init__(self, weight: Tensor, parameter: Tensor, scope: WeightGradientScope, *, same_dtype: bool) -> None:
         self.weight, self.parameter = weight, parameter
@@ -157,13 +157,13 @@ class GradientTarget:
     def is_accumulated(self) -> bool:
         """Whether the running backward accumulates the parameter's gradient, with no hook on the gradient itself.
 
-        Always false in a ``torch.autograd.grad`` within a layer.
+        Always false in a ``torch.autograd.grad`` call within a layer.
         """
         if has_gradient_hooks(self.parameter) or has_gradient_hooks(self.weight) or torch.is_grad_enabled():
             return False
         try:
             return will_execute(get_gradient_edge(self.parameter))
-        except RuntimeError:  # the gradient with respect to the parameter is taken
+        except RuntimeError:  # torch.autograd.grad computes the parameter's gradient
             return False
 
     @property
@@ -172,14 +172,14 @@ class GradientTarget:
         return all(isinstance(hook, AccumulationHook) for hook in accumulation_hooks(self.parameter))
 
     def buffer(self) -> Tensor | None:
-        """``.grad`` in the weight's shape; ``None`` where the gradient cannot be added to it."""
+        """Return ``.grad`` in the weight's shape; ``None`` if the gradient cannot be added to it."""
         gradient = self.parameter.grad
         if gradient is None or not self._accumulates or not gradient.is_contiguous():
             return None
         return gradient if self.weight is self.parameter else gradient.view(self.weight.shape)
 
     def accumulate(self, product: WeightGradient) -> Tensor | None:
-        """Accumulate or defer a gradient in a backward; returns it where autograd has to accumulate it."""
+        """Accumulate or defer a gradient in a backward; return it if autograd has to accumulate it."""
         if not self.is_accumulated:
             return product.gradient()
         deferred = self._scope.deferred
@@ -194,10 +194,10 @@ class GradientTarget:
 
 
 def target_of(weight: Tensor) -> GradientTarget | None:
-    """Where the gradient of a weight goes; ``None`` where autograd accumulates it.
+    """Return the target of a weight's gradient; ``None`` if autograd accumulates it.
 
-    That is the case outside of a scope, without grad, for small weights, and for a weight that is computed from
-    parameters, whose graph can run only once.
+    Autograd accumulates it outside of a scope, without grad mode, for small weights, and for a weight that is computed
+    from parameters, whose graph can run only once.
     """
     scope = _SCOPE.get()
     if scope is None or weight.numel() < scope.min_elements or not (torch.is_grad_enabled() and weight.requires_grad):
@@ -226,9 +226,9 @@ class DeferredGradients:
         return frozenset(self._pending)
 
     def accumulate(self) -> None:
-        """Compute all of them, parameter by parameter; the hooks of each parameter run once.
+        """Compute and accumulate all of them, parameter by parameter; the hooks of each parameter run once.
 
-        The communication for a parameter overlaps with the products of the one before.
+        The communication for a parameter overlaps with the products of the previous one.
         """
         pending = list(self._pending.values())[::-1]
         self._pending.clear()

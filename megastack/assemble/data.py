@@ -1,4 +1,4 @@
-"""The data of a configuration and of its later phases, and the loader of one data-parallel rank."""
+"""The data of a configuration and its later phases, and the data loader of one data-parallel rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megastack.errors import DataError
 
 
 def configured_tokenizer(config: TrainConfig) -> Tokenizer:
-    """The tokenizer of a configuration, for its data and for prompts.
+    """Load the tokenizer of a configuration, for its data and for prompts.
 
     Raises:
         DataError: the tokenizer does not exist or cannot be read.
@@ -26,7 +26,7 @@ def configured_tokenizer(config: TrainConfig) -> Tokenizer:
 
 
 def read_dataset(config: TrainConfig) -> Dataset:
-    """The training and validation data of a configuration and of its later phases; needs no process group.
+    """Read the training and validation data of a configuration and its later phases; needs no process group.
 
     Raises:
         DataError: the data of a phase cannot be used; the message names the first such phase.
@@ -65,11 +65,11 @@ def _read_phase(config: TrainConfig, streams: Streams, *, require_validation: bo
 def build_loader(
     config: TrainConfig, dataset: Dataset, histories: BlendHistories, batch: Mapping[str, int]
 ) -> Loader | PhasedLoader:
-    """The loader of a data-parallel rank's microbatches.
+    """Build the loader of a data-parallel rank's microbatches.
 
     Args:
-        config: of the run.
-        dataset: its data.
+        config: the configuration of the run.
+        dataset: the data.
         histories: the blend weights so far, by phase.
         batch: ``micro_size``, ``dp_rank``, ``dp_size`` and ``vocab``.
     """
@@ -83,5 +83,5 @@ def build_loader(
 
 
 def identity(config: TrainConfig, dataset: Dataset, histories: BlendHistories = ()) -> dict[str, Any]:
-    """What must not change between a run and its resume, since sample order and dropout follow from it."""
+    """Return the values that must not change when a run resumes, since sample order and dropout depend on them."""
     return data_state(dataset, seed=config.seed, global_size=config.batch.global_size, histories=histories)

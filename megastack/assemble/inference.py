@@ -17,7 +17,7 @@ from megastack.placement.buffers import share_buffers_
 
 
 def inference_stages(config: TrainConfig, stages: Sequence[Decoder]) -> list[Decoder]:
-    """Stages with the same weights for sequences of any length: no sequence parallelism, dropout or recomputation."""
+    """Return stages that share the weights, without sequence parallelism, dropout or recomputation, for any length."""
     parallel = replace(config.parallel, sequence_parallel=False)
     plain = replace(config, parallel=parallel, recompute=RecomputeOptions())
     with torch.device("meta"):
@@ -32,7 +32,7 @@ def inference_stages(config: TrainConfig, stages: Sequence[Decoder]) -> list[Dec
 
 
 def build_generator(config: TrainConfig, mesh: Mesh, stages: Sequence[Decoder], schedule: Schedule) -> Generator:
-    """The generator that continues prompts with the current weights of these stages; all ranks call."""
+    """Build a generator that continues prompts with the current weights of these stages; called on all ranks."""
     return Generator(
         inference_stages(config, stages),
         schedule,
@@ -43,5 +43,5 @@ def build_generator(config: TrainConfig, mesh: Mesh, stages: Sequence[Decoder], 
 
 
 def longest_text(config: TrainConfig) -> int | None:
-    """The longest sequence of a model with learned positions; None for computed positions, which have no limit."""
+    """Return the longest sequence of a model with learned positions; None for other positions, which have no limit."""
     return ModelConfig.of(config).max_positions if config.model.positions == "learned" else None

@@ -1,4 +1,4 @@
-"""The training loop of a run, with what it records, saves, dumps and prints."""
+"""The training loop of a run, with its records, checkpoints, dumps and console output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megastack.training.signals import StopRequest
 from megastack.training.state import Hooks
 
 SAMPLE_TOKENS = 32
-"""Tokens that are generated for the sample prompt during training."""
+"""Number of tokens generated for the sample prompt during training."""
 
 
 def build_loop(
@@ -41,17 +41,17 @@ def build_loop(
     start: str | None = None,
     guard: OwnershipGuard | None = None,
 ) -> Loop:
-    """The loop of a run; the first rank of the mesh writes its records.
+    """Build the training loop of a run; the first rank of the mesh writes its records.
 
     Args:
-        training: in the state from which the run starts.
+        training: the training, in the state from which the run starts.
         folder: the run folder.
-        stop: this rank's requests to stop.
+        stop: this rank's stop request.
         hooks: the user's callbacks.
         resumed: the checkpoint that was restored.
         pid: the process to signal to stop the run; this one by default.
         start: a description of this start of an elastic job.
-        guard: raises if the run folder has another owner by now.
+        guard: raises if another process owns the run folder.
     """
     config, mesh = training.config, training.mesh
     return Loop(
@@ -132,7 +132,7 @@ def _checkpoint_manager(
 
 
 def _sampler(training: Training) -> Callable[[], tuple[str, str]] | None:
-    """A function that continues the sample prompt of the run.
+    """Return a function that continues the sample prompt of the run.
 
     Raises:
         ConfigError: the model cannot continue this prompt.

@@ -1,4 +1,4 @@
-"""Gradients, optimizer and their scalars as a configuration describes them, for the stages of one rank."""
+"""Gradients, optimizer, loss scale and learning rate of a configuration, for the stages of one rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megastack.optim.update_rules import OptimizerOptions, rule_of
 
 
 def build_gradients(config: TrainConfig, stages: Sequence[Decoder], mesh: Mesh) -> Gradients:
-    """Freeze parameters and build the gradients of the others: flat buckets or FSDP, by the ZeRO level.
+    """Freeze parameters and build the gradients of the others: flat buckets or FSDP, depending on the ZeRO level.
 
-    All ranks of a pipeline call together.
+    Called on all ranks of a pipeline.
 
     Raises:
         ConfigError: a pattern of ``optim`` matches no parameter of the model.
@@ -45,7 +45,7 @@ def build_gradients(config: TrainConfig, stages: Sequence[Decoder], mesh: Mesh) 
             groups=groups,
             reduce_dtype=reduce_dtype,
         )
-    from megastack.gradients.fully_shard import FullyShardedGradients  # importing FSDP2 takes as long as torch itself
+    from megastack.gradients.fully_shard import FullyShardedGradients  # importing FSDP2 is as slow as importing torch
 
     return FullyShardedGradients(
         stages,
@@ -67,19 +67,19 @@ def _parameter_groups(config: TrainConfig, stages: Sequence[Decoder], names: set
 
 
 def optimizer_options(config: TrainConfig) -> OptimizerOptions:
-    """The optimizer, and the settings that all its groups share."""
+    """Return the optimizer and the settings that all its groups share."""
     optim = config.optim
     betas, offload = (optim.betas[0], optim.betas[1]), config.parallel.zero.offload
     return OptimizerOptions(optim.name, betas, optim.eps, optim.momentum, offload=offload)
 
 
 def moment_kinds(config: TrainConfig) -> tuple[str, ...]:
-    """The kinds of moment that a checkpoint of this run holds for each trained parameter."""
+    """Return the kinds of moment that a checkpoint of this run holds for each trained parameter."""
     return rule_of(optimizer_options(config)).kinds
 
 
 def loss_scale(config: TrainConfig, mesh: Mesh) -> LossScale:
-    """The loss scale: fixed, dynamic (the default for fp16) or none."""
+    """Build the loss scale: fixed, dynamic (the default for fp16) or none."""
     fixed, dynamic = config.precision.loss_scale, config.precision.compute == "fp16"
     if fixed is not None:
         return LossScale(fixed, device=mesh.device)
@@ -87,7 +87,7 @@ def loss_scale(config: TrainConfig, mesh: Mesh) -> LossScale:
 
 
 def learning_rate(config: TrainConfig) -> LearningRate:
-    """The learning-rate schedule."""
+    """Build the learning-rate schedule."""
     lr = config.lr
     return LearningRate(
         schedule=lr.schedule,

@@ -1,4 +1,4 @@
-"""This rank's pipeline stages, with their initial values or with the weights of a checkpoint."""
+"""This rank's pipeline stages, with initial values or with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def build_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> list[Decoder]:
-    """This rank's stages with their initial values; a rank that holds both ends of a tied embedding shares it."""
+    """Build this rank's stages with initial values; a rank with both ends of a tied embedding shares the parameter."""
     slices = stage_slices(config, schedule.stages)
     stages = [_stage(config, mesh, slices[index]) for index in schedule.rank_stages(mesh[Axis.PP].rank)]
     first, last = stages[0], stages[-1]
@@ -39,7 +39,7 @@ def _stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
 
 
 def load_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule, checkpoint: Path) -> list[Decoder]:
-    """This rank's stages with the weights of a checkpoint, in the dtypes of the configuration.
+    """Build this rank's stages with the weights of a checkpoint, in the dtypes of the configuration.
 
     Raises:
         CheckpointError: the checkpoint is corrupt or belongs to another model.

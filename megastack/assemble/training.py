@@ -1,4 +1,4 @@
-"""The parts of a training on one rank: model, data, gradients, optimizer, training step and validation."""
+"""The components of training on one rank: model, data, gradients, optimizer, training step and validation."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from megastack.training.state import Progress
 from megastack.training.step import TrainStep
 
 STARTS = "optimizer_starts"
-"""Key in the trainer state: by parameter, the number of updates before it was first trained, if any."""
+"""Key in the trainer state: for each parameter, the number of updates before it was first trained, if any."""
 
 
 @dataclass
 class Training:
-    """The parts of a training on one rank."""
+    """The components of training on one rank."""
 
     config: TrainConfig
     mesh: Mesh
@@ -60,11 +60,11 @@ class Training:
 
     @property
     def blend(self) -> History:
-        """The blend weights of the first data phase so far; empty without a blend."""
+        """Blend weights of the first data phase so far; empty without a blend."""
         return self.histories[0]
 
     def state(self) -> State:
-        """Weights, moments and progress as checkpoint items; the tensors are views of the live ones."""
+        """Return weights, moments and progress as checkpoint items; the tensors are views of the live ones."""
         placements = stage_placements(self.stages)
         optimizer = self.step.optimizer
         kinds = optimizer.moments() | (
@@ -82,19 +82,19 @@ class Training:
         return State(items, trainer | ({STARTS: optimizer.starts} if optimizer.starts else {}))
 
     def weight_items(self) -> list[StateItem]:
-        """Weights and persistent buffers as checkpoint items, after waiting for pending gathers of parameters."""
+        """Return weights and persistent buffers as checkpoint items, after pending parameter gathers."""
         self.step.buckets.wait_parameters()
         placements = stage_placements(self.stages)
         weights = box_items("model", self.step.buckets.weights(), placements, self.mesh)
         return [*weights, *buffer_items(self.stages, self.mesh)]
 
     def gradient_items(self) -> list[StateItem]:
-        """The reduced gradients as checkpoint items."""
+        """Return the reduced gradients as checkpoint items."""
         placements = stage_placements(self.stages)
         return items_of("gradients", self.step.buckets.named_gradients(), placements, self.mesh)
 
     def generator(self) -> Generator:
-        """A generator that continues prompts with the current weights; all ranks call, between steps."""
+        """Build a generator that continues prompts with the current weights; called on all ranks, between steps."""
         self.step.buckets.wait_parameters()
         return build_generator(self.config, self.mesh, self.stages, self.schedule)
 
@@ -119,7 +119,7 @@ class Training:
             part.order = order
 
     def _restore_optimizer(self, missing: Sequence[str], starts: Mapping[str, int]) -> None:
-        """Restore step counts and main parameters after a load; ``missing`` names are identical on all ranks."""
+        """Restore step counts and main parameters after a load; ``missing`` is identical on all ranks."""
         optimizer = self.step.optimizer
         steps = int(optimizer.steps)
         fresh = {name for kind in optimizer.kinds for name in _after(f"optim/{kind}/", missing)}
@@ -135,7 +135,7 @@ class Training:
 
 
 def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = None) -> Training:
-    """Build the parts of a training; communicates only to open groups and to agree on names.
+    """Build the components of training; communicates only to create process groups and to agree on names.
 
     Args:
         config: a valid configuration.
@@ -164,7 +164,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
 def _batches(
     config: TrainConfig, mesh: Mesh, dataset: Dataset, histories: BlendHistories
 ) -> tuple[Loader | PhasedLoader, ValidationBatches]:
-    """The training and validation microbatches of this data-parallel rank."""
+    """Build the training and validation batches of this data-parallel rank."""
     dp = mesh[Axis.DP]
     batch = {
         "micro_size": config.batch.micro_size,
@@ -180,5 +180,5 @@ def _batches(
 
 
 def _after(prefix: str, names: Sequence[str]) -> list[str]:
-    """The names that have a prefix, without it."""
+    """Return the names with a prefix, without the prefix."""
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]

@@ -1,1 +1,1 @@
-"""State that moves between layouts: items, save, load, reader."""
+"""Layout-independent checkpoints: items, save, load, reader."""

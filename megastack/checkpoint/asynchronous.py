@@ -1,12 +1,12 @@
 """Save while training continues: copy this rank's boxes into staging buffers, then write and publish from a thread.
 
-The caller waits for the plan and the copy only. The thread never communicates: a rank that has written its file puts a
-report next to it; the first rank's thread waits for the reports of all ranks, removes them and publishes. Ranks
+The caller waits only for the plan and the copy. The thread never communicates: a rank that has written its file places
+a report next to it; the first rank's thread waits for the reports of all ranks, removes them and publishes. Ranks
 synchronize in :meth:`AsynchronousSave.wait`, on the training thread. The thread is started before the copy, because a
-thread that starts working at once would keep its starter waiting for the interpreter lock.
+thread that starts working immediately would make its starter wait for the interpreter lock.
 
 One save is in flight at a time. The next one reuses its plan and its staging buffer (:class:`SaveCache`): planning
-takes collectives over all ranks, and allocating memory takes longer than the copy itself.
+requires collectives over all ranks, and allocating memory takes longer than the copy itself.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from megastack.records import read_record
 REPORT_TIMEOUT_S = 1800.0
 """How long the first rank waits for the reports of the others."""
 EXIT_TIMEOUT_S = 60.0
-"""The same after the main thread has ended without waiting."""
+"""The same time-out after the main thread has ended without waiting."""
 _POLL_S = (0.002, 0.2)
 _ALIGNMENT = 16
 
 
 class StagingBuffer:
-    """Memory for a copy of the tensors that a rank writes; allocated when it has to grow, and reused."""
+    """Memory for a copy of the tensors that a rank writes; reused, and reallocated only to grow."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous copies on the CPU, valid until the next call."""
+        """Return contiguous copies on the CPU, valid until the next call."""
         sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         if sum(sizes) > self._buffer.numel():
@@ -70,13 +70,13 @@ class StagingBuffer:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What this rank writes, and on the first rank the metadata of the whole checkpoint.
+    """The data that this rank writes and, on the first rank, the metadata of the whole checkpoint.
 
     Attributes:
         items: the planned boxes.
-        tensors: the live tensor of each.
+        tensors: the live tensor of each item.
         metadata: all tensors and boxes; ``None`` except on the first rank.
-        trainer: the text of ``trainer.json``; empty except on the first rank.
+        trainer: the content of ``trainer.json``; empty except on the first rank.
     """
 
     items: Sequence[WriteItem]
@@ -86,10 +86,10 @@ class WritePlan:
 
 
 def make_plan(path: Path, state: State, world: AxisGroup, guard: Guard | None = None) -> WritePlan:
-    """Agree on which rank writes what, and make the folder; all ranks call.
+    """Agree on which rank writes what, and create the folder; called on all ranks.
 
     Raises:
-        CheckpointError: on every rank, if the state of any rank is invalid or the folder cannot be made.
+        CheckpointError: on every rank, if the state of any rank is invalid or the folder cannot be created.
     """
     planner = BoxSavePlanner(state)
     first_rank: list[tuple[Metadata, str]] = []
@@ -113,7 +113,7 @@ _ItemLayout = tuple[str, tuple[int, ...], list[tuple[Box, tuple[int, ...], torch
 
 
 class SaveCache:
-    """What the next asynchronous save of a mesh can reuse: the staging buffer, and the plan of an unchanged layout."""
+    """State that the next asynchronous save of a mesh reuses: the staging buffer, and the plan for the same layout."""
 
     def __init__(self) -> None:
         self.buffer = StagingBuffer()
@@ -121,7 +121,7 @@ class SaveCache:
         self._plan: WritePlan | None = None
 
     def plan(self, path: Path, state: State, world: AxisGroup, guard: Guard | None = None) -> WritePlan:
-        """The last plan if the layout of the state is unchanged on all ranks, else a new one; all ranks call.
+        """Return the last plan if the layout is unchanged on all ranks, else a new one; called on all ranks.
 
         Only a new plan compares replicas, so their checksums count as part of the layout.
 
@@ -152,7 +152,7 @@ def _layout_of(state: State) -> list[_ItemLayout]:
 
 
 def _prepare_folder(path: Path, state: State, world: AxisGroup, guard: Guard | None) -> str | None:
-    """Make the folder on the first rank and return the text of ``trainer.json`` there.
+    """Create the folder on the first rank and return the content of ``trainer.json`` there.
 
     ``None`` if this fails: planning from scratch then raises the error on all ranks.
     """
@@ -171,7 +171,7 @@ class AsynchronousSave:
 
     Attributes:
         path: the checkpoint folder, which appears when it is published.
-        blocked_s: how long the constructor kept the caller waiting.
+        blocked_s: how long the constructor blocked the caller.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class AsynchronousSave:
         self._plan = replace(plan, tensors=())
         self._copies: dict[MetadataIndex, Tensor] = {}
         self._copied = threading.Event()
-        self._local_error = ""  # of this rank
-        self._outcome: str | None = None  # the same on all ranks: None until they agreed, "" for success
+        self._local_error = ""  # this rank's error
+        self._outcome: str | None = None  # the same on all ranks: None until they have agreed, "" for success
         self._failed: tuple[int, ...] = ()
         self._cause: RuntimeError | None = None
         self._written = threading.Event()
@@ -220,7 +220,7 @@ class AsynchronousSave:
         return self._ended - self._began
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is published and return its folder; all ranks call, on the training thread.
+        """Wait until the checkpoint is published and return its folder; called on all ranks, on the training thread.
 
         Raises:
             CheckpointError: the same on every rank and in every call, if any rank failed.
@@ -250,7 +250,7 @@ class AsynchronousSave:
         return f"{self.path}: was not saved\n{describe_failures(found)}" if found else ""
 
     def _run(self) -> None:
-        """The thread: write, report, and on the first rank publish."""
+        """Body of the thread: write, report and, on the first rank, publish."""
         report = WriteReport()
         self._copied.wait()
         try:
@@ -296,7 +296,7 @@ class AsynchronousSave:
             raise
 
     def _receive_reports(self) -> dict[int, tuple[str, WriteReport]]:
-        """Poll until the reports of all other ranks have arrived; returns each rank's error and report."""
+        """Poll until the reports of all other ranks have arrived, and return each rank's error and report."""
         found: dict[int, tuple[str, WriteReport]] = {}
         folder, pause, began = writing_folder(self.path), _POLL_S[0], time.monotonic()
         main_ended: float | None = None

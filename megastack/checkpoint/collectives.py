@@ -1,7 +1,7 @@
-"""Collectives of a save or load: agree on a flag, make a global plan, and fail on all ranks with the same error.
+"""Collectives of a save or load: agree on a flag, create a global plan, and fail on all ranks with the same error.
 
-``torch.distributed.checkpoint`` already brings a failure of any rank to all of them, but its exception hides the cause.
-Here it becomes one :class:`CheckpointError` with the message of each failed rank, the same text on all ranks.
+``torch.distributed.checkpoint`` already propagates a failure of any rank to all ranks, but its exception hides the
+cause. Here it becomes one :class:`CheckpointError` with the message of each failed rank and the same text on all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def all_true(value: bool, world: AxisGroup) -> bool:
 
 @dataclass(frozen=True)
 class _Failed:
-    """What a rank sends instead of a value: the error of each failed rank."""
+    """Sent by a rank instead of a value: the error of each failed rank."""
 
     by_rank: Mapping[int, str]
 
@@ -46,7 +46,7 @@ class _Failed:
 def make_global_plan(
     task: str, world: AxisGroup, local_plan: Callable[[], T], global_plan: Callable[[list[T]], list[T]]
 ) -> T:
-    """Gather the local plan of every rank, turn them into final plans on the first rank, and return this rank's.
+    """Gather the local plan of every rank, create the final plans on the first rank, and return this rank's plan.
 
     Raises:
         CheckpointError: the same on every rank, if ``local_plan`` fails on any rank or ``global_plan`` on the first.
@@ -72,7 +72,7 @@ def _attempt(rank: int, make: Callable[[], T]) -> T | _Failed:
 
 
 def _scatter(values: Sequence[T], world: AxisGroup) -> T:
-    """This rank's value of those that the first rank passes; the others pass none."""
+    """Scatter one value to each rank; the first rank passes the values, the others pass none."""
     if world.group is None:
         return values[0]
     received: list[Any] = [None]
@@ -83,7 +83,7 @@ def _scatter(values: Sequence[T], world: AxisGroup) -> T:
 
 
 def local_work(method: Callable[..., T]) -> Callable[..., T]:
-    """Mark a method that torch calls between its collectives as local work: other ranks may be waiting for it."""
+    """Mark a method that torch calls between its collectives as local work, which other ranks may be waiting for."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:
@@ -106,7 +106,7 @@ def checkpoint_errors(task: str) -> Iterator[None]:
 
 
 def describe_failures(failures: Mapping[int, str]) -> str:
-    """The error of each failed rank, one line each."""
+    """Format the error of each failed rank, one per line."""
     by_rank = sorted(failures.items())
     lines = [f"rank {rank}: {text}" for rank, text in by_rank[:_MOST_RANKS_SHOWN]]
     rest = len(by_rank) - _MOST_RANKS_SHOWN
@@ -114,5 +114,5 @@ def describe_failures(failures: Mapping[int, str]) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error as text, with its class unless it is a CheckpointError."""
+    """Format an error as text, with its class unless it is a CheckpointError."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
-"""The checkpoints of a run: list them, find the one that a path refers to, decide where to resume, remove old ones.
+"""The checkpoints of a run: list them, resolve a path to one, decide where to resume, remove old ones.
 
-Torch-free, so that a launcher can do this before any rank starts. ``checkpoints/step_00000010`` is named for the number
-of completed optimizer steps; it counts only if it is usable (:mod:`megastack.checkpoint.integrity`). Every command and
-key that accepts a path finds its checkpoint with :func:`find_checkpoint`, which only reads, so it is safe on the folder
-of a running job.
+This module does not import torch, so a launcher can use it before any rank starts. ``checkpoints/step_00000010`` is
+named after the number of completed optimizer steps; it counts only if it is usable
+(:mod:`megastack.checkpoint.integrity`). Every command and key that accepts a path finds its checkpoint with
+:func:`find_checkpoint`, which only reads, so it is safe to use on the folder of a running job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megastack.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
 IMPORTED = "weights"
-"""The folder of the checkpoint in an imported folder."""
+"""The subfolder of the checkpoint in an imported folder."""
 RUN_CONFIG, HUB_CONFIG = "config.yaml", "config.json"
 _MOST_NAMES = 4
 
@@ -29,7 +29,7 @@ class NoCheckpointError(CheckpointError):
 
     Args:
         path: the path.
-        found: what was found there.
+        found: a description of what was found there.
         advice: what to use instead.
     """
 
@@ -41,7 +41,7 @@ class NoCheckpointError(CheckpointError):
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A folder named for a step, and its error (``None`` if there is none)."""
+    """A folder named after a step, and its error (``None`` if there is none)."""
 
     path: Path
     step: int
@@ -49,7 +49,7 @@ class CheckpointEntry:
 
     @property
     def complete(self) -> bool:
-        """Whether it is usable, as far as it was checked."""
+        """Whether the checkpoint is usable, as far as it was checked."""
         return self.error is None
 
 
@@ -58,9 +58,9 @@ class Resume:
     """Where a run starts.
 
     Attributes:
-        checkpoint: the folder to load; ``None`` to start fresh. It has a hidden name if a replacement was interrupted,
-            until the run that owns the folder recovers it.
-        run_dir: the run folder to continue in; ``None`` to make a new one.
+        checkpoint: the folder to load; ``None`` to start fresh. If a replacement was interrupted, the folder has a
+            hidden name until the run that owns it recovers the checkpoint.
+        run_dir: the run folder to continue in; ``None`` to create a new one.
         skipped: errors of newer checkpoints that were skipped.
     """
 
@@ -70,14 +70,14 @@ class Resume:
 
 
 def find_checkpoint(path: Path, *, content: bool = False) -> Path:
-    """The checkpoint that ``path`` refers to.
+    """Find the checkpoint that ``path`` refers to.
 
     Args:
         path: a checkpoint, a run folder, a ``checkpoints`` folder or an imported folder.
-        content: read every byte of the checkpoint.
+        content: whether to read every byte of the checkpoint.
 
     Raises:
-        NoCheckpointError: there is none, or it is not usable; the error says what was found.
+        NoCheckpointError: there is none, or it is not usable; the message describes what was found.
     """
     chosen = _resolve(path)
     if error := checkpoint_error(chosen, content=content):
@@ -88,22 +88,22 @@ def find_checkpoint(path: Path, *, content: bool = False) -> Path:
 
 
 def checkpoints_folder(path: Path) -> Path:
-    """The ``checkpoints`` folder of a run folder; the path itself if it has none."""
+    """Return the ``checkpoints`` folder of a run folder; the path itself if it has none."""
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint by its name or content, damaged or not."""
+    """Whether a path is a checkpoint by its name or content, even if damaged."""
     return (path / MANIFEST).is_file() or (path.is_dir() and step_of(path) is not None)
 
 
 def is_imported(checkpoint: Path) -> bool:
-    """Whether a checkpoint comes from an import, which has weights but no run."""
+    """Whether a checkpoint was imported and thus has weights but no run."""
     return "imported" in read_trainer(checkpoint)
 
 
 def _resolve(path: Path) -> Path:
-    """The checkpoint that a path refers to, usable or not."""
+    """Return the checkpoint that a path refers to, usable or not."""
     if is_checkpoint(path):
         return path
     if not path.is_dir():
@@ -121,7 +121,7 @@ def _resolve(path: Path) -> Path:
 
 
 def _newest_usable(chosen: Path, content: bool) -> Path | None:
-    """The newest usable checkpoint in the same folder."""
+    """Return the newest usable checkpoint in the same folder."""
     for path in reversed(step_folders(chosen.parent)):
         if checkpoint_error(place := locate(path), content=content) is None:
             return place
@@ -129,19 +129,19 @@ def _newest_usable(chosen: Path, content: bool) -> Path | None:
 
 
 def list_checkpoints(folder: Path, *, content: bool = False) -> list[CheckpointEntry]:
-    """The checkpoints in a ``checkpoints`` folder by increasing step, complete or not; empty without a folder."""
+    """List the checkpoints in a ``checkpoints`` folder by increasing step, complete or not; empty if it is missing."""
     paths = [path for path in step_folders(folder) if path.is_dir()]
     return [CheckpointEntry(path, step_of(path) or 0, checkpoint_error(path, content=content)) for path in paths]
 
 
 def newest_complete(folder: Path, *, content: bool = True) -> Path | None:
-    """The usable checkpoint with the highest step; ``None`` if there is none."""
+    """Return the usable checkpoint with the highest step; ``None`` if there is none."""
     newest_first = reversed([path for path in step_folders(folder) if path.is_dir()])
     return next((path for path in newest_first if checkpoint_error(path, content=content) is None), None)
 
 
 def read_latest(folder: Path) -> Path | None:
-    """The checkpoint that the file ``latest`` names; ``None`` if the file or the folder does not exist."""
+    """Return the checkpoint that the file ``latest`` names; ``None`` if the file or the folder does not exist."""
     try:
         name = (folder / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -153,17 +153,18 @@ def read_latest(folder: Path) -> Path | None:
 def resolve_resume(
     resume: str | None, run_dir: str | Path | None, root: str | Path, *, on_corrupt: str = "previous"
 ) -> Resume:
-    """Decide what a run starts from; called once, by the launcher. Reads only.
+    """Decide what a run starts from; called once, by the launcher. This function only reads.
 
     Args:
         resume: ``None`` starts fresh, ``auto`` resumes the newest usable checkpoint of ``run_dir`` if there is one,
-            ``last`` that of the newest run under ``root``; anything else is a path for :func:`find_checkpoint`.
+            ``last`` does the same for the newest run under ``root``; anything else is a path for
+            :func:`find_checkpoint`.
         run_dir: the requested run folder, if any.
         root: the folder of all runs.
         on_corrupt: ``previous`` skips damaged checkpoints (auto and last), ``refuse`` raises.
 
     Raises:
-        CheckpointError: there is no checkpoint where one is required, or a fresh run would mix with an old one.
+        CheckpointError: a required checkpoint does not exist, or a fresh run would mix with an old one.
     """
     if resume is None:
         return _fresh(None if run_dir is None else Path(run_dir))
@@ -183,20 +184,20 @@ def keep_last(
     verified: VerifiedFiles | None = None,
     limit_s: float | None = None,
 ) -> list[Path]:
-    """Remove all but the newest ``count`` usable checkpoints, on one rank; returns the removed folders.
+    """Remove all but the newest ``count`` usable checkpoints, on one rank, and return the removed folders.
 
-    A checkpoint counts if ``resume=auto`` would accept it: its content is read unless ``verified`` holds it. Nothing is
-    removed before ``count`` usable ones are found. Also kept: multiples of ``every``, the checkpoint that ``latest``
-    names, damaged checkpoints (for the user to inspect), and folders with foreign files.
+    A checkpoint counts if ``resume=auto`` would accept it: its content is read unless ``verified`` contains it. Nothing
+    is removed before ``count`` usable checkpoints are found. Multiples of ``every``, the checkpoint that ``latest``
+    names, damaged checkpoints (for the user to inspect), and folders with foreign files are also kept.
 
     Args:
         folder: the ``checkpoints`` folder.
-        count: how many to keep.
+        count: how many checkpoints to keep.
         every: also keep steps that are multiples of this.
-        upto: the run's current step. Later checkpoints are left over from before it resumed from an older one; they do
+        upto: the run's current step. Later checkpoints were written before the run resumed from an older one; they do
             not count, since the run may not reach them again, and are not removed.
         verified: files that need not be read.
-        limit_s: how long to read; a checkpoint that is not verified by then does not count, so more are kept.
+        limit_s: time limit for reading; a checkpoint that is not verified by then does not count, so more are kept.
     """
     if count < 1:
         raise CheckpointError(f"keep_last={count}: must be at least 1; use null to keep all")
@@ -262,7 +263,7 @@ def _named(path: Path) -> Resume:
 
 
 def _pick(folder: Path, on_corrupt: str) -> tuple[Path | None, tuple[str, ...]]:
-    """The newest usable checkpoint of a run, and the errors of newer ones."""
+    """Return the newest usable checkpoint of a run, and the errors of newer ones."""
     skipped: list[str] = []
     for path in reversed(step_folders(folder)):
         place = locate(path)
@@ -279,7 +280,7 @@ def _pick(folder: Path, on_corrupt: str) -> tuple[Path | None, tuple[str, ...]]:
 
 
 def _written_at(path: Path) -> int:
-    """When a checkpoint was written, in ns; 0 if it has just been removed."""
+    """Return when a checkpoint was written, in ns; 0 if it has just been removed."""
     place = locate(path)
     for candidate in (place / MANIFEST, place):
         try:

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is usable: the one check that resuming, retention and recovery share.
+"""Whether a checkpoint is usable: the check that resuming, retention and recovery share.
 
-Reading every byte of a checkpoint takes long, so :class:`VerifiedFiles` remembers the files that this process has read
-or written. An entry is valid as long as size, times and inode of the file are unchanged.
+Reading every byte of a checkpoint is slow, so :class:`VerifiedFiles` remembers the files that this process has read or
+written. An entry is valid as long as size, times and inode of the file are unchanged.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megastack.checkpoint.manifest import (
 from megastack.errors import CheckpointError
 
 _Stamp = tuple[int, ...]
-"""Size, times and inode of a file, with the size and crc32 that its manifest records."""
+"""Size, times and inode of a file, with the size and crc32 recorded in its manifest."""
 
 
 class VerifiedFiles:
-    """Files whose content this process has compared with their manifests, or has written itself."""
+    """Files that this process has written, or has compared with their manifests."""
 
     def __init__(self) -> None:
         self._stamps: dict[Path, _Stamp] = {}
@@ -36,13 +36,13 @@ class VerifiedFiles:
             for file in read_manifest(path).files.values():
                 self._stamps[path / file.name] = _stamp(path / file.name, file)
         except (CheckpointError, OSError):
-            pass  # it is verified when it is checked
+            pass  # it will be verified when it is checked
 
     def error(self, folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
-        """An error that names the file if its size or content differs from the manifest, else ``None``.
+        """Return an error that names the file if its size or content differs from the manifest, else ``None``.
 
         Raises:
-            OutOfTimeError: it could not be read before ``deadline`` (monotonic clock).
+            OutOfTimeError: the file could not be read before ``deadline`` (on the monotonic clock).
         """
         path = folder / file.name
         try:
@@ -60,13 +60,13 @@ class VerifiedFiles:
 def checkpoint_error(
     path: Path, *, content: bool = True, verified: VerifiedFiles | None = None, deadline: float | None = None
 ) -> str | None:
-    """Check a checkpoint folder; returns an error that names the damaged files, ``None`` if it is usable.
+    """Check a checkpoint folder, and return an error that names the damaged files; ``None`` if it is usable.
 
     Args:
         path: the folder.
-        content: read every byte; otherwise check only the manifest, ``trainer.json`` and the sizes of the files.
+        content: whether to read every byte, or only the manifest, ``trainer.json`` and the sizes of the files.
         verified: files that need not be read again.
-        deadline: monotonic clock; a file that is not read by then is an error.
+        deadline: on the monotonic clock; a file that has not been read by then is an error.
     """
     known = VerifiedFiles() if verified is None else verified
     try:
@@ -85,12 +85,12 @@ def checkpoint_error(
 
 
 def join_lines(*errors: str) -> str:
-    """Errors as a single line of a message."""
+    """Join errors into a single line of a message."""
     return "; ".join(line for error in errors for line in error.splitlines())
 
 
 def list_names(names: Iterable[str], limit: int = 8) -> str:
-    """The first names for a message, and how many more there are."""
+    """Format the first few names for a message, with the number of remaining ones."""
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -1,9 +1,9 @@
-"""Load a checkpoint of any layout into the state of this one.
+"""Load a checkpoint of any layout into the state of the current layout.
 
-Every rank calls :func:`load`. First each rank compares its items with the manifest and checks the sizes of its share of
+Every rank calls :func:`load`. Each rank first compares its items with the manifest and checks the sizes of its share of
 the files. The findings of all ranks are gathered, so that all ranks accept or reject the checkpoint before any value
-changes. Then each rank reads its own boxes straight into its tensors. The content of the files is checked in the same
-pass, each file by one rank; damage that a rank finds is an error on all ranks.
+changes. Each rank then reads its boxes directly into its tensors. The content of the files is checked in the same pass,
+each file by one rank; damage found by any rank is an error on all ranks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class LoadReport:
         path: the checkpoint.
         loaded: names that were loaded.
         missing: names in the state that the checkpoint lacks; they keep their values (``strict=False`` only).
-        unexpected: names in the checkpoint that no rank's state has (``strict=False`` only).
+        unexpected: names in the checkpoint that are in no rank's state (``strict=False`` only).
         cast: names whose dtype was converted (``cast=True`` only).
-        trainer: the trainer's state; empty after a load of weights only.
+        trainer: the trainer's state; empty if only weights were loaded.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class LoadReport:
 
 @dataclass
 class _Findings:
-    """Names and errors that one rank found; the union over all ranks decides."""
+    """Names and errors that one rank found; the outcome depends on the union over all ranks."""
 
     requested: set[str] = field(default_factory=set)
     mismatched: dict[str, str] = field(default_factory=dict)
@@ -70,21 +70,21 @@ def load(
 ) -> LoadReport:
     """Fill ``state`` from the checkpoint folder ``path``; nothing changes unless names, shapes and dtypes match.
 
-    Corruption that does not change a file's size is found only while tensors are being filled. The error then says
+    Corruption that does not change a file's size is found only while tensors are being filled. The error then states
     that the state is partially overwritten; load another checkpoint before using it.
 
     Args:
         path: a checkpoint folder, the same on all ranks.
-        state: this rank's items, whose tensors are overwritten; its ``trainer`` is replaced by the stored one, except
-            in a load of weights only.
-        mesh: all of its ranks call.
+        state: this rank's items, whose tensors are overwritten; the stored ``trainer`` replaces its ``trainer``, unless
+            only weights are loaded.
+        mesh: the mesh; all of its ranks call this function.
         strict: raise on missing and unexpected names; otherwise they are skipped and reported.
-        weights_only: consider only names that begin with ``model/``, on both sides.
+        weights_only: consider only names that begin with ``model/``, in the state and the checkpoint.
         cast: convert between floating-point dtypes; otherwise a different dtype is an error.
 
     Raises:
-        CheckpointError: the same on every rank; it names the file that is missing, corrupt or truncated, or all tensors
-            that are missing, unexpected, or differ in shape or dtype.
+        CheckpointError: the same on every rank; the message names the file that is missing, corrupt or truncated, or
+            all tensors that are missing, unexpected, or differ in shape or dtype.
     """
     folder, world = Path(path).absolute(), mesh.world
     findings, manifest, items = _Findings(), None, {}
@@ -163,7 +163,7 @@ def _union(all_findings: list[_Findings]) -> _Findings:
 
 
 def _raise_mismatches(folder: Path, everyone: _Findings, stored: set[str], strict: bool) -> None:
-    """Raise one error with all names that do not match, if there are any."""
+    """Raise one error with all mismatched names, if there are any."""
     missing, unexpected = sorted(everyone.requested - stored), sorted(stored - everyone.requested)
     lines = [f"mismatched: {name}: {text}" for name, text in sorted(everyone.mismatched.items())]
     if strict and missing:

@@ -1,4 +1,4 @@
-"""The checkpoint manager of a run: saves blocking or asynchronously, reports what is published, removes old ones."""
+"""The checkpoint manager of a run: saves synchronously or asynchronously, and removes old checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megastack.checkpoint.state import State
 from megastack.mesh.mesh import Mesh
 
 VERIFY_LIMIT_S = 30.0
-"""How long one save may spend on reading checkpoints of earlier processes to verify them."""
+"""How long one save may spend verifying checkpoints of earlier processes."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class PublishedCheckpoint:
     """A published checkpoint.
 
     Attributes:
-        step: the step that it is named for.
+        step: the step in its name.
         path: its folder.
-        seconds: wall time that it added to the run on this rank, waiting included.
+        seconds: wall time that it added to the run on this rank, including waiting.
         write_seconds: time from the call until this rank finished writing.
     """
 
@@ -39,11 +39,11 @@ class CheckpointManager:
 
     Args:
         folder: the folder of the ``step_…`` folders.
-        mesh: all of its ranks make the same calls.
+        mesh: the mesh; all of its ranks make the same calls.
         asynchronous: write while training continues; one checkpoint is in flight at a time.
         keep: how many of the newest usable checkpoints to keep; ``None`` keeps all.
         every: also keep steps that are multiples of this.
-        guard: raises if this run may no longer write; called on the first rank before it writes.
+        guard: raises if this run may no longer write; called on the first rank before each write.
         loaded: a checkpoint that was just read in full and need not be verified again.
     """
 
@@ -75,7 +75,7 @@ class CheckpointManager:
         return self._pending is not None and not self._pending[1].done
 
     def save(self, step: int, state: State) -> list[PublishedCheckpoint]:
-        """Save a step; returns the checkpoints published by now: this step's, or that of an earlier asynchronous save.
+        """Save a step, and return the checkpoints published since: this step's, or an earlier asynchronous save's.
 
         Raises:
             CheckpointError: on every rank, if any rank failed in this save or in the previous one.
@@ -86,7 +86,7 @@ class CheckpointManager:
         return earlier if self._asynchronous else [*earlier, *self.wait()]
 
     def wait(self) -> list[PublishedCheckpoint]:
-        """Wait for the pending save and return its checkpoint; empty if none is pending. All ranks call.
+        """Wait for the pending save and return its checkpoint; empty if none is pending. Called on all ranks.
 
         Raises:
             CheckpointError: on every rank, if any rank failed.
@@ -102,7 +102,7 @@ class CheckpointManager:
         return [PublishedCheckpoint(step, path, handle.blocked_s + waited, handle.seconds)]
 
     def _remove_old(self, step: int, path: Path) -> None:
-        """Remove checkpoints that the policy does not keep; those that this process wrote or loaded are not reread."""
+        """Remove checkpoints that the policy does not keep; files that this process wrote or loaded are not reread."""
         if self._keep is None:
             return
         if self._guard is not None:

@@ -1,13 +1,13 @@
-"""The manifest of a checkpoint: its files, and which bytes of which file hold each box of each tensor.
+"""The manifest of a checkpoint: its files, and the location of each box of each tensor in them.
 
-``manifest.json`` is plain JSON that needs no torch to read. It holds a checksum of itself, the size and crc32 of every
-other file, and the dtype, global shape and boxes of every tensor. It is written last, inside a folder that is published
+``manifest.json`` is plain JSON, readable without torch. It contains a checksum of itself, the size and crc32 of every
+other file, and the dtype, global shape and boxes of every tensor. It is written last, into a folder that is published
 afterwards. A checkpoint is complete if its manifest exists and its files match it.
 
 Reading a manifest checks that it is consistent: file names stay in the folder, each box lies within its file, and the
-boxes of a tensor cover it exactly once. A reader then only has to check the files. ``trainer.json`` holds the trainer's
-state, any JSON object; the fields that a training run writes are checked for their types here, since the trainer and
-the data rely on them.
+boxes of a tensor cover it exactly once. A reader then only has to check the files. ``trainer.json`` contains the
+trainer's state, which can be any JSON object. The types of the fields that a training run writes are checked here,
+since the trainer and the data rely on them.
 """
 
 from __future__ import annotations
@@ -96,22 +96,22 @@ class Manifest:
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file, ``rank_00003.safetensors``."""
+    """Return the name of a rank's file, e.g. ``rank_00003.safetensors``."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def report_file(rank: int) -> str:
-    """The name of a rank's report, ``rank_00003.json``."""
+    """Return the name of a rank's report, e.g. ``rank_00003.json``."""
     return f"rank_{rank:05d}.json"
 
 
 def box_key(name: str, offset: tuple[int, ...]) -> str:
-    """The key of a box in its safetensors file, ``model/blocks.0.mlp.up.weight@0,64,0``."""
+    """Return the key of a box in its safetensors file, e.g. ``model/blocks.0.mlp.up.weight@0,64,0``."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The text of ``manifest.json``."""
+    """Return the content of ``manifest.json``."""
     body = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -124,10 +124,10 @@ def dump_manifest(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Read the manifest of a checkpoint folder.
 
     Raises:
-        CheckpointError: it is missing, not a manifest, or inconsistent; the message names the file.
+        CheckpointError: the manifest is missing, invalid or inconsistent; the message names the file.
     """
     path = folder / MANIFEST
     try:
@@ -141,12 +141,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def size_errors(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that are missing or have the wrong size, one message each."""
+    """Return one message for each file that is missing or has the wrong size."""
     return [error for file in manifest.files.values() if (error := size_error(folder, file))]
 
 
 def size_error(folder: Path, file: FileRecord) -> str | None:
-    """An error that names the file if it is missing or has the wrong size."""
+    """Return an error that names the file if it is missing or has the wrong size."""
     path = folder / file.name
     try:
         size = path.stat().st_size
@@ -161,10 +161,10 @@ class OutOfTimeError(Exception):
 
 
 def file_error(folder: Path, file: FileRecord, deadline: float | None = None) -> str | None:
-    """An error that names the file if its size or content differs from the manifest, else ``None``.
+    """Return an error that names the file if its size or content differs from the manifest, else ``None``.
 
     Raises:
-        OutOfTimeError: it could not be read before ``deadline`` (monotonic clock).
+        OutOfTimeError: the file could not be read before ``deadline`` (on the monotonic clock).
     """
     path = folder / file.name
     if problem := size_error(folder, file):
@@ -177,10 +177,10 @@ def file_error(folder: Path, file: FileRecord, deadline: float | None = None) ->
 
 
 def crc32_of(path: Path, deadline: float | None = None) -> int:
-    """The crc32 of a file's content.
+    """Compute the crc32 of a file's content.
 
     Raises:
-        OutOfTimeError: it could not be read before ``deadline``.
+        OutOfTimeError: the file could not be read before ``deadline``.
     """
     crc, chunk = 0, memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -192,7 +192,7 @@ def crc32_of(path: Path, deadline: float | None = None) -> int:
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """The trainer's state in a checkpoint; the caller has checked the file.
+    """Read the trainer's state in a checkpoint; the caller has checked the file.
 
     Raises:
         CheckpointError: the file is missing, not a JSON object, or has a known field of the wrong type.
@@ -224,8 +224,8 @@ def _check_trainer(trainer: Mapping[str, Any]) -> None:
 
 
 def _check_blend(record: Mapping[str, Any]) -> None:
-    for stretch in sequence(record, "blend") if "blend" in record else ():
-        entry = mapping({"blend": stretch}, "blend")
+    for item in sequence(record, "blend") if "blend" in record else ():
+        entry = mapping({"blend": item}, "blend")
         integer(entry, "begin")
         for weight in mapping(entry, "weights").values():
             number({"weights": weight}, "weights")
@@ -293,7 +293,7 @@ def _tensor_errors(files: Mapping[str, FileRecord], tensors: Mapping[str, Tensor
 
 
 def _file_errors(tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
-    """Boxes whose bytes overlap in a file."""
+    """Yield an error for each pair of boxes whose bytes overlap in a file."""
     spans = defaultdict(list)
     for name, tensor in tensors.items():
         for record in tensor.boxes:
@@ -307,7 +307,7 @@ def _file_errors(tensors: Mapping[str, TensorRecord]) -> Iterator[str]:
 
 
 def _allocated(tensor: TensorRecord) -> int:
-    """Bytes of the tensor with extents of 0 counted as 1, as torch computes strides."""
+    """Return the tensor's size in bytes, counting extents of 0 as 1, as torch does for strides."""
     return prod(max(1, extent) for extent in tensor.shape) * ITEM_SIZES[tensor.dtype]
 
 

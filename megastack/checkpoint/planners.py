@@ -1,9 +1,9 @@
-"""Planners for ``torch.distributed.checkpoint``: which rank writes and which rank reads which box.
+"""Planners for ``torch.distributed.checkpoint``, which decide which rank writes and reads which box.
 
-The default planners accept torch's own tensor types only; these accept :class:`StateItem` values with any boxes. When
-saving, the coordinator receives the boxes of all ranks, assigns each box to one of the ranks that hold it (the one with
-the fewest bytes so far), and rejects a plan that does not cover every tensor exactly once or in which replicas differ.
-When loading, each rank intersects its boxes with the stored ones; no coordination is needed.
+The default planners accept only torch's own tensor types; these accept :class:`StateItem` values with any boxes. When
+saving, the coordinator receives the boxes of all ranks and assigns each box to one of the ranks that hold it (the one
+with the fewest bytes so far). It rejects a plan that does not cover every tensor exactly once or in which replicas
+differ. When loading, each rank intersects its boxes with the stored ones; no coordination is needed.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _Replicas = dict[MetadataIndex, dict[int, WriteItem]]
 
 @dataclass(frozen=True)
 class _PlannerData:
-    """What a local plan carries besides its boxes.
+    """Data that a local plan contains besides its boxes.
 
     Attributes:
-        empty: names of items of which this rank holds no box.
+        empty: names of items without a box on this rank.
         checksums: the checksum of each box whose replicas are compared, with this rank's coordinates.
     """
 
@@ -73,7 +73,7 @@ class BoxSavePlanner(SavePlanner):
 
     @local_work
     def create_local_plan(self) -> SavePlan:
-        """All boxes of this rank, and the names of items without one, so that the coordinator notices missing items."""
+        """Return all boxes of this rank and the names of items without one, so that the coordinator can detect gaps."""
         writes = [self._write_item(item, box, tensor) for item in self._items for box, tensor in item.filled_boxes()]
         empty = {item.name for item in self._items if not any(item.filled_boxes())}
         checksums = {
@@ -113,11 +113,11 @@ class BoxSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The tensor of a planned box, for torch."""
+        """Return the tensor of a planned box, for torch."""
         return self.tensor(write_item)
 
     def tensor(self, write_item: WriteItem) -> Tensor:
-        """The tensor of a planned box."""
+        """Return the tensor of a planned box."""
         return self._tensors[write_item.index]
 
     def _write_item(self, item: StateItem, box: Box, tensor: Tensor) -> WriteItem:
@@ -151,7 +151,7 @@ class BoxLoadPlanner(LoadPlanner):
         self._stored = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """The reads that fill this rank's boxes."""
+        """Return the reads that fill this rank's boxes."""
         reads: list[ReadItem] = []
         for item in self._items.values():
             stored = self._stored[item.name]
@@ -170,16 +170,16 @@ class BoxLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        """Raise: checkpoints hold tensors and JSON only."""
+        """Raise an error: checkpoints contain only tensors and JSON."""
         raise CheckpointError(f"{read_item.dest_index.fqn}: a checkpoint does not hold pickled objects")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The view of this rank's tensor that a read fills."""
+        """Return the view of this rank's tensor that a read fills."""
         tensor = self._tensors[read_item.dest_index].detach()
         return tensor[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: data is read straight into the tensor."""
+        """Do nothing: data is read directly into the tensor."""
 
 
 def _reads(name: str, box: Box, chunks: list[Box]) -> list[ReadItem]:
@@ -206,7 +206,7 @@ def _replicas_by_index(plans: list[SavePlan]) -> _Replicas:
 
 
 def _mismatches(replicas: _Replicas) -> list[str]:
-    """Replicas of a box that differ in size, and boxes of a tensor that differ in dtype or global shape."""
+    """Return errors for replicas of a box that differ in size, and boxes of a tensor that differ in dtype or shape."""
     errors: list[str] = []
     first: dict[str, tuple[tuple[tuple[int, ...], str], int]] = {}
     for index, holders in replicas.items():
@@ -225,7 +225,7 @@ def _mismatches(replicas: _Replicas) -> list[str]:
 
 
 def _differing_replicas(checksums: Sequence[Mapping[MetadataIndex, tuple[str, str | None]]]) -> list[str]:
-    """Boxes of which two ranks hold different bits, one message per tensor."""
+    """Return errors for boxes whose bits differ between two ranks, one message per tensor."""
     errors: dict[str, str] = {}
     first: dict[MetadataIndex, tuple[str, int, str | None]] = {}
     for rank, own in enumerate(checksums):

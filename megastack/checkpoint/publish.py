@@ -1,15 +1,15 @@
-"""How a checkpoint appears on disk, how it is removed, and how a crash in between is recovered from.
+"""Publish a checkpoint on disk, remove it, and recover from a crash in between.
 
-A checkpoint is written into a hidden folder next to its final path and published by one rename, so a folder with its
-final name is complete. Only files that megastack writes are ever deleted: a folder with any other content is an error
-or left alone.
+A checkpoint is written into a hidden folder next to its final path and published with a single rename, so a folder with
+its final name is complete. Only files that megastack writes are ever deleted: a folder with any other content is an
+error or is not modified.
 
-Replacing a checkpoint takes two renames: the old one becomes ``.step_….replaced``, the new one, ``.step_….writing``,
-gets the final name, and the old one is removed. A process that is killed between them leaves no checkpoint of that name
-but two complete ones with hidden names. While ``.replaced`` exists, the checkpoint of that name is the first usable one
-of the final name, the new one and the old one. :func:`locate` finds it; :func:`recover` renames it back and removes the
-rest. A ``.writing`` without a ``.replaced`` was never published and is removed. The next start or save of the run
-recovers.
+Replacing a checkpoint takes two renames: the old one becomes ``.step_….replaced``, the new one, ``.step_….writing``, is
+renamed to the final name, and the old one is removed. If the process is killed between the renames, there is no
+checkpoint with the final name, but there are two complete ones with hidden names. While ``.replaced`` exists, the
+checkpoint is the first usable folder of the final one, the new one and the old one. :func:`locate` finds it;
+:func:`recover` renames it back and removes the rest. A ``.writing`` folder without a ``.replaced`` folder was never
+published and is removed. Recovery takes place at the next start or save of the run.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from megastack.errors import CheckpointError
 
 LATEST = "latest"
 Guard = Callable[[], None]
-"""Raises if this run may no longer write; called by the rank that makes and publishes folders."""
+"""Raises if this run may no longer write; called by the rank that creates and publishes folders."""
 _STEP_FOLDER = re.compile(r"step_([0-9]{8,})")
 _HIDDEN = re.compile(r"\.(step_[0-9]{8,})\.(writing|replaced|removed)")
 
 
 def step_name(step: int) -> str:
-    """The folder name of a step's checkpoint, ``step_00000010``."""
+    """Return the folder name of a step's checkpoint, e.g. ``step_00000010``."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder is named for; ``None`` for any other name."""
+    """Return the step in a folder name; ``None`` for any other name."""
     match = _STEP_FOLDER.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def writing_folder(path: Path) -> Path:
-    """The folder into which the checkpoint at ``path`` is written before it is published."""
+    """Return the folder into which the checkpoint at ``path`` is written before it is published."""
     return path.with_name(f".{path.name}.writing")
 
 
 def replaced_folder(path: Path) -> Path:
-    """The hidden name of the old checkpoint at ``path`` while the new one is published."""
+    """Return the hidden name of the old checkpoint at ``path`` while the new one is published."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def removed_folder(path: Path) -> Path:
-    """The hidden name of the checkpoint at ``path`` while it is removed."""
+    """Return the hidden name of the checkpoint at ``path`` while it is removed."""
     return path.with_name(f".{path.name}.removed")
 
 
 def make_writing_folder(path: Path, guard: Guard | None = None) -> None:
-    """Make the empty folder into which the checkpoint at ``path`` will be written; one rank calls.
+    """Create the empty folder into which the checkpoint at ``path`` will be written; called on one rank.
 
     Raises:
-        CheckpointError: something other than a checkpoint is in the way.
-        OSError: the folder cannot be made.
+        CheckpointError: the path exists and is not a checkpoint.
+        OSError: the folder cannot be created.
     """
     if guard is not None:
         guard()
@@ -97,8 +97,8 @@ def publish(path: Path) -> None:
 def update_latest(path: Path) -> None:
     """Point ``latest`` to the published checkpoint next to it, and flush both renames to disk.
 
-    Folders that are not named for a step have no such file. ``latest`` is only a hint, so it is not flushed separately:
-    each flush waits for everything that the disk has to write.
+    Folders that are not named after a step have no such file. ``latest`` is only a hint, so it is not flushed
+    separately: each flush waits for all pending disk writes.
     """
     if step_of(path) is not None:
         new = path.with_name(f".{LATEST}.{os.getpid()}")
@@ -115,7 +115,7 @@ def discard(path: Path, guard: Guard | None = None) -> None:
 
 
 def remove_checkpoint(path: Path) -> bool:
-    """Hide a published checkpoint by a rename, then delete it; False if it holds foreign files."""
+    """Rename a published checkpoint to a hidden name, then delete it; return False if it contains foreign files."""
     hidden = removed_folder(path)
     if path.is_symlink() or foreign_content(path) or not remove_folder(hidden):
         return False
@@ -124,7 +124,7 @@ def remove_checkpoint(path: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> bool:
-    """Remove a folder that holds only files of a checkpoint; False if it holds anything else and is left alone."""
+    """Remove a folder that contains only checkpoint files; otherwise leave it unchanged and return False."""
     if not folder.exists():
         return True
     if folder.is_symlink() or not folder.is_dir() or foreign_content(folder):
@@ -136,16 +136,16 @@ def remove_folder(folder: Path) -> bool:
 
 
 def foreign_content(folder: Path) -> list[str]:
-    """The names in a folder that are not files of a checkpoint."""
+    """Return the names in a folder that are not files of a checkpoint."""
     if not folder.is_dir():
         return []
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or not _is_checkpoint_file(entry.name))
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """The final paths of the checkpoints in a folder by increasing step, interrupted replacements included.
+    """Return the final paths of the checkpoints in a folder by increasing step, interrupted replacements included.
 
-    Reads only; :func:`locate` returns where one of them is.
+    This function only reads; :func:`locate` returns the current location of a checkpoint.
     """
     try:
         paths = list(folder.iterdir())
@@ -157,7 +157,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def locate(path: Path) -> Path:
-    """Where the checkpoint named ``path`` is now: at that path, or at the hidden one that it will be recovered from."""
+    """Return the current location of the checkpoint ``path``: that path, or the hidden one to recover it from."""
     replaced, written = replaced_folder(path), writing_folder(path)
     if not replaced.is_dir() or replaced.is_symlink():
         return path
@@ -167,7 +167,7 @@ def locate(path: Path) -> Path:
 
 
 def recover(folder: Path) -> dict[Path, Path]:
-    """Finish interrupted replacements in a ``checkpoints`` folder and remove leftovers; only the owning run calls.
+    """Finish interrupted replacements in a ``checkpoints`` folder and remove leftovers; for the owning run only.
 
     Returns:
         The final path of each recovered checkpoint, by its hidden path.
@@ -184,16 +184,16 @@ def recover(folder: Path) -> dict[Path, Path]:
 
 
 def recover_one(path: Path) -> Path | None:
-    """Recover a single checkpoint; returns the hidden path that it was renamed from, ``None`` if it was not.
+    """Recover a single checkpoint; return the hidden path that it was renamed from, ``None`` if it was not renamed.
 
-    If this is killed at any point, the next call finishes it.
+    If this function is killed at any point, the next call finishes its work.
     """
     replaced, written, removed = replaced_folder(path), writing_folder(path), removed_folder(path)
     source = locate(path)
     remove_folder(removed)
     if source != path:
         if path.is_dir():
-            os.rename(path, removed)  # damaged, while another one is complete
+            os.rename(path, removed)  # this checkpoint is damaged, and another one is complete
         os.rename(source, path)
     for leftover in (replaced, written, removed):
         remove_folder(leftover)
@@ -201,13 +201,13 @@ def recover_one(path: Path) -> Path | None:
 
 
 def write_text(path: Path, text: str) -> int:
-    """Write a new file and flush it to disk; returns its size in bytes."""
+    """Write a new file and flush it to disk; return its size in bytes."""
     write_texts(path.parent, {path.name: text})
     return len(text.encode("utf-8"))
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write new files by name, then flush them all: the first flush makes the others cheap."""
+    """Write new files by name, then flush them all; the first flush makes the others cheap."""
     with ExitStack() as stack:
         files = [stack.enter_context(open(folder / name, "xb")) for name in texts]
         for file, text in zip(files, texts.values(), strict=True):
@@ -231,5 +231,5 @@ def _is_checkpoint_file(name: str) -> bool:
 
 
 def _hidden(paths: list[Path]) -> list[tuple[str, str]]:
-    """The final name and the kind of each hidden folder."""
+    """Return the final name and the kind of each hidden folder."""
     return [(match[1], match[2]) for path in paths if (match := _HIDDEN.fullmatch(path.name))]

@@ -1,7 +1,7 @@
-"""Read a checkpoint: as whole tensors in one process, or as each rank's boxes through ``torch.distributed.checkpoint``.
+"""Read a checkpoint: whole tensors in one process, or each rank's boxes through ``torch.distributed.checkpoint``.
 
-:class:`CheckpointReader` needs no process group and no knowledge of the layout that wrote the checkpoint.
-:class:`BoxReader` serves :func:`megastack.checkpoint.load.load`.
+:class:`CheckpointReader` needs neither a process group nor the layout that wrote the checkpoint. :class:`BoxReader` is
+used by :func:`megastack.checkpoint.load.load`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from megastack.placement.boxes import Box, whole_box
 class CheckpointReader:
     """A checkpoint folder as a mapping from names to global tensors.
 
-    A file is checked against the manifest the first time it is read from.
+    A file is checked against the manifest on the first read.
 
     Raises:
-        CheckpointError: the folder does not hold a complete checkpoint.
+        CheckpointError: the folder does not contain a complete checkpoint.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -69,23 +69,23 @@ class CheckpointReader:
 
     @cached_property
     def trainer(self) -> dict[str, Any]:
-        """The trainer's state: step, consumed samples, seed, and whatever else the training loop recorded."""
+        """The trainer's state: step, consumed samples, seed, and other values recorded by the training loop."""
         self._check(TRAINER)
         return read_trainer(self.path)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The global shape of a tensor."""
+        """Return the global shape of a tensor."""
         return self._record(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Return the dtype of a tensor."""
         return DTYPES[self._record(name).dtype]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU.
+        """Read a whole tensor to the CPU.
 
         Raises:
-            CheckpointError: the name is unknown, or a file that holds a box of the tensor is damaged.
+            CheckpointError: the name is unknown, or a file with a box of the tensor is damaged.
         """
         tensor = self._record(name)
         result = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
@@ -99,7 +99,7 @@ class CheckpointReader:
         """Check every file's size and content.
 
         Raises:
-            CheckpointError: naming each damaged file.
+            CheckpointError: a file is damaged; the message names each damaged file.
         """
         if error := checkpoint_error(self.path):
             raise CheckpointError(error)
@@ -118,10 +118,9 @@ class CheckpointReader:
 
 
 class BoxReader(StorageReader):
-    """Reads each rank's planned boxes from a checkpoint whose manifest and file sizes the caller has checked.
+    """Reads each rank's planned boxes from a checkpoint; the caller has checked its manifest and file sizes.
 
-    Every file that any rank reads is also checked against its crc32, in the same pass, by the rank that reads most of
-    it.
+    In the same pass, every file that any rank reads is checked against its crc32, by the rank that reads most of it.
     """
 
     def __init__(self, path: Path, manifest: Manifest, world: AxisGroup) -> None:
@@ -133,18 +132,18 @@ class BoxReader(StorageReader):
         }
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: a reader reads a single checkpoint."""
+        """Do nothing: each reader reads a single checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest as torch's metadata."""
+        """Convert the manifest to torch's metadata."""
         return Metadata({name: _storage_metadata(tensor) for name, tensor in self._manifest.tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the manifest is read already."""
+        """Do nothing: the manifest has already been read."""
 
     @local_work
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add how many bytes this rank reads of each file."""
+        """Add the number of bytes that this rank reads from each file."""
         wanted: dict[str, int] = defaultdict(int)
         for item in plan.items:
             size = ITEM_SIZES[self._manifest.tensors[item.storage_index.fqn].dtype]
@@ -175,7 +174,7 @@ class BoxReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Return False: a reader gets its path when it is created."""
+        """Return False: the path is passed to the constructor."""
         return False
 
     def _record(self, item: ReadItem) -> BoxRecord:
@@ -183,12 +182,12 @@ class BoxReader(StorageReader):
 
 
 def assign_checks(bytes_read: list[dict[str, int]]) -> list[set[str]]:
-    """Assign each file's checksum to a rank that reads most of it; of several, to the one with the least to check.
+    """Assign each file's checksum to the rank that reads most of it; ties go to the rank with the least to check.
 
-    Files are assigned from the largest to the smallest, so that ranks that read the same files get equal shares.
+    Files are assigned from largest to smallest, so that ranks that read the same files have equal shares.
 
     Args:
-        bytes_read: for each rank, the bytes that it reads of each file.
+        bytes_read: for each rank, the number of bytes that it reads from each file.
 
     Returns:
         The files that each rank checks.

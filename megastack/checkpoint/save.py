@@ -1,9 +1,9 @@
 """Save a training state as one checkpoint from all ranks.
 
 Every rank calls :func:`save` with its own items. Planning gathers the boxes of all ranks on rank 0, which assigns each
-box to one rank; then every rank writes its file, and rank 0 collects the checksums and publishes. This takes two object
-collectives and one broadcast over the whole mesh; tensors are not sent. An asynchronous save plans in the same way and
-leaves the rest to a thread.
+box to one rank; then every rank writes its file, and rank 0 collects the checksums and publishes. A save requires two
+object collectives and one broadcast over the whole mesh; tensors are not sent. An asynchronous save plans in the same
+way and leaves the rest to a thread.
 """
 
 from __future__ import annotations
@@ -56,47 +56,47 @@ class SaveHandle:
         return self.blocked_s if self._writing is None else self._writing.seconds
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is published and return its folder; after an asynchronous save all ranks call.
+        """Wait until the checkpoint is published and return its folder; called on all ranks after an asynchronous save.
 
         Raises:
-            CheckpointError: the same on every rank, if any rank failed; nothing is published then.
+            CheckpointError: the same on every rank, if any rank failed; in this case nothing is published.
         """
         return self.path if self._writing is None else self._writing.wait()
 
 
 @dataclass
 class _MeshSaves:
-    """What the saves of one mesh share: buffers and plan of asynchronous saves, and the last of them."""
+    """State shared by the saves of one mesh: buffers and plan of asynchronous saves, and the most recent save."""
 
     cache: SaveCache = field(default_factory=SaveCache)
     last: SaveHandle | None = None
 
 
 _SAVES: WeakKeyDictionary[Mesh, _MeshSaves] = WeakKeyDictionary()
-"""By mesh. A save waits for the previous one, since two in flight would miss each other's folders and errors."""
+"""The saves by mesh. A save waits for the previous one: two saves in flight could miss each other's errors."""
 
 
 def save(
     path: str | Path, state: State, mesh: Mesh, *, asynchronous: bool = False, guard: Guard | None = None
 ) -> SaveHandle:
-    """Write ``state`` as the checkpoint folder ``path``, which appears complete or not at all.
+    """Write ``state`` to the checkpoint folder ``path``, which appears complete or not at all.
 
     An existing checkpoint at ``path`` is replaced once the new one is complete; a folder with any other content is an
-    error. For a folder named ``step_…`` the file ``latest`` next to it is updated last.
+    error. For a folder named ``step_…``, the file ``latest`` next to it is updated last.
 
     Args:
-        path: the folder, ``…/checkpoints/step_00000010``; the same on all ranks, on a shared file system.
-        state: this rank's items, and the trainer's state (rank 0's is written).
-        mesh: all of its ranks call.
-        asynchronous: return when this rank's boxes are copied, and write in the background while training continues. An
-            earlier asynchronous save is waited for first.
-        guard: called on the first rank before the folder is made and again before it is published; an exception it
-            raises becomes an error of the save.
+        path: the folder, e.g. ``…/checkpoints/step_00000010``; the same on all ranks, on a shared file system.
+        state: this rank's items, and the trainer's state (written from rank 0).
+        mesh: the mesh; all of its ranks call this function.
+        asynchronous: return when this rank's boxes are copied, and write in the background while training continues.
+            The call first waits for an earlier asynchronous save.
+        guard: called on the first rank before the folder is created and again before it is published; an exception
+            that it raises becomes an error of the save.
 
     Raises:
-        CheckpointError: on every rank and with the same message, if any rank fails; nothing is published then and the
-            files written so far are removed. Also if an earlier asynchronous save of the mesh failed and this was not
-            reported yet.
+        CheckpointError: on every rank and with the same message, if any rank fails. In this case nothing is published,
+            and the files written so far are removed. Also raised if an earlier asynchronous save of the mesh failed and
+            the error has not been reported yet.
     """
     began, target, world = time.perf_counter(), Path(path).absolute(), mesh.world
     saves = _SAVES.setdefault(mesh, _MeshSaves())

@@ -1,11 +1,11 @@
-"""The training state as named global tensors, and which boxes of them this rank holds.
+"""The training state as named global tensors, and the boxes of them that this rank holds.
 
 Model, optimizer and loss scaler each describe their state as :class:`StateItem` values. A tensor-parallel shard is one
-box of the global tensor, a slice of a flat optimizer state is a few boxes. The checkpoint knows nothing else about the
-layout, so a checkpoint of any layout loads on any other. Items hold views of the live tensors: saving reads from them,
-loading writes into them.
+box of the global tensor; a shard of a flat optimizer state is a few boxes. A checkpoint stores nothing else about the
+layout, so it loads on any other layout. Items hold views of the live tensors: saving reads from them, loading writes
+into them.
 
-Names begin with the part of the state they belong to: ``model/blocks.0.mlp.up.weight``,
+Names start with the part of the state they belong to: ``model/blocks.0.mlp.up.weight``,
 ``optim/exp_avg/blocks.0.mlp.up.weight``.
 """
 
@@ -63,9 +63,9 @@ class StateItem:
     Attributes:
         name: global name, the same on every rank and layout.
         shape: logical global shape, without padding.
-        boxes: pairs of a box and the tensor (usually a view) with its elements; empty if this rank holds none.
-        replica: this rank's coordinates as text. If set, all ranks that hold a box must hold the same bits, and a save
-            checks this; ``None`` where replicas cannot differ except through a bug in the layout.
+        boxes: pairs of a box and a tensor (usually a view) with its elements; empty if this rank holds no box.
+        replica: this rank's coordinates as text. If set, all replicas of a box must be bit-identical, and a save checks
+            this; ``None`` if replicas can differ only through a bug in the layout.
     """
 
     name: str
@@ -75,7 +75,7 @@ class StateItem:
 
     @classmethod
     def replicated(cls, name: str, tensor: Tensor) -> StateItem:
-        """An item that every rank holds whole; one rank writes it, all ranks read it."""
+        """Create an item that every rank holds in full; one rank writes it, all ranks read it."""
         return cls(name, tuple(tensor.shape), ((whole_box(tensor.shape), tensor),))
 
     @property
@@ -84,16 +84,16 @@ class StateItem:
         return self.boxes[0][1].dtype if self.boxes else None
 
     def filled_boxes(self) -> Iterator[BoxView]:
-        """The boxes with at least one element; all boxes of a tensor without elements."""
+        """Yield the boxes with at least one element; all boxes of a tensor without elements."""
         return ((box, tensor) for box, tensor in self.boxes if prod(box.size) or not prod(self.shape))
 
     def checksums(self) -> Iterator[tuple[Box, str]]:
-        """Each box with a checksum of its bits; nothing unless ``replica`` is set."""
+        """Yield each box with a checksum of its bits; nothing unless ``replica`` is set."""
         if self.replica is not None:
             yield from ((box, _checksum(tensor)) for box, tensor in self.filled_boxes())
 
     def errors(self) -> Iterator[str]:
-        """Errors of this item alone, one message each."""
+        """Yield the errors of this item alone, one message each."""
         for box, tensor in self.boxes:
             if tuple(tensor.shape) != tuple(box.size):
                 yield f"{self.name}: box {describe_box(box)} has a tensor of shape {tuple(tensor.shape)}"
@@ -108,16 +108,16 @@ def _checksum(tensor: Tensor) -> str:
 
 @dataclass
 class State:
-    """The content of a checkpoint: tensors as items, and the trainer's own state as a JSON object."""
+    """The content of a checkpoint: tensors as items, and the trainer's state as a JSON object."""
 
     items: Sequence[StateItem]
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def by_name(self) -> dict[str, StateItem]:
-        """The items by name.
+        """Return the items by name.
 
         Raises:
-            CheckpointError: naming every item that occurs twice or does not match its tensors.
+            CheckpointError: an item occurs twice or does not match its tensors; the message names every such item.
         """
         named = {item.name: item for item in self.items}
         errors = [error for item in self.items for error in item.errors()]
@@ -129,14 +129,14 @@ class State:
 
 
 def stage_placements(stages: Sequence[nn.Module]) -> dict[str, Placement]:
-    """The placement of every parameter of this rank by global name."""
+    """Return the placement of every parameter of this rank by global name."""
     return {name: placement for stage in stages for name, placement in placements_of(stage).items()}
 
 
 def items_of(
     prefix: str, tensors: Iterable[tuple[str, Tensor]], placements: Mapping[str, Placement], mesh: Mesh
 ) -> list[StateItem]:
-    """Items of tensors that are laid out like their parameters; padding is left out, duplicate names are dropped."""
+    """Create items of tensors that are laid out like their parameters, without padding and duplicate names."""
     whole = ((name, ((Box((0,) * x.dim(), tuple(x.shape)), x.detach()),)) for name, x in tensors)
     return box_items(prefix, whole, placements, mesh)
 
@@ -147,7 +147,7 @@ def box_items(
     placements: Mapping[str, Placement],
     mesh: Mesh,
 ) -> list[StateItem]:
-    """Items from boxes of this rank's local parameters; padding is left out, duplicate names are dropped."""
+    """Create items from boxes of this rank's local parameters, without padding and duplicate names."""
     items: dict[str, StateItem] = {}
     for name, views in named_boxes:
         local = local_box(placements[name], mesh.shape, mesh.coordinates)
@@ -157,7 +157,7 @@ def box_items(
 
 
 def _to_global(views: Iterable[BoxView], local: Box) -> Iterator[BoxView]:
-    """Boxes of the local parameter as boxes of the global one, without padding."""
+    """Convert boxes of the local parameter to boxes of the global parameter, without padding."""
     for box, tensor in views:
         ends = zip(box.offset, box.size, local.size, strict=True)
         size = tuple(max(0, min(start + length, limit) - start) for start, length, limit in ends)
@@ -167,13 +167,13 @@ def _to_global(views: Iterable[BoxView], local: Box) -> Iterator[BoxView]:
 
 
 def model_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
-    """The weights and persistent buffers of this rank's stages, under ``model/…``."""
+    """Return the weights and persistent buffers of this rank's stages, under ``model/…``."""
     named = [pair for stage in stages for pair in stage.named_parameters()]
     return [*items_of("model", named, stage_placements(stages), mesh), *buffer_items(stages, mesh)]
 
 
 def buffer_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
-    """The persistent buffers of this rank's stages, under ``model/…``; a save compares their replicas."""
+    """Return the persistent buffers of this rank's stages, under ``model/…``; a save compares their replicas."""
     named = [pair for stage in stages for pair in persistent_buffers(stage).items()]
     placements = {name: place for stage in stages for name, place in buffer_placements_of(stage).items()}
     coordinates = describe_coordinates(mesh.coordinates)
@@ -183,16 +183,16 @@ def buffer_items(stages: Sequence[nn.Module], mesh: Mesh) -> list[StateItem]:
 def optimizer_items(
     states: Mapping[str, Mapping[str, Sequence[BoxView]]], placements: Mapping[str, Placement], mesh: Mesh
 ) -> list[StateItem]:
-    """The optimizer's moments and main parameters, ``states[kind][name]`` as boxes, under ``optim/<kind>/…``."""
+    """Return the boxes ``states[kind][name]`` of moments and main parameters as items, under ``optim/<kind>/…``."""
     return [
         item for kind, named in states.items() for item in box_items(f"optim/{kind}", named.items(), placements, mesh)
     ]
 
 
 def gather_items(items: Sequence[StateItem], mesh: Mesh) -> dict[str, Tensor]:
-    """The global tensor of each item by name, on every rank; all ranks of the mesh call.
+    """Gather the global tensor of each item by name to every rank; called on all ranks of the mesh.
 
-    Meant for small models: every rank sends its boxes to every other.
+    Intended for small models: every rank sends its boxes to every other rank.
     """
     local = [(item.name, item.shape, box, view.detach().cpu().clone()) for item in items for box, view in item.boxes]
     whole: dict[str, Tensor] = {}
@@ -204,7 +204,7 @@ def gather_items(items: Sequence[StateItem], mesh: Mesh) -> dict[str, Tensor]:
 def write_dump(path: Path, items: Sequence[StateItem], mesh: Mesh) -> None:
     """Write the global tensors of all items to one safetensors file, for comparing runs on different layouts.
 
-    The first rank writes; all ranks of the mesh call.
+    The first rank writes; called on all ranks of the mesh.
     """
     whole = gather_items(items, mesh)
     if mesh.rank == 0:

@@ -1,13 +1,13 @@
-"""Safetensors files: written in one pass with their checksum, read box by box straight into tensors.
+"""Safetensors files: written in one pass with their checksum, read box by box directly into tensors.
 
-Writing: sizes are known in advance, so the header goes first and the data follows, tensor by tensor. The crc32 is taken
-from each chunk while it is in the cache, and the file is flushed once at the end. Tensors are sorted by decreasing
-element size, which keeps each of them aligned. Contiguous tensors are written without a copy.
+Writing: sizes are known in advance, so the header is written first and the data follows, tensor by tensor. The crc32 is
+updated with each chunk while it is in the cache, and the file is flushed once at the end. Tensors are sorted by
+decreasing element size, which keeps each of them aligned. Contiguous tensors are written without a copy.
 
-Reading: a box that is contiguous in both the file and the tensor is read straight into the tensor. Any other is copied
-from a memory map, which touches only the pages that hold it. A reader therefore needs its own tensors and one chunk,
-however large the files are. To check a file's crc32, it is read once from beginning to end; bytes between the boxes are
-read into the chunk and dropped.
+Reading: a box that is contiguous in both the file and the tensor is read directly into the tensor. Any other box is
+copied from a memory map, which touches only the pages that contain it. A reader therefore needs memory only for its
+tensors and one chunk, regardless of the size of the files. To check a file's crc32, it is read once from beginning to
+end; bytes between the boxes are read into the chunk and dropped.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from megastack.errors import CheckpointError, counted
 from megastack.placement.boxes import Box
 
 CHUNK_BYTES = 1 << 20
-"""Bytes read or written at a time; a chunk stays in the cache between its copy and its checksum."""
+"""Number of bytes read or written at a time; a chunk stays in the cache between its copy and its checksum."""
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor to write: its key, safetensors dtype name and shape, and a function that loads it when it is needed."""
+    """A tensor to write: its key, safetensors dtype name and shape, and a function that loads it on demand."""
 
     key: str
     dtype: str
@@ -47,7 +47,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the file."""
+        """Its size in the file, in bytes."""
         return prod(self.shape) * ITEM_SIZES[self.dtype]
 
 
@@ -55,7 +55,7 @@ def write_tensors(path: Path, tensors: Sequence[LazyTensor]) -> tuple[FileRecord
     """Write a safetensors file; return its record and the file offset of each key's bytes.
 
     Raises:
-        OSError: the file cannot be written; the caller removes what was written of it.
+        OSError: the file cannot be written; the caller removes the partial file.
     """
     ordered = sorted(tensors, key=lambda tensor: (-ITEM_SIZES[tensor.dtype], tensor.key))
     header, begins = _header(ordered)
@@ -69,7 +69,7 @@ def write_tensors(path: Path, tensors: Sequence[LazyTensor]) -> tuple[FileRecord
 
 
 def group_by_size(tensors: Sequence[LazyTensor], limit: int) -> Iterator[list[LazyTensor]]:
-    """The tensors in order, in groups of at most ``limit`` bytes; a larger tensor forms its own group."""
+    """Yield the tensors in order, in groups of at most ``limit`` bytes; a larger tensor forms its own group."""
     group: list[LazyTensor] = []
     size = 0
     for tensor in tensors:
@@ -83,7 +83,7 @@ def group_by_size(tensors: Sequence[LazyTensor], limit: int) -> Iterator[list[La
 
 
 def _header(tensors: Sequence[LazyTensor]) -> tuple[bytes, dict[str, int]]:
-    """The length-prefixed header, padded so that the data is aligned, and the file offset of each key."""
+    """Return the length-prefixed header, padded so that the data is aligned, and the file offset of each key."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end, starts = 0, {}
     for tensor in tensors:
@@ -100,8 +100,8 @@ def _header(tensors: Sequence[LazyTensor]) -> tuple[bytes, dict[str, int]]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    # reshape keeps an odd stride of a tensor with one element, which then cannot be viewed as bytes
+    """Return the memory of a contiguous CPU tensor."""
+    # reshape keeps an unusual stride of a tensor with one element, which then cannot be viewed as bytes
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -110,7 +110,7 @@ def _write(descriptor: int, data: memoryview, crc: int) -> int:
     for start in range(0, len(data), CHUNK_BYTES):
         chunk = data[start : start + CHUNK_BYTES]
         crc = zlib.crc32(chunk, crc)
-        while chunk:  # a write may be partial, for instance the last one before the disk is full
+        while chunk:  # a write may be partial, e.g. the last one before the disk is full
             chunk = chunk[os.write(descriptor, chunk) :]
     return crc
 
@@ -138,13 +138,13 @@ class BoxRead:
 
     @property
     def end(self) -> int:
-        """File offset behind the last byte."""
+        """File offset after the last byte."""
         last = tuple(start + size - 1 for start, size in zip(self.box.offset, self.box.size, strict=True))
         return self.record.begin + (self._flat(last) + 1) * ITEM_SIZES[self.dtype]
 
     @property
     def direct(self) -> bool:
-        """Whether the bytes in the file are contiguous and the same as the tensor's."""
+        """Whether the bytes are contiguous in the file and have the tensor's layout."""
         target = self.target
         same = target.device.type == "cpu" and DTYPE_NAMES[target.dtype] == self.dtype and target.is_contiguous()
         return same and self.end - self.begin == target.numel() * target.element_size()
@@ -162,11 +162,11 @@ def read_boxes(path: Path, reads: Sequence[BoxRead], *, check: FileRecord | None
     Args:
         path: a file whose size matches the manifest.
         reads: the boxes to read, all of them in this file.
-        check: the file's record; if passed, the whole file is read and checked against it.
+        check: the file's record; if given, the whole file is read and checked against it.
 
     Raises:
-        CheckpointError: the file does not match ``check`` (the targets are filled nevertheless), is truncated or cannot
-            be read; it may be missing, since a run removes checkpoints while others read them.
+        CheckpointError: the file does not match ``check`` (the targets are filled anyway), is truncated or cannot be
+            read; it may be missing, since a run can remove checkpoints while others read them.
     """
     try:
         _read_boxes(path, reads, check)
@@ -195,7 +195,7 @@ def _read_boxes(path: Path, reads: Sequence[BoxRead], check: FileRecord | None) 
 
 
 class _SequentialFile:
-    """An open file that is read in order, with the crc32 of everything before the current position."""
+    """An open file that is read sequentially, with the crc32 of all bytes before the current position."""
 
     def __init__(self, path: Path) -> None:
         self.crc = 0
@@ -225,7 +225,7 @@ class _SequentialFile:
             self.position += len(chunk)
 
     def fill(self, read: BoxRead) -> None:
-        """Read a box at any position; position and checksum stay as they are."""
+        """Read a box at any position; the current position and the checksum do not change."""
         if read.direct:
             self._read(bytes_of(read.target), read.begin)
             return
@@ -240,7 +240,7 @@ class _SequentialFile:
 
     @cached_property
     def _map(self) -> mmap.mmap:
-        # torch requires a writable buffer, and a private map counts as one; nothing writes to it
+        # torch requires a writable buffer, and a private map counts as one; it is never written to
         return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
 
     def _read(self, target: memoryview, position: int) -> None:

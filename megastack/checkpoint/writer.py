@@ -1,9 +1,9 @@
 """Write a checkpoint: each rank writes one file, then the first rank adds trainer state and manifest and publishes.
 
 :func:`write_rank_file` and :func:`complete` are the two steps, shared by blocking and asynchronous saves.
-:class:`BoxWriter` runs them inside ``torch.distributed.checkpoint``, whose own storage pickles its metadata; this one
-writes one safetensors file per rank, and JSON. The folder is made once the plan is approved. A rank that fails before
-publication is reported to all. :func:`write_checkpoint` writes whole tensors from a single process.
+:class:`BoxWriter` runs them inside ``torch.distributed.checkpoint``. Torch's own storage pickles its metadata; this one
+writes one safetensors file per rank, and JSON. The folder is created once the plan is valid. A failure of any rank
+before publication is reported to all ranks. :func:`write_checkpoint` writes whole tensors from a single process.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from megastack.errors import CheckpointError
 from megastack.placement.boxes import Box, whole_box
 
 MOST_FILE_BYTES = 4 << 30
-"""Largest file of :func:`write_checkpoint`, so that the ranks that load it can share the checksums."""
+"""Maximum size of a file of :func:`write_checkpoint`, so that ranks can share the work of checking them."""
 
 
 @dataclass(frozen=True)
 class WriteReport:
-    """What one rank wrote: its file (``None`` if it had nothing to write) and the boxes in it, by name."""
+    """The output of one rank: its file (``None`` if it had nothing to write) and the boxes in it, by name."""
 
     file: FileRecord | None = None
     boxes: tuple[tuple[str, BoxRecord], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The report as a JSON object."""
+        """Return the report as a JSON object."""
         file = self.file
         boxes = [[name, record.box.offset, record.box.size, record.begin] for name, record in self.boxes]
         return {"file": None if file is None else [file.name, file.size, file.crc32], "boxes": boxes}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> WriteReport:
-        """The inverse of :meth:`as_json`."""
+        """Inverse of :meth:`as_json`."""
         if record["file"] is None:
             return cls()
         file = FileRecord(*record["file"])
@@ -84,7 +84,7 @@ class BoxWriter(StorageWriter):
     Args:
         path: the checkpoint folder, which appears when it is published.
         world: all ranks.
-        trainer: the trainer's state; the coordinator's is written.
+        trainer: the trainer's state, written by the coordinator.
         guard: called on the coordinator, see :func:`~megastack.checkpoint.save.save`.
     """
 
@@ -97,10 +97,10 @@ class BoxWriter(StorageWriter):
         self._guard = guard
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: a writer writes a single checkpoint."""
+        """Do nothing: each writer writes a single checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the folder is made once the plan is known."""
+        """Do nothing: the folder is created once the plan is known."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -108,14 +108,14 @@ class BoxWriter(StorageWriter):
 
     @local_work
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder; torch calls this on the coordinator, before any rank writes."""
+        """Create the folder; torch calls this on the coordinator before any rank writes."""
         self._trainer_text = trainer_text(self._trainer)
         make_writing_folder(self._path, self._guard)
         return plans
 
     @local_work
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; the only result is its report."""
+        """Write this rank's file; the only result is the report."""
 
         def tensor(item: WriteItem) -> Tensor:
             data = planner.resolve_data(item)
@@ -130,13 +130,13 @@ class BoxWriter(StorageWriter):
 
     @local_work
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete and publish the checkpoint; torch calls this on the coordinator after all ranks wrote."""
+        """Complete and publish the checkpoint; torch calls this on the coordinator after all ranks have written."""
         reports: list[WriteReport] = [result.storage_data for rank in results for result in rank]
         complete(self._path, metadata, reports, self._trainer_text, self._guard)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Return False: a writer gets its path when it is created."""
+        """Return False: the path is passed to the constructor."""
         return False
 
 
@@ -170,7 +170,7 @@ def write_rank_file(
 def complete(
     path: Path, metadata: Metadata, reports: Sequence[WriteReport], trainer: str, guard: Guard | None = None
 ) -> None:
-    """Add the trainer's state and the manifest to the files of all ranks, and publish; one rank calls."""
+    """Add the trainer's state and the manifest to the files of all ranks, and publish; called on one rank."""
     data = trainer.encode()
     manifest = _manifest(metadata, reports, FileRecord(TRAINER, len(data), zlib.crc32(data)))
     write_texts(writing_folder(path), {TRAINER: trainer, MANIFEST: dump_manifest(manifest)})
@@ -181,7 +181,7 @@ def complete(
 
 
 def write_checkpoint(folder: Path, tensors: Sequence[LazyTensor], trainer: Mapping[str, Any]) -> None:
-    """Write a checkpoint of whole tensors from one process, straight into ``folder``; any layout can load it.
+    """Write a checkpoint of whole tensors from one process directly into ``folder``; any layout can load it.
 
     Args:
         folder: the folder, which must not exist.
@@ -204,7 +204,7 @@ def write_checkpoint(folder: Path, tensors: Sequence[LazyTensor], trainer: Mappi
 
 
 def trainer_text(trainer: dict[str, Any]) -> str:
-    """The text of ``trainer.json``.
+    """Return the content of ``trainer.json``.
 
     Raises:
         CheckpointError: the state cannot be written as JSON.
@@ -216,7 +216,7 @@ def trainer_text(trainer: dict[str, Any]) -> str:
 
 
 def box_of(item: WriteItem) -> Box:
-    """The box of the global tensor that a planned item writes."""
+    """Return the box of the global tensor that a planned item writes."""
     assert item.tensor_data is not None
     return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 

@@ -1,1 +1,1 @@
-"""The command line: ``main`` and one module for each verb."""
+"""The command line: ``main`` and one module per verb."""

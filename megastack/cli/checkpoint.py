@@ -1,7 +1,7 @@
-"""``megastack checkpoint ls|show|verify PATH``: list checkpoints, show one, or check that it is complete.
+"""``megastack checkpoint ls|show|verify PATH``: list checkpoints, show a checkpoint, or check that it is complete.
 
-Imports no torch. PATH is a checkpoint, a ``checkpoints`` folder or a run folder. Exit code 0, or 1 if a checkpoint is
-corrupt or incomplete, or there is none.
+PATH is a checkpoint, a ``checkpoints`` folder or a run folder. The exit code is 0, or 1 if a checkpoint is corrupt or
+incomplete or if there is none. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ ACTIONS = {
     "verify": "read every byte of one checkpoint, or of all in a folder, and compare the checksums",
 }
 Answer = tuple[str, dict[str, Any], bool]
-"""Text to print, the same as JSON, and whether every checkpoint is valid."""
+"""The text to print, the same content as JSON, and whether every checkpoint is valid."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``checkpoint``."""
+    """Add the arguments of ``checkpoint``."""
     actions = "; ".join(f"{name}: {meaning}" for name, meaning in ACTIONS.items())
     parser.add_argument("action", choices=ACTIONS, help=actions)
     parser.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, a checkpoints folder, or a run folder")
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The verb ``checkpoint``; returns the exit code."""
+    """Run ``checkpoint`` and return the exit code."""
     answer: Callable[[Path], Answer] = {"ls": _list, "show": _show, "verify": _verify}[options.action]
     try:
         text, record, good = answer(options.path)
@@ -111,7 +111,7 @@ def _show(path: Path) -> Answer:
         shape = "×".join(map(str, tensor.shape)) or "scalar"
         size = prod(tensor.shape) * ITEM_SIZES[tensor.dtype]
         tensors.append((name, tensor.dtype, shape, str(len(tensor.boxes)), _bytes(size)))
-    values = {key: value for key, value in trainer.items() if key != "config"}  # long; --json has it
+    values = {key: value for key, value in trainer.items() if key != "config"}  # long; --json includes it
     state = [("trainer", "value"), *((key, json.dumps(value)) for key, value in values.items())]
     text = "\n\n".join([head, _table(files), _table(tensors), _table(state), *errors])
     return text, _as_record(chosen, manifest, trainer, errors), not errors
@@ -147,7 +147,7 @@ def _verify(path: Path) -> Answer:
 
 
 def _verified(path: Path) -> tuple[list[str], list[str]]:
-    """A line for each file, and the errors among them."""
+    """Return a line for each file, and those lines that are errors."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:

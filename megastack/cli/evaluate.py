@@ -1,4 +1,4 @@
-"""``megastack evaluate``: the perplexity of a file, or of the validation split of a checkpoint's own run."""
+"""``megastack evaluate``: the perplexity of a file, or of the validation split of the checkpoint's run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HELP = "the perplexity of a text under the weights of a checkpoint, on any layou
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``evaluate``."""
+    """Add the arguments of ``evaluate``."""
     add_checkpoint_argument(parser)
     parser.add_argument(
         "--file",
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The verb ``evaluate``; returns the exit code.
+    """Run ``evaluate`` and return the exit code.
 
     Raises:
         ConfigError: checkpoint, configuration or data are invalid; nothing was computed.

@@ -1,4 +1,4 @@
-"""The work of ``megastack evaluate``: the perplexity of a file, or of the validation split of the checkpoint's run."""
+"""Implementation of ``megastack evaluate``: perplexity of a file or of the validation split of the checkpoint's run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Texts:
 
 
 def evaluate_checkpoint(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Score the text; returns the record of the command.
+    """Score the text and return the record of the command.
 
     Raises:
         ConfigError: checkpoint, configuration or data are invalid; nothing was computed.
@@ -68,12 +68,12 @@ def evaluate_checkpoint(options: argparse.Namespace, console: Console) -> dict[s
     console.line(
         f"score     {score.nats:.6f} nats a token, perplexity {score.perplexity:,.4f}, {counted(score.tokens, 'token')}"
     )
-    figures = {"nats": score.nats, "perplexity": score.perplexity, "tokens": score.tokens}
-    return {"checkpoint": str(use.checkpoint), "data": texts.name} | figures
+    metrics = {"nats": score.nats, "perplexity": score.perplexity, "tokens": score.tokens}
+    return {"checkpoint": str(use.checkpoint), "data": texts.name} | metrics
 
 
 def _score(config: TrainConfig, mesh: Mesh, checkpoint: Path, texts: _Texts) -> Score:
-    """On every rank: the score of all texts."""
+    """Compute the score of all texts; called on every rank."""
     schedule = configured_schedule(config, mesh.shape)
     stages = load_stages(config, mesh, schedule, checkpoint)
     batches = ValidationBatches(
@@ -89,7 +89,7 @@ def _score(config: TrainConfig, mesh: Mesh, checkpoint: Path, texts: _Texts) -> 
 
 
 def _own_split(config: TrainConfig, dataset: Dataset) -> _Texts:
-    """The validation split of the run itself."""
+    """Return the validation split of the run itself."""
     validation = dataset.validation
     if not len(validation.samples):
         fraction = config.data.validation_fraction
@@ -102,7 +102,7 @@ def _own_split(config: TrainConfig, dataset: Dataset) -> _Texts:
 
 
 def _file(config: TrainConfig, path: Path) -> _Texts:
-    """The documents of a file, in windows of the sequence length; scores every token but the first of a document."""
+    """Return the documents of a file in windows of the sequence length; all but a document's first token are scored."""
     if not path.exists() and not idx_path(path).is_file():
         raise DataError(f"--file {path}: does not exist; use a text, a .jsonl or a token file (.npy, .bin)")
     stream = _stream(config, path)
@@ -112,7 +112,7 @@ def _file(config: TrainConfig, path: Path) -> _Texts:
 
 
 def _kind(path: Path) -> DataSource:
-    """How a file is read: as ids, as one document per line, or as one text."""
+    """Determine how to read a file: as ids, as one document per line, or as one text."""
     if path.suffix in TOKEN_FILES or idx_path(path).is_file():
         return DataSource.bin
     return DataSource.jsonl if path.suffix == ".jsonl" else DataSource.text
@@ -130,7 +130,7 @@ def _stream(config: TrainConfig, path: Path) -> TokenStream:
 
 
 def _token_stream(path: Path, vocab: int) -> TokenStream:
-    """The documents of a token file; its ids stay in the file and are checked once."""
+    """Return the documents of a token file; the ids stay in the file and are checked once."""
     try:
         (file,) = open_token_files([path])
         for begin in range(0, file.tokens, _CHECKED_AT_ONCE):

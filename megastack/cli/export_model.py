@@ -1,4 +1,4 @@
-"""``megastack export``: make a Hugging Face folder from a checkpoint."""
+"""``megastack export``: create a Hugging Face folder from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``export``."""
+    """Add the arguments of ``export``."""
     add_checkpoint_argument(parser)
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
     parser.add_argument(
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The verb ``export``; returns the exit code.
+    """Run ``export`` and return the exit code.
 
     Raises:
         ConfigError: the checkpoint or the model cannot be exported; nothing was kept.

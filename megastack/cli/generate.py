@@ -10,7 +10,7 @@ HELP = "continue prompts with the weights of a checkpoint, on any layout"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``generate``."""
+    """Add the arguments of ``generate``."""
     add_checkpoint_argument(parser)
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="a text to continue; repeatable")
     parser.add_argument("--prompts", metavar="FILE", help="a file of prompts: one a line, or the texts of a .jsonl")
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The verb ``generate``; returns the exit code.
+    """Run ``generate`` and return the exit code.
 
     Raises:
         ConfigError: checkpoint, configuration or prompts are invalid; nothing was computed.

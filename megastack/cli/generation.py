@@ -1,6 +1,6 @@
-"""The work of ``megastack generate``: read and check prompts, continue them on the ranks, print the texts.
+"""Implementation of ``megastack generate``: read and check prompts, continue them on the ranks, print the texts.
 
-The continuation of a single prompt is printed as it is generated; those of several are printed at the end.
+The continuation of a single prompt is printed as it is generated; several continuations are printed at the end.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megastack.observe.console import Console
 from megastack.preflight.errors import ErrorCollector
 
 UNFINISHED = "\ufffd"
-"""What a decoder returns for an incomplete character."""
+"""The character that a decoder returns for an incomplete one."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """The work of every rank."""
+    """The request that every rank processes."""
 
     checkpoint: Path
     prompts: tuple[tuple[int, ...], ...]
@@ -45,7 +45,7 @@ class _Request:
 
 
 def generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Continue the prompts; returns the record of the command.
+    """Continue the prompts and return the record of the command.
 
     Raises:
         ConfigError: checkpoint, configuration or prompts are invalid; nothing was computed.
@@ -80,7 +80,7 @@ def _check_single_replica(config: TrainConfig) -> None:
 def _ids(
     config: TrainConfig, errors: ErrorCollector, tokenizer: Tokenizer | None, texts: Sequence[str] | None, new: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The prompts as ids, if they are valid."""
+    """Encode the prompts as ids, if they are valid."""
     if tokenizer is None or texts is None:
         return ()
     errors.check(lambda: check_vocab(config.model.vocab, tokenizer), "model.vocab")
@@ -95,7 +95,7 @@ def _ids(
 
 
 def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    raw = [text.encode("utf-8", "surrogateescape") for text in texts]  # the bytes that the shell passed, in any locale
+    raw = [text.encode("utf-8", "surrogateescape") for text in texts]  # the bytes passed by the shell, in any locale
     for prompt in raw:
         try:
             prompt.decode()
@@ -105,7 +105,7 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[tuple[int, ...
 
 
 def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[Completion], str | None]:
-    """On every rank: the continuations, and why layers could not use a cache, if so."""
+    """Return the continuations, and the reason if layers could not use a cache; called on every rank."""
     schedule = configured_schedule(config, mesh.shape)
     generator = build_generator(config, mesh, load_stages(config, mesh, schedule, request.checkpoint), schedule)
     stream = None
@@ -125,7 +125,7 @@ def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[
 
 
 class _Stream:
-    """Prints one text while it is generated, complete characters only."""
+    """Prints one text while it is generated, in complete characters only."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], console: Console) -> None:
         self._tokenizer, self._ids, self._console = tokenizer, list(prompt), console
@@ -139,7 +139,7 @@ class _Stream:
             self._show(text)
 
     def finish(self) -> None:
-        """Print what was held back, and end the line."""
+        """Print the characters held back, and end the line."""
         self._show(self._tokenizer.decode(self._ids) + "\n")
 
     def _show(self, text: str) -> None:
@@ -148,7 +148,7 @@ class _Stream:
 
 
 def continuation(tokenizer: Tokenizer, completion: Completion) -> str:
-    """The text that was generated for a prompt."""
+    """Return the text generated for a prompt."""
     before = tokenizer.decode(completion.prompt)
     return tokenizer.decode([*completion.prompt, *completion.ids])[len(before) :]
 
@@ -166,10 +166,10 @@ def _records(texts: Sequence[str], done: Sequence[Completion], tokenizer: Tokeni
 
 
 def _read_prompts(path: Path) -> list[str]:
-    """The prompts in a file, without empty lines.
+    """Read the prompts in a file, without empty lines.
 
     Raises:
-        DataError: the file cannot be read, or a line is not UTF-8 or not JSON; names the file and the line.
+        DataError: the file cannot be read, or a line is not UTF-8 or not JSON; the message names the file and the line.
     """
     if path.suffix == ".jsonl":
         return [document.decode() for document in read_documents("jsonl", [path])]

@@ -1,4 +1,4 @@
-"""``megastack import``: make a checkpoint and a model YAML from a Hugging Face folder."""
+"""``megastack import``: create a checkpoint and a model YAML from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HELP = "make a checkpoint and a model YAML from a Hugging Face folder"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``import``."""
+    """Add the arguments of ``import``."""
     parser.add_argument("source", metavar="HF_FOLDER", help="a folder with config.json and safetensors")
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
     parser.add_argument("--name", metavar="NAME", help="name of the model's YAML (default: from the folder's name)")
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The verb ``import``; returns the exit code.
+    """Run ``import`` and return the exit code.
 
     Raises:
         ConfigError: the folder cannot be imported; nothing was kept.

@@ -1,9 +1,9 @@
 """The command line: ``megastack VERB [group=option] [key=value]… [flags]``.
 
 Each verb is a module of this package with ``HELP``, ``add_arguments(parser)`` and ``run(options) -> int``;
-:data:`VERBS` is the table of them. These modules import torch, Hydra and rich only in ``run``, so ``--help`` is
-instant. Exit codes: 0 completed or equal, 1 failed or different, 2 a wrong verb or flag, 75 preempted and resumable,
-78 an invalid configuration.
+:data:`VERBS` lists them. These modules import torch, Hydra and rich only in ``run``, so ``--help`` is instant. Exit
+codes: 0 completed or equal, 1 failed or different, 2 unknown verb or flag, 75 preempted and resumable, 78 invalid
+configuration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megastack.observe.streams import best_effort_output, release_output
 
 FAILED, INTERRUPTED, REJECTED = 1, 130, 78
 PRINTING = ("show", "generate", "evaluate")
-"""Verbs whose result is what they print: they fail if standard output cannot hold it, as on a full disk."""
+"""Verbs whose result is their output: they fail if standard output cannot be written, for example on a full disk."""
 VERBS = {
     "train": "train",
     "verify": "verify",
@@ -34,7 +34,7 @@ VERBS = {
     "generate": "generate",
     "evaluate": "evaluate",
 }
-"""The module of each verb, in the order of the help."""
+"""The module of each verb, in the order of the help text."""
 
 
 class Verb(Protocol):
@@ -46,11 +46,11 @@ class Verb(Protocol):
         """Declare the arguments of the verb."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """Run the verb; returns the exit code."""
+        """Run the verb and return the exit code."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Classes in the current folder can be named in ``_target_``."""
+    """Run one command and return its exit code. ``_target_`` can name classes in the current folder."""
     let_threads_sleep()
     with best_effort_output():
         try:
@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         return _verb(options.verb).run(options)
     except (ConfigError, MeshError, ScheduleError) as error:  # raised in this process, before any rank was started
-        if (report := report_of(error)) is not None:  # every rank of a world rejects, one prints the report
+        if (report := report_of(error)) is not None:  # every rank rejects the configuration, one prints the report
             print(printable(report), file=sys.stderr)  # noqa: T201
         return REJECTED
     except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def _verb(name: str) -> Verb:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """The verb and its options; overrides and flags may be mixed in any order."""
+    """Parse the verb and its options; overrides and flags may be mixed in any order."""
     if not arguments or arguments[0] not in VERBS:
         _main_parser().parse_args(arguments)
     name, verb = arguments[0], _verb(arguments[0])

@@ -9,7 +9,7 @@ REFERENCES = ("auto", "transformers", "reference", "none")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """The overrides and the YAML file that a configuration is composed of."""
+    """Add the overrides and the YAML file from which a configuration is composed."""
     parser.add_argument("overrides", nargs="*", help="group=option and key=value choices over the YAML")
     parser.add_argument("--config-dir", metavar="D", help="a folder with YAML of yours, searched first")
     parser.add_argument(
@@ -18,17 +18,17 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """``--json FILE``."""
+    """Add ``--json FILE``."""
     parser.add_argument("--json", metavar="FILE", help="also write the result to FILE")
 
 
 def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
-    """The checkpoint whose weights a verb uses."""
+    """Add the checkpoint whose weights a verb uses."""
     parser.add_argument("source", metavar="CHECKPOINT", help="a checkpoint, a run folder or an imported folder")
 
 
 def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``import`` and ``export`` have in common."""
+    """Add the arguments that ``import`` and ``export`` share."""
     parser.add_argument("--dtype", choices=DTYPES, default="keep", help="convert the weights (default: keep)")
     parser.add_argument(
         "--proof",
@@ -40,7 +40,7 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """A positive integer of the command line."""
+    """Parse a positive integer of the command line."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
     return int(text)

@@ -1,4 +1,4 @@
-"""``megastack show``: a configuration on its mesh, or one key explained; starts nothing."""
+"""``megastack show``: display a configuration on its mesh, or explain one key, without starting ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HELP = "explain a configuration, or one KEY of it, without starting anything"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``show``."""
+    """Add the arguments of ``show``."""
     add_config_arguments(parser)
     parser.add_argument("--format", choices=("text", "svg", "chrome"), default="text")
     add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The verb ``show``; an argument without ``=`` is a key to explain.
+    """Run ``show`` and return the exit code; an argument without ``=`` is a key to explain.
 
     Raises:
         ConfigError: every error of the configuration, its model and its data.

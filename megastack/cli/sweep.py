@@ -1,11 +1,11 @@
-"""``megastack train -m``: train the product of the listed values, and print one table.
+"""``megastack train -m``: train every combination of the listed values, and print one table.
 
-Jobs run one after another. Each starts its own ranks and has its own folder; the launcher keeps no state from one job
-to the next. An invalid job is listed as ``refused`` with its reason, and the rest run.
+Jobs run one after another. Each job starts its own ranks and has its own folder; the launcher keeps no state between
+jobs. An invalid job is listed as ``refused`` with its reason, and the other jobs run.
 
 If all jobs have the same ``run.dir``, it is the folder of the sweep, with a numbered folder for each job. If they
-differ, as with ``run.dir=out/tp${parallel.tp}``, each job has its own; a folder that several jobs share holds their
-numbered folders.
+differ, as with ``run.dir=out/tp${parallel.tp}``, each job has its own folder; a folder that several jobs share contains
+their numbered folders.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megastack.training.state import RunResult
 
 @dataclass(frozen=True)
 class Job:
-    """How one job of a sweep ended; values that it did not measure are null."""
+    """The outcome of one job of a sweep; values that it did not measure are null."""
 
     overrides: tuple[str, ...]
     status: str
@@ -59,7 +59,7 @@ class Job:
 
 
 def run_sweep(options: argparse.Namespace) -> int:
-    """Run a sweep; returns 1 if any job failed, else 75 if any was preempted, else 78 if any was invalid, else 0."""
+    """Run a sweep; return 1 if any job failed, else 75 if any was preempted, else 78 if any was invalid, else 0."""
     require_no_launcher("train -m")
     jobs = sweep_jobs(options.overrides, config_dir=options.config_dir)
     varied = [key for key in _keys(jobs[0]) if len({_value(job, key) for job in jobs}) > 1]
@@ -80,7 +80,7 @@ def run_sweep(options: argparse.Namespace) -> int:
 
 
 class _Folders:
-    """The folders of a sweep. A shared one is claimed with its first valid job and holds a numbered folder for each.
+    """The folders of a sweep; a shared one is claimed for its first valid job and has a numbered folder per job.
 
     Args:
         configs: the configurations of all jobs, as far as they could be read.
@@ -97,7 +97,7 @@ class _Folders:
         return isinstance(value_of(config, "run.dir"), str) and _place(config) in self._unshared
 
     def intended(self, config: TrainConfig, position: int) -> TrainConfig:
-        """The configuration of the job at ``position``, with a folder that does not exist yet."""
+        """Return the configuration of the job at ``position``, with a folder that does not exist yet."""
         if self._is_own(config):
             return config
         taken = self._roots.get(_place(config))
@@ -105,7 +105,7 @@ class _Folders:
         return replace_values(config, {"run.dir": str(root / str(position))})
 
     def job(self, config: TrainConfig, position: int) -> str:
-        """The folder of the job at ``position``, which is valid; claims the shared one."""
+        """Return the folder of the valid job at ``position``; claims the shared folder."""
         if self._is_own(config):
             return str(config.run.dir)
         place = _place(config)
@@ -135,7 +135,7 @@ def _root(config: TrainConfig) -> Path:
 
 
 def _place(config: TrainConfig) -> tuple[object, object]:
-    """What distinguishes the folders of jobs: ``run.dir``, or ``run.root`` without it; invalid values as given."""
+    """Return the setting that places a job's folder: ``run.dir`` if set, else ``run.root``; invalid values as given."""
     values = (value_of(config, "run.dir"), value_of(config, "run.root"))
     folder, root = (os.path.abspath(value) if isinstance(value, str) else value for value in values)
     return (folder, None) if isinstance(folder, str) else (folder, root)
@@ -164,7 +164,7 @@ def _run(given: PartialConfig | ConfigError, overrides: Sequence[str], position:
     except USER_ERRORS as error:
         Console(stderr=True).line(str(error), style="red")
         return Job(tuple(overrides), "refused", REJECTED, reason=str(error))
-    except Exception as error:  # in the launcher itself; the other jobs still run
+    except Exception as error:  # in the launcher itself; the remaining jobs still run
         Console(stderr=True).line("".join(traceback.format_exception(error)).rstrip(), style="red")
         return Job(tuple(overrides), "failed", FAILED, reason=f"{type(error).__name__}: {error}")
     return _job(overrides, result)
@@ -216,7 +216,7 @@ def _cells(job: Job) -> list[str]:
 
 
 def _reason(job: Job) -> str:
-    """Why a job did not complete, in one line."""
+    """Return why a job did not complete, in one line."""
     if job.status == "completed" or not job.reason:
         return ""
     first, *more = job.reason.strip().splitlines()
@@ -228,10 +228,10 @@ def _keys(overrides: Sequence[str]) -> list[str]:
 
 
 def _key(override: str) -> str:
-    """The key that an override sets, without Hydra's plus signs."""
+    """Return the key that an override sets, without Hydra's plus signs."""
     return override.partition("=")[0].lstrip("+")
 
 
 def _value(overrides: Sequence[str], key: str) -> str:
-    """The value of a key; the last one takes precedence."""
+    """Return the value of a key; the last one takes precedence."""
     return next((override.partition("=")[2] for override in reversed(overrides) if _key(override) == key), "")

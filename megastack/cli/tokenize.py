@@ -1,4 +1,4 @@
-"""``megastack tokenize``: make a token file, with a progress bar, and report its size and the speed."""
+"""``megastack tokenize``: create a token file, with a progress bar, and report its size and the speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELP = "make a token file from text, JSON lines or Parquet, with many processes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``tokenize``."""
+    """Add the arguments of ``tokenize``."""
     parser.add_argument("paths", metavar="PATH", nargs="+", help=".jsonl, .txt and .parquet files, folders or patterns")
     parser.add_argument("--out", metavar="PREFIX", required=True, help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
     parser.add_argument("--tokenizer", metavar="T", default="byte", help="byte (default), or a tokenizer.json")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The verb ``tokenize``; returns the exit code.
+    """Run ``tokenize`` and return the exit code.
 
     Raises:
         ConfigError: an input or the output cannot be used.

@@ -1,4 +1,4 @@
-"""``megastack train``: compose a configuration and train it, or every job of a sweep."""
+"""``megastack train``: compose a configuration and train it, or train every job of a sweep."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HELP = "train a model over the grid of ranks that the degrees describe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``train``."""
+    """Add the arguments of ``train``."""
     add_config_arguments(parser)
     parser.add_argument("-m", "--multirun", action="store_true", help="run the product of a=1,2 b=3,4")
     add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The verb ``train``; returns the exit code."""
+    """Run ``train`` and return the exit code."""
     from megastack.cli.sweep import run_sweep
     from megastack.config.compose import compose_partial
     from megastack.launch.rendezvous import reject_early

@@ -1,4 +1,4 @@
-"""What ``import`` and ``export`` have in common: run it, print its notes and its proof."""
+"""Code shared by ``import`` and ``export``: run the transfer, print its notes and its logit comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE, DIFFERS = 0, 1
 
 
 def run_transfer(options: argparse.Namespace, function: Callable[[argparse.Namespace, Console], Transfer]) -> int:
-    """Run an import or an export and report it; returns the exit code.
+    """Run and report an import or an export, and return the exit code.
 
     Raises:
         ConfigError: the source cannot be used; nothing was kept.

@@ -1,4 +1,4 @@
-"""The work of ``megastack verify``: compare layouts with one rank, print the verdicts, write them as JSON."""
+"""Implementation of ``megastack verify``: compare layouts with one rank, print the verdicts, write them as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WRAP_OPTIONS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Compare layouts with one rank and print what was found; returns the exit code.
+    """Compare layouts with one rank, print the verdicts and return the exit code.
 
     Raises:
         ConfigError: configuration, data or layers are invalid; nothing was compared.
@@ -71,13 +71,13 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _check_inputs(given: PartialConfig, many: bool) -> Dataset:
-    """Check the configuration, of many layouts the one of one rank; returns the data.
+    """Check the configuration (for many layouts, the single-rank one) and return the data.
 
     Raises:
         ConfigError: every error.
     """
     config = given.config
-    with suppress(InvalidValueError):  # a section that could not be read, which is among the errors
+    with suppress(InvalidValueError):  # a section that could not be read; the error is already collected
         config = in_double(config)
     config = reference_of(config) if many else config
     errors = ErrorCollector([*given.errors, *violations(config)])
@@ -89,7 +89,7 @@ def _check_inputs(given: PartialConfig, many: bool) -> Dataset:
 
 
 def _reference_failure(verifier: Verifier) -> str | None:
-    """Why the training fails on one rank; None if it does not."""
+    """Return why training fails on one rank; None if it does not."""
     try:
         _ = verifier.references
     except REJECTIONS:
@@ -102,7 +102,7 @@ def _reference_failure(verifier: Verifier) -> str | None:
 
 
 def _check_all(console: Console, verifier: Verifier, layouts: Sequence[TrainConfig], many: bool) -> list[Verdict]:
-    """Compare the layouts one after another, and print each verdict at once."""
+    """Compare the layouts one after another, and print each verdict immediately."""
     width = max(len(layout_text(layout)) for layout in layouts)
     if many:
         console.line(" " * (9 + width) + "".join(f"  {kind:>10}" for kind in KINDS), style="bold")
@@ -116,7 +116,7 @@ def _check_all(console: Console, verifier: Verifier, layouts: Sequence[TrainConf
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> int:
-    """1 if any layout differs or fails, else 78 if a layer rejects any, else 0."""
+    """Return 1 if any layout differs or fails, else 78 if a layer rejects any, else 0."""
     statuses = {verdict.status for verdict in verdicts}
     if statuses & {"differs", "failed"}:
         return DIFFERS
@@ -162,7 +162,7 @@ def _print_explanation(console: Console, verdict: Verdict) -> None:
 
 
 def _lines(verdict: Verdict) -> list[tuple[str, str]]:
-    """The explanation of a layout that is not equal, with a label for each part."""
+    """Explain a layout that is not equal, with a label for each part."""
     finding = verdict.finding
     if verdict.status != "differs" or finding is None:
         owner = f" ({finding.owner})" if finding and finding.owner else ""
@@ -186,7 +186,7 @@ def _close_table(console: Console, verdicts: Sequence[Verdict]) -> None:
 
 
 def as_record(verifier: Verifier, verdicts: Sequence[Verdict], failure: str | None = None) -> dict[str, Any]:
-    """A verification as JSON; ``failure`` is why the reference could not be computed."""
+    """Return a verification as JSON; ``failure`` is the reason why the reference could not be computed."""
     return {
         "equal": failure is None and all(verdict.status == "equal" for verdict in verdicts),
         "reason": failure,

@@ -11,7 +11,7 @@ HELP = "prove that a layout, your own layers included, computes what one rank do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``verify``."""
+    """Add the arguments of ``verify``."""
     add_config_arguments(parser)
     parser.add_argument("--all", action="store_true", help="every legal layout of N ranks, as a table")
     parser.add_argument("--ranks", metavar="N", type=positive, help="N of --all (default: the configuration's world)")
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The verb ``verify``; returns the exit code.
+    """Run ``verify`` and return the exit code.
 
     Raises:
         ConfigError: configuration, data or layers are invalid; nothing was compared.

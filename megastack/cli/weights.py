@@ -1,4 +1,4 @@
-"""What ``generate`` and ``evaluate`` have in common: the checkpoint, its configuration and errors, the record."""
+"""Code shared by ``generate`` and ``evaluate``: the checkpoint, its configuration and errors, and the record."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ WITHOUT_TOKENIZER: dict[str, Any] = {
     "phases": [],
     "pack": True,
 }
-"""Data that consist of ids already, for the rules."""
+"""Data that already consists of ids, for the rules."""
 
 
 @dataclass(frozen=True)
 class WeightsUse:
-    """A checkpoint, the configuration that it is used with, and the errors found so far.
+    """A checkpoint, the configuration to use it with, and the errors found so far.
 
     Attributes:
         checkpoint: its folder.
         partial_config: the configuration.
-        errors: a command adds its own.
+        errors: the errors so far; a command adds its own.
         shape: the mesh; None if its degrees are invalid.
-        lacks_data: the command needs data and there are none, which is among the errors.
+        lacks_data: whether the command needs data and has none; this is one of the errors.
     """
 
     checkpoint: Path
@@ -60,7 +60,7 @@ class WeightsUse:
         return self.partial_config.config
 
     def require_valid(self) -> None:
-        """Called after every check, before anything is computed.
+        """Raise the collected errors; called after every check, before anything is computed.
 
         Raises:
             ConfigError: every error.
@@ -78,13 +78,13 @@ class WeightsUse:
 def find_weights(
     options: argparse.Namespace, *, data: Mapping[str, Any] | None = None, tokenizer: bool = True, split: bool = False
 ) -> WeightsUse:
-    """The checkpoint and the configuration of a command, checked except for what only the command needs.
+    """Find the checkpoint and the configuration of a command, and check everything that commands share.
 
     Args:
-        options: of the command line.
-        data: keys of the section ``data`` that replace the run's, if the command reads other data.
+        options: the command-line options.
+        data: keys of the section ``data`` that replace the run's keys, if the command reads other data.
         tokenizer: whether the command needs the tokenizer.
-        split: whether it needs the data of a run.
+        split: whether the command needs the data of a run.
 
     Raises:
         ConfigError: there is no checkpoint, or no configuration that could be read.
@@ -113,7 +113,7 @@ def find_weights(
 def run_with_weights(
     options: argparse.Namespace, command: Callable[[argparse.Namespace, Console], dict[str, Any]]
 ) -> int:
-    """Run a command and write its record; returns the exit code.
+    """Run a command, write its record and return the exit code.
 
     Raises:
         ConfigError: the configuration is rejected.

@@ -1,1 +1,1 @@
-"""The configuration: typed schema, legality rules, composition with Hydra."""
+"""The configuration: typed schema, validation rules, composition with Hydra."""

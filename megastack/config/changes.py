@@ -1,8 +1,8 @@
-"""Differences between the configuration of a checkpoint and that of the run that resumes from it.
+"""Differences between the configuration of a checkpoint and the configuration of the run that resumes from it.
 
 Only keys that affect the computed values are compared: model, loss, optimizer, learning rate, precision, data. The
 folder, the parallel layout, checkpoints and records may change freely. Differences found here are reported;
-:mod:`megastack.data.resume` rejects changes of seed, batch and data. Imports no torch.
+:mod:`megastack.data.resume` rejects changes of seed, batch and data. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ WITHOUT_EFFECT = (
     "data.paths",
     "data.tokenizer",
 )
-"""Sections and keys that do not affect the computed values, or whose samples are compared instead."""
+"""Sections and keys that do not affect the computed values, or are compared through their samples instead."""
 
 WITH_EFFECT = ("run.on_nonfinite",)
-"""Exceptions: keys in these sections that do."""
+"""Exceptions: keys in these sections that affect the computed values."""
 
 NULL_MEANS = {
     "lr.total_steps": "run.steps",
     "model.kv_groups": "model.heads",
     "model.max_positions": "batch.sequence_length",
 }
-"""The key whose value a null stands for."""
+"""The key whose value replaces a null."""
 
 DECAY_KEYS = ("lr.total_steps", "lr.decay_steps", "lr.floor")
 """Keys without effect on a constant learning rate."""
@@ -63,7 +63,7 @@ class Change:
 
 
 def changes(before: Mapping[str, object], config: TrainConfig) -> list[Change]:
-    """The keys that affect the computed values and differ, in the order of the schema.
+    """Return the keys that affect the computed values and differ, in schema order.
 
     Args:
         before: the configuration of the checkpoint's run as nested plain values; missing keys have their defaults.
@@ -80,7 +80,7 @@ def _has_effect(name: str) -> bool:
 
 
 def _flat(values: Mapping[str, object]) -> dict[str, Any]:
-    """The value of every key of the schema."""
+    """Return the value of every schema key."""
     found = {key.name: _at(values, key.name, to_plain(key.default)) for key in keys(TrainConfig) if not key.is_section}
     return found | {name: found[other] for name, other in NULL_MEANS.items() if found[name] is None}
 
@@ -94,7 +94,7 @@ def _at(values: object, name: str, default: object) -> Any:
 
 
 def _content(value: object) -> object:
-    """A value without the paths and source of blend entries, because files may have moved."""
+    """Return a value without the paths and source of blend entries, because files may have moved."""
     if isinstance(value, list):
         return [_content(item) for item in value]
     if isinstance(value, Mapping) and "weight" in value:

@@ -1,6 +1,6 @@
 """Enumerations of the configuration: the values of keys with a fixed set of choices.
 
-Members of these ``StrEnum`` classes are lower-case and equal to their values, so ``config.model.norm == "rms"`` holds
+Members of these ``StrEnum`` classes compare equal to their lower-case values, so ``config.model.norm == "rms"`` holds
 and YAML files contain ``norm: rms``. Open sets of names, such as registered schedules, are strings instead.
 """
 

@@ -1,10 +1,10 @@
-"""Composition: YAML files and overrides into one typed configuration, or one report with every error.
+"""Compose YAML files and overrides into one typed configuration, or report every error at once.
 
 :func:`compose` merges once with Hydra, fills in the schema's defaults, resolves every interpolation and converts every
 value. Errors are collected: unknown keys and options, missing values, wrong types, interpolations without a value, and
-violations of rules by the values that could be read. If every value can be read, :func:`compose` returns the
-configuration without checking rules; ``rules.violations`` does that, and also knows the world size. A
-:class:`PartialConfig` holds the valid values of a configuration that has errors.
+rule violations of the values that could be read. If every value can be read, :func:`compose` returns the configuration
+without checking rules; ``rules.violations`` checks them, given the world size. A :class:`PartialConfig` holds the valid
+values of a configuration that has errors.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class Composition:
     options: Mapping[str, tuple[str, ...]]
 
     def location(self, key: str) -> str | None:
-        """The file that sets a key, or ``the command line``; None for the schema's default."""
+        """Return the file that sets a key, or ``the command line``; None for the schema's default."""
         layer = _last_layer(self.layers, key)
         return layer.location if layer else None
 
 
 @dataclass(frozen=True)
 class PartialConfig:
-    """A configuration of which some values may be invalid.
+    """A configuration in which some values may be invalid.
 
     Args:
         config: the values that could be read; rules skip the others.
-        errors: one for each value that could not be read.
+        errors: one error for each value that could not be read.
         overrides: the overrides as given.
         config_dir, config_name: as for :func:`compose`.
     """
@@ -68,11 +68,11 @@ class PartialConfig:
     config_name: str
 
     def located_errors(self) -> AbstractContextManager[None]:
-        """:func:`located_errors` for the files and overrides of this configuration."""
+        """Like :func:`located_errors`, for the files and overrides of this configuration."""
         return located_errors(self.overrides, config_dir=self.config_dir, config_name=self.config_name)
 
     def complete(self) -> TrainConfig:
-        """The configuration, if every value could be read.
+        """Return the configuration, if every value could be read.
 
         Raises:
             ConfigError: values could not be read; also lists the rules that the other values violate.
@@ -103,7 +103,7 @@ def compose(
 
     Args:
         overrides: ``key=value`` and ``group=option``; later ones take precedence.
-        config_dir: a folder of your own YAML files, searched before the packaged ones.
+        config_dir: a folder with your own YAML files, searched before the packaged ones.
         config_name: the primary file, without ``.yaml``.
 
     Raises:
@@ -115,7 +115,7 @@ def compose(
 def trace(
     overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str = "train"
 ) -> Composition:
-    """Like :func:`compose`, and records where each value was set; takes about twice as long."""
+    """Like :func:`compose`, but also records where each value was set; takes about twice as long."""
     name = config_name.removesuffix(".yaml")
     with session(config_dir) as hydra:
         given = read_overrides(overrides, hydra)
@@ -130,9 +130,9 @@ def trace(
 def located_errors(
     overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str = "train"
 ) -> Iterator[None]:
-    """A context in which configuration errors also name the file that set the value.
+    """A context manager in which configuration errors also name the file that set the value.
 
-    Takes the arguments of :func:`compose`.
+    Accepts the arguments of :func:`compose`.
     """
     try:
         yield
@@ -147,7 +147,7 @@ def located_errors(
 
 
 def _read(hydra: Session, config_name: str, given: Overrides) -> tuple[TrainConfig, list[Violation]]:
-    """The typed configuration as far as it can be read, and the errors in overrides, files and values."""
+    """Return the typed configuration as far as it can be read, and the errors in overrides, files and values."""
     config, errors = read(_merge(hydra, config_name, given))
     if not (errors or given.errors or hydra.has_own_files):
         return config, []
@@ -179,7 +179,7 @@ def _unmergeable(config_name: str, reason: str, given: Overrides) -> ConfigError
 
 
 def _last_layer(layers: Sequence[Layer], key: str) -> Layer | None:
-    """The last layer that sets a key or a section that contains it; None if no layer does."""
+    """Return the last layer that sets a key or a section that contains it; None if no layer does."""
     return next((layer for layer in reversed(layers) if key and layer.sets(key)), None)
 
 
@@ -187,7 +187,7 @@ ErrorLineT = TypeVar("ErrorLineT", Violation, str, ErrorLine)
 
 
 def _located(error: ErrorLineT, layers: Sequence[Layer]) -> ErrorLineT:
-    """The error with the interpolation and the file that its value came from, unless it names them already."""
+    """Return the error with the interpolation and the file that its value came from, unless it already names them."""
     key = current_name(_key_of(error)).partition("[")[0]
     layer = _last_layer(layers, key)
     if layer is None:
@@ -206,7 +206,7 @@ def _located(error: ErrorLineT, layers: Sequence[Layer]) -> ErrorLineT:
 
 
 def _key_of(error: ErrorLine) -> str:
-    """The key that an error is about; empty for text that does not begin with ``key=value``."""
+    """Return the key that an error is about; empty for text that does not begin with ``key=value``."""
     if isinstance(error, Violation):
         return error.key
     key, equals, _ = error.partition("=")
@@ -214,7 +214,7 @@ def _key_of(error: ErrorLine) -> str:
 
 
 def _packaged(error: Violation, layers: Sequence[Layer]) -> Violation:
-    """The error, with advice if its unknown key comes from a group file that lacks ``# @package _global_``."""
+    """Return the error, with advice if its unknown key is from a group file without ``# @package _global_``."""
     inside = [layer for layer in layers if any(name.startswith(error.key + ".") for name in layer.values)]
     files = [layer.location for layer in inside if Path(layer.location).parent.name == error.key]
     if not files or error.rule != "no such key":
@@ -223,7 +223,7 @@ def _packaged(error: Violation, layers: Sequence[Layer]) -> Violation:
 
 
 def _hydra_keys(layers: Sequence[Layer]) -> list[Violation]:
-    """An error for each Hydra setting in a YAML file; these settings have no effect here."""
+    """Return an error for each Hydra setting in a YAML file; these settings have no effect here."""
     return [
         Violation(key, value, f"settings of Hydra are not used (in {layer.location})", ("run.root", "run.dir"))
         for layer in layers

@@ -1,8 +1,8 @@
-"""Conversion of plain values to configuration classes and back, with every error collected.
+"""Convert plain values to configuration classes and back, and collect every error.
 
-The types of the schema are enforced only here, in the same way for YAML files, overrides, interpolations and recorded
-configurations. A text that spells a number becomes that number (``'2'`` is 2); nothing else is coerced: ``2.0``,
-``true`` and ``two`` are not integers. ``rules.py`` checks whether values are consistent. Imports no torch.
+Schema types are enforced only here, in the same way for YAML files, overrides, interpolations and recorded
+configurations. Text that spells a number becomes that number (``'2'`` is 2); nothing else is coerced: ``2.0``, ``true``
+and ``two`` are not integers. ``rules.py`` checks whether values are consistent. Does not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Section = TypeVar("Section")
 
 
 class InvalidValueError(Exception):
-    """A check used an invalid value, so its result is unknown."""
+    """Raised when a check uses an invalid value, so that its result is unknown."""
 
 
 class InvalidValue:
@@ -54,14 +54,14 @@ class Conversion:
 
     Attributes:
         errors: the errors so far.
-        strict: do not convert text to numbers or booleans.
+        strict: if True, text is not converted to numbers or booleans.
     """
 
     errors: list[Violation] = field(default_factory=list)
     strict: bool = False
 
     def section(self, cls: type[Section], values: Mapping[str, object], prefix: str = "") -> Section:
-        """An object of ``cls``, with :data:`INVALID` for each value that is missing or has the wrong type."""
+        """Build an object of ``cls``, with :data:`INVALID` for each value that is missing or has the wrong type."""
         known, values = hints(cls), _collect_options(cls, values)
         for name, value in values.items():
             if name not in known:
@@ -80,7 +80,7 @@ class Conversion:
         return self.section(cast(type, kind), {}, key + ".") if dataclasses.is_dataclass(kind) else self._missing(key)
 
     def value(self, kind: Any, value: object, key: str) -> Any:
-        """``value`` converted to the type ``kind``; :data:`INVALID`, with an error under ``key``, if that fails."""
+        """Convert ``value`` to the type ``kind``; :data:`INVALID`, with an error under ``key``, if that fails."""
         bare, nullable = without_null(kind)
         if value is INVALID:
             return INVALID
@@ -141,7 +141,7 @@ class Conversion:
 
 
 def _collect_options(cls: type, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of a section; keys beside the ``_target_`` of a schedule become its options."""
+    """Return the values of a section; keys next to the ``_target_`` of a schedule become its options."""
     if cls is not ScheduleOptions or values.get("_target_") is None:
         return values
     own = {name: value for name, value in values.items() if name not in hints(cls)}
@@ -196,7 +196,7 @@ SCALARS: Mapping[type, tuple[Callable[[object], object], str]] = {
 
 
 def with_current_names(values: Mapping[str, object]) -> tuple[dict[str, object], list[Violation]]:
-    """Nested plain values with renamed keys under their present names, and an error for each key given under both.
+    """Rename keys in nested plain values to their current names; return an error for each key given under both names.
 
     An empty list under the old name does not count as given: recorded configurations contain every default.
     """
@@ -215,13 +215,13 @@ def with_current_names(values: Mapping[str, object]) -> tuple[dict[str, object],
 
 
 def given_twice(old: str, value: object) -> Violation:
-    """The error for a renamed key that is set under both names."""
+    """Return the error for a renamed key that is set under both names."""
     rule = f"must not be given together with {RENAMED[old]}, its present name"
     return Violation(old, value, rule, (f"{RENAMED[old]} only",))
 
 
 def to_plain(config: Any) -> Any:
-    """A configuration object as nested dicts, lists and scalars; enumeration members as text."""
+    """Convert a configuration object to nested dicts, lists and scalars; enumeration members become text."""
     if dataclasses.is_dataclass(config):
         return {member.name: to_plain(getattr(config, member.name)) for member in dataclasses.fields(config)}
     if isinstance(config, StrEnum):
@@ -234,7 +234,7 @@ def to_plain(config: Any) -> Any:
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value at a dotted key of a configuration object; :data:`INVALID` if its section is.
+    """Return the value at a dotted key of a configuration object; :data:`INVALID` if its section is invalid.
 
     Raises:
         KeyError: there is no such key.
@@ -249,7 +249,7 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def replace_values(config: Section, values: Mapping[str, object]) -> Section:
-    """A copy of a configuration object with the values at some dotted keys replaced.
+    """Return a copy of a configuration object with the values at some dotted keys replaced.
 
     Raises:
         KeyError: there is no such key.
@@ -263,7 +263,7 @@ def replace_values(config: Section, values: Mapping[str, object]) -> Section:
 
 
 def defaults() -> dict[str, Any]:
-    """The schema's defaults as nested plain values; ``???`` for required values."""
+    """Return the schema's defaults as nested plain values; ``???`` for required values."""
     root: dict[str, Any] = {}
     for key in keys(TrainConfig):
         *path, last = key.name.split(".")
@@ -275,12 +275,12 @@ def defaults() -> dict[str, Any]:
 
 
 def coerce(config: object) -> tuple[TrainConfig, list[Violation]]:
-    """A configuration changed in Python, with each value converted to its key's type, and the errors of the others.
+    """Convert each value of a configuration changed in Python to its key's type, and collect the errors.
 
-    ``dataclasses.replace`` checks no types. Every function that accepts a configuration from a user calls this first,
-    so that a value of the wrong type is an error under its key, as it is in a YAML file. NumPy numbers, tuples, paths
-    and the names of choices are converted; a text that spells a number is not. A value that cannot be converted
-    becomes :data:`INVALID`.
+    ``dataclasses.replace`` does not check types. Every function that accepts a configuration from a user calls this
+    first, so that a value of the wrong type is an error under its key, as in a YAML file. NumPy numbers, tuples, paths
+    and the names of choices are converted; text that spells a number is not. A value that cannot be converted becomes
+    :data:`INVALID`.
 
     Raises:
         ConfigError: the argument is not a :class:`TrainConfig`.

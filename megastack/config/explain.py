@@ -1,6 +1,6 @@
-"""The documentation of configuration keys: one key for ``megastack show KEY``, all of them for the reference page.
+"""The documentation of configuration keys: one key for ``megastack show KEY``, all keys for the reference page.
 
-The reference page is generated from the schema, so the two cannot disagree.
+The reference page is generated from the schema, so the two cannot diverge.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ DEFAULT = "the default"
 
 @dataclass(frozen=True)
 class Explanation:
-    """One key or section, printed by ``str``.
+    """One key or section; ``str`` formats it for printing.
 
     Args:
         key: the key as declared in the schema.
-        value: its value in the composition; None for a section.
+        value: its value in the composed configuration; None for a section.
         location: the file that sets the value, ``the command line`` or ``the default``.
-        options: for a section that is a config group, the files to choose from.
+        options: for a section that is a config group, the available files.
         members: for a section, its keys with their values.
     """
 
@@ -64,7 +64,7 @@ class Explanation:
 def explain(
     key: str, overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str = "train"
 ) -> Explanation:
-    """The meaning of ``key``, its value in this composition and where that value is set.
+    """Explain ``key``: its meaning, its value in this composition, and where the value is set.
 
     Raises:
         ConfigError: there is no such key, or the composition cannot be read.
@@ -100,7 +100,7 @@ starts; all errors are listed in one report, with exit code 78.
 
 
 def reference() -> str:
-    """The reference page, in Markdown."""
+    """Generate the reference page in Markdown."""
     everything = list(keys(TrainConfig))
     parts = [HEAD, _table("Top level", "", [key for key in everything if "." not in key.name and not key.is_section])]
     for section in everything:

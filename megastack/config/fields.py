@@ -1,8 +1,8 @@
 """Configuration fields: how the schema declares a key's default, meaning and range, and how they are read back.
 
-The reference page, ``megastack show KEY`` and the range checks use what :func:`option` and :func:`required` store in a
-field; :func:`keys` lists the keys of a configuration class, nested ones by dotted name. :data:`RENAMED` lists keys that
-are also accepted under an older name. Not for dataclasses in general.
+The reference page, ``megastack show KEY`` and the range checks use the metadata that :func:`option` and
+:func:`required` store in a field. :func:`keys` lists the keys of a configuration class, nested ones by dotted name.
+:data:`RENAMED` lists keys that are also accepted under an older name. Not for dataclasses in general.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from functools import cache
 from typing import Any
 
 REQUIRED = "???"
-"""A value that must be given, as written in YAML and in the reference."""
+"""Placeholder for a required value, as written in YAML and in the reference."""
 
 RENAMED: Mapping[str, str] = {"data.stages": "data.phases"}
-"""Older names of keys, still accepted, to their present names."""
+"""Maps older names of keys, which are still accepted, to their current names."""
 
 COMPARISONS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
     "least": ("at least", lambda value, bound: value >= bound),
@@ -30,19 +30,19 @@ COMPARISONS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
     "below": ("below", lambda value, bound: value < bound),
     "limit": ("at most", lambda value, bound: value <= bound),
 }
-"""Each kind of bound: in words, and as a test of a value."""
+"""Each kind of bound: its wording, and a predicate on a value."""
 
 LIMITS: Mapping[object, float] = {int: 10**11, float: 1e6}
-"""Upper limit, by type, of a number whose field states no upper bound. With these, steps times the largest batch fits
-in int64, and scaling by a million does not overflow half precision or a time."""
+"""Upper limit, by type, of a number whose field has no upper bound. Within these limits, steps times the largest batch
+fits in int64, and scaling by a million does not overflow half precision or a time."""
 
 
 def option(default: Any, doc: str, **bounds: float) -> Any:
-    """A field with a default.
+    """Define a field with a default.
 
     Args:
-        default: the value when neither YAML nor the command line sets the key; a list is copied, a class is called.
-        doc: what the key means, with its unit.
+        default: the value if neither YAML nor the command line sets the key; a list is copied, a class is called.
+        doc: the meaning of the key, with its unit.
         bounds: ``least`` (value ≥), ``above`` (value >), ``most`` (value ≤), ``below`` (value <); they apply to each
             item of a list and not to null. ``limit`` is an upper bound that only prevents overflow and is not
             documented; a number without ``most``, ``below`` or ``limit`` has the limit of its type in :data:`LIMITS`.
@@ -57,7 +57,7 @@ def option(default: Any, doc: str, **bounds: float) -> Any:
 
 
 def required(doc: str, **bounds: float) -> Any:
-    """A field without a default: a YAML file or an override must set it."""
+    """Define a field without a default: a YAML file or an override must set it."""
     return field(metadata={"doc": doc, "bounds": bounds})
 
 
@@ -67,10 +67,10 @@ class Key:
 
     Args:
         name: the dotted key, e.g. ``parallel.zero.stage``.
-        type: its resolved type hint.
-        default: its default, ``???`` if it has none; for a section, the section's class.
-        doc: its meaning.
-        bounds: its range, see :func:`option`.
+        type: the resolved type hint.
+        default: the default, ``???`` if there is none; for a section, the section's class.
+        doc: the meaning of the key.
+        bounds: the range, see :func:`option`.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Key:
 
 
 def hints(cls: Any) -> Mapping[str, Any]:
-    """The resolved type hints of a dataclass."""
+    """Return the resolved type hints of a dataclass."""
     return _hints(cls)
 
 
@@ -101,7 +101,7 @@ def _hints(cls: Any) -> Mapping[str, Any]:
 
 
 def keys(cls: type, prefix: str = "") -> Iterator[Key]:
-    """Every key of a configuration class in order, each section before its members."""
+    """Yield every key of a configuration class in order, each section before its members."""
     for member in dataclasses.fields(cls):
         kind = hints(cls)[member.name]
         name = prefix + member.name
@@ -112,7 +112,7 @@ def keys(cls: type, prefix: str = "") -> Iterator[Key]:
 
 
 def current_name(key: str) -> str:
-    """The present name of a dotted key that is, or lies below, a renamed one; any other key unchanged."""
+    """Return the current name of a dotted key that is, or is nested in, a renamed key; other keys are unchanged."""
     for old, new in RENAMED.items():
         if key == old or key.startswith((old + ".", old + "[")):
             return new + key.removeprefix(old)
@@ -120,7 +120,7 @@ def current_name(key: str) -> str:
 
 
 def _limited(bounds: Mapping[str, float], kind: Any) -> Mapping[str, float]:
-    """The bounds of a field, with an upper limit if it is a number or a list of numbers."""
+    """Return the bounds of a field, with an upper limit if it is a number or a list of numbers."""
     bare, _ = without_null(kind)
     item = typing.get_args(bare)[0] if typing.get_origin(bare) is list else bare
     if item not in LIMITS or {"most", "below", "limit"} & bounds.keys():
@@ -137,7 +137,7 @@ def _default(member: dataclasses.Field[Any], kind: Any) -> Any:
 
 
 def without_null(kind: Any) -> tuple[Any, bool]:
-    """A type hint without its ``| None``, and whether it had one."""
+    """Return a type hint without its ``| None``, and whether it had one."""
     if isinstance(kind, types.UnionType):
         [only] = [member for member in typing.get_args(kind) if member is not types.NoneType]
         return only, True
@@ -145,7 +145,7 @@ def without_null(kind: Any) -> tuple[Any, bool]:
 
 
 def describe_type(kind: Any) -> str:
-    """A type in words: ``int``, ``list of int or null``, ``a, b or c``."""
+    """Describe a type in words: ``int``, ``list of int or null``, ``a, b or c``."""
     bare, nullable = without_null(kind)
     if bare is Any:
         return "mapping or null"
@@ -161,6 +161,6 @@ def describe_type(kind: Any) -> str:
 
 
 def describe_bounds(bounds: Mapping[str, float]) -> str:
-    """A range in words: ``at least 0 and below 1``; empty without bounds. A ``limit`` is not part of it."""
+    """Describe a range in words: ``at least 0 and below 1``; empty without bounds. A ``limit`` is not included."""
     stated = {bound: limit for bound, limit in bounds.items() if bound != "limit"}
     return " and ".join(f"{COMPARISONS[bound][0]} {limit}" for bound, limit in stated.items())

@@ -1,4 +1,4 @@
-"""The interface to Hydra: finding YAML files, parsing overrides, merging, and the order of merging.
+"""The interface to Hydra: find YAML files, parse overrides, merge them, and report the merge order.
 
 This is the only module that imports Hydra. Hydra composes untyped values from files and overrides. Types, unknown keys
 and rules are checked elsewhere, because Hydra stops at the first error and does not check interpolations. A session
@@ -33,7 +33,7 @@ _NOT_HYDRAS = tuple(f"~hydra/{group}" for entry in HydraConf().defaults for grou
 
 
 def packaged_configs() -> Path:
-    """The folder of the packaged YAML files: ``configs/`` in a checkout, otherwise inside the package."""
+    """Return the folder of the packaged YAML files: ``configs/`` in a checkout, otherwise inside the package."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parent / "configs"
     return checkout if (checkout / "train.yaml").is_file() else package / "configs"
@@ -45,14 +45,14 @@ class Layer:
 
     Args:
         location: the file, or ``the command line``.
-        values: the values it sets, by dotted key; renamed keys under their present names.
+        values: the values it sets, by dotted key; renamed keys under their current names.
     """
 
     location: str
     values: Mapping[str, object]
 
     def sets(self, key: str) -> bool:
-        """Whether this sets ``key`` or a section that contains it."""
+        """Whether this layer sets ``key`` or a section that contains it."""
         path = key.split(".")
         above = (".".join(path[:depth]) for depth in range(1, len(path)))
         return key in self.values or any(
@@ -72,16 +72,16 @@ class Session:
         return self._own is not None
 
     def undecodable(self) -> list[Path]:
-        """The files of the user's folder that are not UTF-8 text."""
+        """Return the files of the user's folder that are not UTF-8 text."""
         files = () if self._own is None else sorted(self._own.rglob("*.yaml"))
         return [path for path in files if path.is_file() and not _is_text(path)]
 
     def groups(self) -> list[str]:
-        """The config groups: ``model``, ``parallel``, …"""
+        """Return the config groups: ``model``, ``parallel``, …"""
         return [group for group in self._loader.list_groups("") if not group.startswith("hydra")]
 
     def options(self, group: str) -> list[str]:
-        """The files of a group, without their suffix."""
+        """Return the files of a group, without their suffix."""
         return [option for option in self._loader.get_group_options(group) if not option.startswith("_")]
 
     def exists(self, config_name: str) -> bool:
@@ -97,11 +97,11 @@ class Session:
         return OverridesParser.create(config_loader=self._loader).parse_overrides([override])[0]
 
     def compose(self, config_name: str, overrides: Sequence[str]) -> DictConfig:
-        """The merged values, with interpolations unresolved."""
+        """Merge the values, with interpolations unresolved."""
         return compose(config_name, overrides=[*_NOT_HYDRAS, *overrides])
 
     def layers(self, config_name: str, overrides: Sequence[str]) -> Iterator[Layer]:
-        """The files and overrides that :meth:`compose` merges, first to last.
+        """Yield the files and overrides that :meth:`compose` merges, first to last.
 
         Raises:
             ConfigError: a file is not a mapping of keys.
@@ -130,11 +130,11 @@ class Session:
 
 
 def _groups_of_hydra(defaults: object) -> Iterator[tuple[str, object]]:
-    """The options of Hydra's own config groups that a defaults list selects."""
+    """Yield the options of Hydra's own config groups that a defaults list selects."""
     for entry in defaults if isinstance(defaults, list) else ():
         named = entry if isinstance(entry, Mapping) else dict([str(entry).rpartition("/")[::2]])
         for group, option in named.items():
-            name = str(group).rpartition(" ")[2].removeprefix("/")  # behind `override` or `optional`
+            name = str(group).rpartition(" ")[2].removeprefix("/")  # after `override` or `optional`
             if name.startswith("hydra/"):
                 yield name, option
 
@@ -148,7 +148,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _flat(values: Mapping[Any, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Nested mappings as dotted keys, outer ones before inner ones; renamed keys under their present names."""
+    """Flatten nested mappings to dotted keys, outer keys before inner ones; renamed keys under their current names."""
     for name, value in values.items():
         key = current_name(f"{prefix}.{name}" if prefix else str(name))
         yield key, value
@@ -158,7 +158,7 @@ def _flat(values: Mapping[Any, object], prefix: str = "") -> Iterator[tuple[str,
 
 @contextmanager
 def session(config_dir: str | Path | None = None) -> Iterator[Session]:
-    """A session over the packaged files and the user's folder, which is searched first.
+    """Open a session over the packaged files and the user's folder, which is searched first.
 
     Raises:
         ConfigError: the user's folder does not exist or is not a folder.

@@ -23,7 +23,7 @@ from megastack.pipeline.schedules.registry import schedule_violations, splits_ba
 
 
 def data_parallel_degree(config: TrainConfig, world_size: int | None = None) -> int:
-    """``parallel.dp``; if it is null, the world size over pp·cp·tp, or 1 without a launcher."""
+    """Return ``parallel.dp``; if it is null, the world size divided by pp·cp·tp, or 1 without a launcher."""
     parallel = config.parallel
     if parallel.dp is not None:
         return parallel.dp
@@ -31,7 +31,7 @@ def data_parallel_degree(config: TrainConfig, world_size: int | None = None) -> 
 
 
 def mesh_shape(config: TrainConfig, world_size: int | None = None) -> MeshShape:
-    """The mesh shape of a valid configuration.
+    """Return the mesh shape of a valid configuration.
 
     Args:
         config: a configuration without violations for this world size.
@@ -45,7 +45,7 @@ def mesh_shape(config: TrainConfig, world_size: int | None = None) -> MeshShape:
 class Degrees:
     """The parallel degrees that layout rules share, for one configuration and world size.
 
-    Each is computed when a rule reads it, so an invalid value only affects the rules that depend on it.
+    Each degree is computed when a rule reads it, so an invalid value only affects the rules that depend on it.
 
     Args:
         config: the configuration, not necessarily valid.
@@ -113,14 +113,14 @@ def degrees_fit_nodes(config: TrainConfig, degrees: Degrees) -> Iterator[Violati
 
 
 def tensor_parallel_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
-    """Heads, kv groups, ffn, vocabulary and sequence split evenly over tp."""
+    """Heads, KV groups, FFN size, vocabulary and sequence length are divisible by tp."""
     split_sequence = config.parallel.sequence_parallel and config.parallel.tp > 1
     sequence = _valid_or_0(config.batch.sequence_length) if split_sequence else None
     yield from split_violations(*_split_layers(config), config.parallel.tp, sequence=sequence)
 
 
 def _split_layers(config: TrainConfig) -> tuple[AttentionSpec, list[LayerSpec]]:
-    """The layers that tensor parallelism splits; an invalid size is replaced by 0, which every degree divides."""
+    """Return the layers that tensor parallelism splits; an invalid size becomes 0, which every degree divides."""
     model = config.model
     valid_rows = not any(size is INVALID for size in (model.vocab, model.vocab_multiple))
     rows = {} if valid_rows else {"vocab": 0, "vocab_multiple": 1}
@@ -134,7 +134,7 @@ def _valid_or_0(size: int) -> int:
 
 
 def heads_fit(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
-    """Query heads, kv groups and head width are consistent."""
+    """Query heads, KV groups and head width are consistent."""
     rotary = config.model.positions == "rope"
     yield from spec_of(AttentionSpec, config.model, rotary=rotary).size_violations()
 
@@ -197,7 +197,7 @@ def schedule_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
 
 
 def chosen_schedule(schedule: ScheduleOptions) -> tuple[str, dict[str, Any]]:
-    """The name or the dotted path of a configured schedule, and its options; None stands for one that is not set."""
+    """Return the name or dotted path of a configured schedule, and its options; None for an option that is not set."""
     path = None if schedule.path is None else str(schedule.path)
     name = schedule.name if schedule._target_ is None else schedule._target_
     return name, {"round": schedule.round, "path": path, **(schedule.options or {})}

@@ -1,7 +1,7 @@
-"""Command-line overrides: which select a group file, which set a key, which are invalid; and the jobs of a sweep.
+"""Command-line overrides: sort them into group selections, keys and errors; and expand the jobs of a sweep.
 
-Hydra only overrides keys that some YAML file sets. Here the schema defines the keys, so ``key=value``, ``+key=value``
-and ``++key=value`` all set a key.
+Hydra only overrides keys that a YAML file sets. Here, the schema defines the keys, so ``key=value``, ``+key=value`` and
+``++key=value`` all set a key.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megastack.errors import ConfigError, Violation
 
 @dataclass
 class Overrides:
-    """Overrides sorted into valid ones, as passed to Hydra, and the errors of the others."""
+    """The valid overrides, as passed to Hydra, and the errors of the invalid ones."""
 
     valid: list[str] = field(default_factory=list)
     errors: list[Violation] = field(default_factory=list)
 
 
 def read_overrides(overrides: Sequence[str], hydra: Session) -> Overrides:
-    """Sort overrides; each invalid one becomes a violation.
+    """Sort overrides; each invalid override becomes a violation.
 
-    A renamed key may be set under either name, but not under both. An override of it replaces what files set under
-    either name.
+    A renamed key may be set under either name, but not under both. An override of it replaces the value that files set
+    under either name.
     """
     result, groups = Overrides(), hydra.groups()
     renamed: dict[str, Override] = {}
@@ -57,7 +57,7 @@ def read_overrides(overrides: Sequence[str], hydra: Session) -> Overrides:
 
 
 def _given_twice(override: Override, renamed: dict[str, Override]) -> Violation | None:
-    """An error if an earlier override set the same key under its other name; ``renamed`` collects the first ones."""
+    """Return an error if an earlier override set the key under its other name; ``renamed`` collects the overrides."""
     key = override.key_or_group
     new = current_name(key)
     if new not in RENAMED.values():
@@ -70,7 +70,7 @@ def _given_twice(override: Override, renamed: dict[str, Override]) -> Violation 
 
 
 def sweep_jobs(overrides: Sequence[str], *, config_dir: str | Path | None = None) -> list[list[str]]:
-    """The overrides of each job of a sweep: the product of those with several values, the last varying fastest.
+    """Return the overrides of each job of a sweep: all combinations of values, with the last override varying fastest.
 
     ``parallel.tp=1,2`` and Hydra's ``choice(…)``, ``range(…)``, ``sort(…)``, ``shuffle(…)`` and ``tag(…)`` have several
     values; ``glob(…)`` selects files of a config group.
@@ -95,7 +95,7 @@ def sweep_jobs(overrides: Sequence[str], *, config_dir: str | Path | None = None
 
 
 def _choices(text: str, hydra: Session) -> list[str] | Violation:
-    """One override for each value of an override."""
+    """Return one override for each value of an override."""
     try:
         override = hydra.parse(text)
         if not override.is_sweep_override():
@@ -161,7 +161,7 @@ def _is_group(override: Override, groups: Sequence[str]) -> bool:
 def _is_key(key: str) -> bool:
     """Whether the schema has this key, or accepts any key below a part of it.
 
-    Keys below ``schedule`` may be options of a function; where they are not, the conversion of the values rejects them.
+    Keys below ``schedule`` may be options of a function; if they are not, the conversion of the values rejects them.
     """
     return current_name(key) in known_keys() or any(key.startswith(free + ".") for free in (*FREE_KEYS, "schedule"))
 
@@ -172,6 +172,6 @@ def _split(text: str) -> tuple[str, str]:
 
 
 MOST_JOBS = 10_000
-"""Limit on the jobs of a sweep; more is taken for a mistake."""
+"""Maximum number of jobs in a sweep; a larger number is treated as a mistake."""
 FREE_KEYS = tuple(key.name for key in keys(TrainConfig) if key.type is Any)
 """Keys that accept any mapping."""

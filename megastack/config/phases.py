@@ -1,7 +1,7 @@
 """Data phases: ``data.phases`` as one complete configuration per phase, and the rules about them.
 
-Each phase is represented by the configuration of a run that consists of this phase alone. Code that takes a
-configuration (rules, FLOPs, activation sizes, datasets) can therefore be applied to a phase. Imports no torch.
+Each phase is represented by the configuration of a run that consists of this phase alone. Code that accepts a
+configuration (rules, FLOPs, activation sizes, datasets) can therefore be applied to a phase. Does not import torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class PhaseConfig:
     """One phase of a run.
 
     Args:
-        from_step: completed optimizer steps at which it begins.
-        config: the configuration of a run of this phase alone; its ``data.phases`` is empty.
+        from_step: number of completed optimizer steps at which the phase begins.
+        config: the configuration of a run that consists of this phase alone; its ``data.phases`` is empty.
     """
 
     from_step: int
@@ -38,7 +38,7 @@ class PhaseConfig:
 
 
 def phase_configs(config: TrainConfig) -> list[PhaseConfig]:
-    """The phases of a run in order; the first begins at step 0."""
+    """Return the phases of a run in order; the first begins at step 0."""
     found = [PhaseConfig(0, replace(config, data=replace(config.data, phases=[])))]
     for phase in config.data.phases:
         before = found[-1].config
@@ -49,7 +49,7 @@ def phase_configs(config: TrainConfig) -> list[PhaseConfig]:
 
 
 def _data(before: DataOptions, phase: DataPhaseOptions) -> DataOptions:
-    """The data of a phase: what it sets replaces the data before it; a blend replaces a source and vice versa."""
+    """Return the data of a phase: its settings replace the previous ones; a blend replaces a source and vice versa."""
     if phase.blend is not None:
         return replace(before, blend=phase.blend, source=DataSource.builtin, paths=[])
     if phase.paths is None and phase.source is None:
@@ -59,17 +59,17 @@ def _data(before: DataOptions, phase: DataPhaseOptions) -> DataOptions:
 
 
 def phase_at(phases: Sequence[PhaseConfig], step: int) -> PhaseConfig:
-    """The phase of the 0-based ``step``."""
+    """Return the phase of the 0-based ``step``."""
     return next(phase for phase in reversed(phases) if phase.from_step <= step)
 
 
 def longest(config: TrainConfig) -> TrainConfig:
-    """The configuration of the first phase with the longest sequence."""
+    """Return the configuration of the first phase with the longest sequence."""
     return max(phase_configs(config), key=lambda phase: phase.sequence_length).config
 
 
 def source_text(config: TrainConfig) -> str:
-    """The training data of a configuration, e.g. ``bin corpus/web 70.0% + bin corpus/books 30.0%``."""
+    """Describe the training data of a configuration, e.g. ``bin corpus/web 70.0% + bin corpus/books 30.0%``."""
     data = config.data
     if not data.blend:
         return " ".join([data.source.value, *data.paths])
@@ -78,7 +78,7 @@ def source_text(config: TrainConfig) -> str:
 
 
 def phases_are_ordered(config: TrainConfig) -> Iterator[Violation]:
-    """Phases begin one after another within the run, and each changes something."""
+    """Phases begin in increasing order within the run, and each one changes a setting."""
     before, steps = 0, config.run.steps
     for at, phase in enumerate(config.data.phases):
         key, begin = f"data.phases[{at}].from_step", phase.from_step
@@ -121,7 +121,7 @@ def phases_have_data(config: TrainConfig) -> Iterator[Violation]:
 
 
 def phases_fit_the_model(config: TrainConfig) -> Iterator[Violation]:
-    """Sequences of each phase fit the learned positions and split evenly over the tensor-parallel ranks."""
+    """Sequences of each phase fit the learned positions and are divisible by the tensor-parallel degree."""
     model, tp = config.model, config.parallel.tp
     positions = (model.max_positions or config.batch.sequence_length) if model.positions == "learned" else None
     for at, phase in enumerate(config.data.phases):

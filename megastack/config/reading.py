@@ -1,4 +1,4 @@
-"""Reading composed, untyped values into a configuration object; and writing and reading a configuration as YAML.
+"""Read composed, untyped values into a configuration object; write and read a configuration as YAML.
 
 Reading merges the values over the schema's defaults, resolves every interpolation and converts every value. Errors are
 collected and returned; the caller reports them.
@@ -21,7 +21,7 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def read(values: DictConfig) -> tuple[TrainConfig, list[Violation]]:
-    """The configuration with these values over the schema's defaults, and the errors of values that cannot be read."""
+    """Read a configuration from values over the schema's defaults; also return the errors of unreadable values."""
     given, errors = with_current_names(cast(dict[str, object], OmegaConf.to_container(values, resolve=False)))
     conversion = Conversion(errors)
     raw = _overlaid(defaults(), given)
@@ -30,7 +30,7 @@ def read(values: DictConfig) -> tuple[TrainConfig, list[Violation]]:
 
 
 def _with_old_names(raw: dict[str, Any]) -> DictConfig:
-    """The values as an OmegaConf node in which interpolations may use the old names of renamed keys."""
+    """Return the values as an OmegaConf node in which interpolations may use the old names of renamed keys."""
     node = OmegaConf.create(raw)
     for old, new in RENAMED.items():
         if OmegaConf.is_dict(node.get(old.partition(".")[0])):
@@ -39,7 +39,7 @@ def _with_old_names(raw: dict[str, Any]) -> DictConfig:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The configuration as YAML with every key; :func:`from_yaml` returns an equal configuration."""
+    """Write the configuration as YAML with every key; :func:`from_yaml` returns an equal configuration."""
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_plain(config))))
 
 
@@ -62,14 +62,14 @@ def from_yaml(text: str) -> TrainConfig:
 
 
 def _overlaid(base: object, over: object) -> Any:
-    """Nested mappings merged, with precedence to the second; unlike OmegaConf's merge, also for ``???`` and misfits."""
+    """Merge nested mappings; the second takes precedence, unlike in OmegaConf also for ``???`` and mismatched types."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
     return base | {name: _overlaid(base.get(name), value) for name, value in over.items()}
 
 
 def _resolved(node: object, raw: Any, key: str, errors: list[Violation]) -> Any:
-    """Plain values with every interpolation resolved; one without a value is an error and :data:`INVALID`.
+    """Resolve every interpolation to plain values; an interpolation without a value is an error and :data:`INVALID`.
 
     Args:
         node: an OmegaConf node, which resolves interpolations on access.
@@ -98,12 +98,12 @@ def _child(node: DictConfig | ListConfig, name: Any, raw: Any, key: str, errors:
 
 
 def _inner(raw: Any, name: Any) -> Any:
-    """An item of an unresolved container; for an interpolation of a whole section, its text."""
+    """Return an item of an unresolved container; for an interpolation of a whole section, the interpolation text."""
     return raw if isinstance(raw, str) else raw[name]
 
 
 def _escaped(value: object) -> Any:
-    """Plain values with text escaped, so that OmegaConf does not read it as an interpolation."""
+    """Escape the text in plain values, so that OmegaConf does not read it as an interpolation."""
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):

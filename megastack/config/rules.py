@@ -4,8 +4,9 @@
 out of range is reported once and then marked invalid, so checks that depend on it are skipped while all others still
 run. Nothing here accesses paths or checkpoints, except for the file of a custom schedule.
 
-:data:`WORKS` lists the keys whose other values belong to features that are not built yet. The schema has these keys
-from the start, so that configurations, plans and documentation keep their shape; building a feature removes its entry.
+:data:`WORKS` lists the supported values of keys whose other values need features that are not implemented yet. The
+schema already contains these keys, so configurations and documentation will not change; implementing a feature removes
+its entry.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megastack.config.value_rules import VALUE_RULES, invalid_texts
 from megastack.errors import ConfigError, Violation, counted, spell
 
 ITEMS = {"optim.groups": OptimGroupOptions, "data.blend": BlendSource, "data.phases": DataPhaseOptions}
-"""Keys that hold lists of sections, and the class of their items."""
+"""Keys that contain lists of sections, and the class of their items."""
 
 WORKS: Mapping[str, tuple[object, ...]] = {
     "compile": (False,),
@@ -35,13 +36,13 @@ WORKS: Mapping[str, tuple[object, ...]] = {
     "loss.chunked": (False,),
     "observe.trace_steps": ([],),
 }
-"""The values that are available today, by key; a key that is not listed accepts every value of its type and range."""
+"""The supported values, by key; a key that is not listed accepts every value of its type and range."""
 
 
 def violations(
     config: TrainConfig, world_size: int | None = None, *, ranks_per_node: int | None = None
 ) -> list[Violation]:
-    """Every rule that a configuration violates, in the order of the schema; empty for a valid configuration.
+    """Return every rule violation of a configuration, in schema order; empty for a valid configuration.
 
     Args:
         config: the configuration, possibly changed after it was composed; values marked invalid are skipped.
@@ -66,7 +67,7 @@ def violations(
 
 
 def _collect(rules: Iterable[Callable[[], Iterator[Violation]]]) -> Iterator[Violation]:
-    """What the rules report; a rule that reads an invalid value ends there."""
+    """Yield the violations that the rules report; a rule that reads an invalid value stops there."""
     for rule in rules:
         try:
             yield from (violation for violation in rule() if violation.value is not INVALID)
@@ -75,7 +76,7 @@ def _collect(rules: Iterable[Callable[[], Iterator[Violation]]]) -> Iterator[Vio
 
 
 def validate_sections(config: TrainConfig, *sections: str) -> TrainConfig:
-    """The configuration, with the types and ranges of some sections or keys checked and values coerced.
+    """Check types and ranges in some sections or keys; return the configuration with coerced values.
 
     Raises:
         ConfigError: a value in these sections has the wrong type or is out of range.
@@ -88,7 +89,7 @@ def validate_sections(config: TrainConfig, *sections: str) -> TrainConfig:
 
 
 def not_available(config: TrainConfig) -> Iterator[Violation]:
-    """A violation for each key that selects a feature which is not built yet."""
+    """Yield a violation for each key that selects a feature that is not implemented yet."""
     for key, works in WORKS.items():
         value = value_of(config, key)
         if value is not INVALID and value not in works:
@@ -96,7 +97,7 @@ def not_available(config: TrainConfig) -> Iterator[Violation]:
 
 
 def out_of_range(config: TrainConfig) -> Iterator[Violation]:
-    """A violation for each number outside the range of its key."""
+    """Yield a violation for each number outside the range of its key."""
     for key in RANGED:
         yield from _range_violations(key.name, key, value_of(config, key.name))
     for name, kind in ITEMS.items():
@@ -129,33 +130,33 @@ def _range_violations(name: str, key: Key, value: Any) -> Iterator[Violation]:
 
 
 def _nearest(broken: Mapping[str, float]) -> tuple[str, ...]:
-    """The bound that was exceeded, if the bound itself is valid."""
+    """Return the bound that was exceeded, if the bound itself is valid."""
     words = {"least": "more", "most": "less", "limit": "less"}
     return tuple(f"{limit} or {words[bound]}" for bound, limit in broken.items() if bound in words)[:1]
 
 
 RANGED = tuple(key for key in keys(TrainConfig) if key.bounds)
-"""The keys that hold numbers: each has a bound."""
+"""Keys with numeric values, each of which has a bound."""
 
 ORDER = {key.name: at for at, key in enumerate(keys(TrainConfig))}
 """Position of each key in the schema."""
 
 MOST_REASONS = 3
-"""Degrees for which an error lists the reason."""
+"""Maximum number of degrees for which an error lists the reasons."""
 
 
 def fit_data_parallel(config: TrainConfig, ranks: int) -> TrainConfig:
-    """The configuration with the largest valid ``parallel.dp`` for a number of ranks; some ranks may stay unused.
+    """Set ``parallel.dp`` to the largest valid degree for a number of ranks; some ranks may stay unused.
 
-    An elastic job keeps tp, pp, cp and the global batch. Its data-parallel degree follows the number of ranks, and with
-    it the number of microbatches that each rank accumulates.
+    An elastic job keeps tp, pp, cp and the global batch. Its data-parallel degree depends on the number of ranks, and
+    so does the number of microbatches that each rank accumulates.
 
     Args:
-        config: its ``parallel.dp`` is the upper limit; null for no limit.
+        config: the configuration; its ``parallel.dp`` is the upper limit, null for no limit.
         ranks: the number of ranks started.
 
     Raises:
-        ConfigError: no degree is valid, with the reasons.
+        ConfigError: no degree is valid; the message lists the reasons.
     """
     if list(out_of_range(config)):
         raise ConfigError.of(violations(config))
@@ -172,7 +173,7 @@ def fit_data_parallel(config: TrainConfig, ranks: int) -> TrainConfig:
 
 
 def _reasons(config: TrainConfig, candidates: Sequence[int], replica: int, ranks: int) -> list[Violation]:
-    """The violations that all candidates share; if each has others as well, one more that lists some of these."""
+    """Return the violations shared by all candidates; if each has others too, one more violation lists some of them."""
     sample = [*candidates[: MOST_REASONS - 1], candidates[-1]]
     found = {dp: violations(replace_values(config, {"parallel.dp": dp}), dp * replica) for dp in sample}
     shared = [error for error in found[sample[-1]] if all(error in errors for errors in found.values())]

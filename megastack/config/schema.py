@@ -4,7 +4,7 @@ Keys are defined only here. YAML files contain choices, never defaults or types;
 KEY`` are generated from the fields below. This module neither converts nor validates: ``convert.py`` converts plain
 values to these classes, ``rules.py`` validates their combination, and ``compose.py`` reads YAML and overrides.
 
-Fields are made by ``option`` (with a default) or ``required`` (``???`` in the reference). Imports no torch.
+Fields are defined with ``option`` (with a default) or ``required`` (``???`` in the reference). Does not import torch.
 """
 
 # ruff: noqa: RUF009  (option and required return dataclasses.field)
@@ -33,7 +33,7 @@ from megastack.config.choices import (
 from megastack.config.fields import option, required
 
 LONGEST_WAIT_S = 2e6
-"""Longest time-out. In milliseconds it still fits in a C int, the type that system calls accept."""
+"""Longest time-out. In milliseconds, it still fits in a C int, the type that system calls accept."""
 
 
 @dataclass(frozen=True, kw_only=True)

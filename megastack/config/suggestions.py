@@ -1,4 +1,4 @@
-"""Suggestions for unknown keys: by the names that other systems use, by the last word, by similar spelling.
+"""Suggestions for unknown keys, based on names that other systems use, on the last word, and on similar spelling.
 
 A suggestion is only printed, never applied.
 """
@@ -141,7 +141,7 @@ OTHER_SYSTEMS: Mapping[str, str] = {
     "batch_size": "batch.global_size",
     "virtual_stages": "schedule.chunks",
 }
-"""Settings of other systems (last word, with underscores) to the corresponding key."""
+"""Maps settings of other systems (last word, with underscores) to the corresponding key."""
 
 SWITCHES = ("enabled", "device", "type")
 """Last words that enable a section or select its kind (``bf16.enabled``, ``optimizer.type``); they are ignored."""
@@ -152,12 +152,12 @@ CLOSE, CLOSE_WORD = 0.7, 0.8
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Every dotted key of the configuration, sections included."""
+    """Return every dotted key of the configuration, sections included."""
     return tuple(key.name for key in keys(TrainConfig))
 
 
 def suggest(key: str, known: Sequence[str] | None = None) -> str | None:
-    """The existing key that an unknown key most likely stands for, or None.
+    """Return the existing key that an unknown key most likely refers to, or None.
 
     Args:
         key: the unknown key; names of other systems may contain dashes and belong to any section.

@@ -15,7 +15,7 @@ BYTE_IDS = 256
 
 
 def positions_fit(config: TrainConfig) -> Iterator[Violation]:
-    """Settings of learned positions require learned positions; those of rotary embeddings require rotary ones."""
+    """Settings of learned positions require learned positions; settings of rotary embeddings require rotary ones."""
     model, rope, length = config.model, config.model.rope, config.batch.sequence_length
     if model.positions == "rope":
         if model.max_positions is not None:
@@ -75,7 +75,7 @@ def patterns_are_regular(config: TrainConfig) -> Iterator[Violation]:
 
 
 def recompute_is_clear(config: TrainConfig) -> Iterator[Violation]:
-    """``recompute.pattern`` is set exactly if the mode is ``pattern``."""
+    """``recompute.pattern`` is set if and only if the mode is ``pattern``."""
     mode, pattern = config.recompute.mode, config.recompute.pattern
     if mode == "pattern" and pattern is None:
         rule = "requires recompute.pattern, the names of the modules"
@@ -137,7 +137,7 @@ def source_fits(config: TrainConfig, prefix: str) -> Iterator[Violation]:
     """The source or blend of a configuration has the paths it needs.
 
     Args:
-        config: a configuration, or that of one data phase.
+        config: the configuration of a run or of one data phase.
         prefix: prefix of its data keys in violations.
     """
     data = config.data
@@ -167,7 +167,7 @@ FILES = ("text", "jsonl", "bin")
 
 
 def continuation_is_clear(config: TrainConfig) -> Iterator[Violation]:
-    """``resume`` has a folder to continue in, and weights come from one place only."""
+    """``resume`` has a folder to continue in, and weights come from a single source."""
     if config.resume == "auto" and config.run.dir is None:
         advice = ("run.dir=FOLDER",) if config.launch.elastic else ("run.dir=FOLDER", "last", None)
         yield Violation("resume", "auto", "needs the folder to continue in", advice)
@@ -210,10 +210,10 @@ PATHS: Mapping[str, tuple[object, ...]] = {
     "data.tokenizer": ("byte", "the path of a tokenizer.json"),
     "checkpoint.load_weights": ("the folder of a checkpoint", None),
 }
-"""Keys that hold a path, and the advice for an invalid one."""
+"""Keys that contain a path, and the advice for an invalid one."""
 
 NAMES: Mapping[str, tuple[object, ...]] = {"run.name": ("train",), "cluster.name": ("local",)}
-"""Keys that hold a name, and an example."""
+"""Keys that contain a name, and an example."""
 
 LONGEST_NAME = 255
 """Longest file name that file systems accept, in bytes."""
@@ -222,7 +222,7 @@ LONGEST_PATH = 4095
 
 
 def invalid_texts(config: TrainConfig) -> Iterator[Violation]:
-    """A violation for each path or name that is empty or that no file system accepts."""
+    """Yield a violation for each path or name that is empty or that no file system accepts."""
     for key, advice in {**PATHS, **NAMES}.items():
         value = value_of(config, key)
         if isinstance(value, str) and (error := _text_error(value, is_name=key in NAMES)):
@@ -237,7 +237,7 @@ def invalid_texts(config: TrainConfig) -> Iterator[Violation]:
 
 
 def _lists_of_paths(config: TrainConfig) -> Iterator[tuple[str, list[str]]]:
-    """Every list of paths with its key; invalid lists are skipped."""
+    """Yield every list of paths with its key; invalid lists are skipped."""
     phases = value_of(config, "data.phases")
     yield from _paths_of("data.", value_of(config, "data.paths"), value_of(config, "data.blend"))
     for at, phase in enumerate(phases if isinstance(phases, list) else ()):
@@ -253,7 +253,7 @@ def _paths_of(prefix: str, paths: object, blend: object) -> Iterator[tuple[str, 
 
 
 def _text_error(text: str, *, is_name: bool) -> str | None:
-    """The rule that a path, or a name, violates; None if it is valid."""
+    """Return the rule that a path, or a name, violates; None if it is valid."""
     if not text.strip():
         return "must not be empty"
     if not _is_plain(text):
@@ -267,7 +267,7 @@ def _text_error(text: str, *, is_name: bool) -> str | None:
 
 
 def _printable(text: str) -> str:
-    """The text itself if it is visible on one line, else its ``repr``."""
+    """Return the text if it is visible on one line, otherwise its ``repr``."""
     return text if text.strip() and _is_plain(text) else repr(text)
 
 

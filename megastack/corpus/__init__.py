@@ -1,1 +1,1 @@
-"""Token files made from text: `megastack tokenize`."""
+"""Create token files from text: `megastack tokenize`."""

@@ -1,8 +1,8 @@
 """Slices of input files that can be tokenized independently, and the documents in a slice.
 
 A slice of a `.jsonl` or `.txt` file is a range of bytes and owns the lines that begin in it; a slice of a Parquet file
-is a row group. The work can therefore be divided without reading the files, and the documents in slice order are the
-same for every number of processes. Running text is cut as in :mod:`megastack.data.sources`, slice by slice.
+is a row group. The work can therefore be divided without reading the files, and the documents in slice order do not
+depend on the number of processes. Running text is cut as in :mod:`megastack.data.sources`, slice by slice.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class InputSlice:
-    """Bytes `begin` to `end` of a file, or row group `begin` of a Parquet file, which accounts for `size` bytes.
+    """Bytes `begin` to `end` of a file, or row group `begin` of a Parquet file; `size` is its share in bytes.
 
-    An empty file makes one slice that ends where it begins.
+    An empty file has one slice, of zero length.
     """
 
     path: str
@@ -37,7 +37,7 @@ class InputSlice:
 
 @dataclass
 class BadLines:
-    """The bad lines of a slice: skipped and counted, or an error."""
+    """The bad lines of a slice: either skipped and counted, or an error."""
 
     skip: bool = False
     count: int = 0
@@ -54,9 +54,10 @@ class BadLines:
 def plan_slices(
     paths: Sequence[str | Path], slice_bytes: int = SLICE_BYTES, *, skip_empty: bool = False
 ) -> list[InputSlice]:
-    """The slices of all files, in the order of `paths`.
+    """Return the slices of all files, in the order of `paths`.
 
-    Raises :class:`DataError` for a file that is missing or of an unknown kind and, unless `skip_empty`, an empty one.
+    Raises:
+        DataError: a file is missing, of an unknown kind or, unless `skip_empty`, empty.
     """
     files = [file for path in paths for file in matching_files(Path(path), tuple(KINDS))]
     slices = [input_slice for file in files for input_slice in _slices_of(file, slice_bytes)]
@@ -68,12 +69,12 @@ def plan_slices(
 
 
 def empty_file(path: str) -> DataError:
-    """The error of an input file without documents."""
+    """Return the error of an input file without documents."""
     return DataError(f"{path}: is empty or has no text; use a file with text, or --on-bad-line skip")
 
 
 def read_slice(input_slice: InputSlice, field: str, bad: BadLines) -> Iterator[bytes]:
-    """The documents of a slice as UTF-8, without empty ones."""
+    """Yield the documents of a slice as UTF-8, without empty ones."""
     if input_slice.begin == input_slice.end:
         return iter(())
     readers = {"jsonl": _json_lines, "text": _text, "parquet": _parquet}
@@ -101,7 +102,7 @@ def _slices_of(path: Path, slice_bytes: int) -> Iterator[InputSlice]:
 
 
 def _lines(input_slice: InputSlice) -> tuple[list[bytes], int]:
-    """The lines that begin in the slice, line ends included, and the byte at which the first one begins."""
+    """Return the lines that begin in the slice, with line endings, and the byte at which the first one begins."""
     with open(input_slice.path, "rb") as file:
         if input_slice.begin:
             file.seek(input_slice.begin - 1)
@@ -115,7 +116,7 @@ def _lines(input_slice: InputSlice) -> tuple[list[bytes], int]:
 
 
 def _where(input_slice: InputSlice, start: int, line: int) -> str:
-    """File and line number, found by counting the lines before; called for bad lines only."""
+    """Return file and line number, found by counting the preceding lines; called for bad lines only."""
     before, left = 1, start
     with open(input_slice.path, "rb") as file:
         while left:

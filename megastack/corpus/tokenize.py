@@ -1,9 +1,9 @@
-"""Tokenize text files into one token file, with many processes; an interrupted attempt can be continued.
+"""Tokenize text files into one token file with many processes; an interrupted attempt can be resumed.
 
-Every slice of the input becomes a part in `PREFIX.parts/`. When all parts exist they are joined into `PREFIX.bin` and
+Every slice of the input becomes a part in `PREFIX.parts/`. When all parts exist, they are joined into `PREFIX.bin` and
 `PREFIX.idx`, and the folder is removed. The index is renamed into place last, so a pair that can be opened is complete.
-A plan beside the parts records what they were made from, so that only an attempt with the same input and settings
-continues with them.
+A plan next to the parts records the input and settings, so that only an attempt with the same input and settings reuses
+them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megastack.data.tokenizers import Tokenizer, load_tokenizer
 from megastack.errors import DataError, counted
 
 Advance = Callable[[int, int], None]
-"""Called with the bytes of input that are done and the total."""
+"""Called with the number of input bytes processed and the total."""
 
 _CHUNK = 64 << 20
 
 
 @dataclass(frozen=True)
 class TokenizeResult:
-    """What was written, how many of its parts an earlier attempt had finished, and which input files were empty."""
+    """The counts written, the number of parts that an earlier attempt had finished, and the empty input files."""
 
     prefix: str
     counts: Counts
@@ -68,16 +68,17 @@ def make_token_file(
         out: the prefix; `out.idx` must not exist.
         tokenizer: `byte` or a `tokenizer.json`.
         field: the field or column that holds the text.
-        skip_bad: skip and count lines that are not UTF-8 or JSON and files without a document; otherwise the first
+        skip_bad: skip and count lines that are not UTF-8 or JSON, and files without a document; otherwise the first
             one is an error.
         allow_special_tokens: whether text that spells a special token becomes its id.
-        workers: processes; None for the number of CPUs available to this one.
-        slice_bytes: about how much a process tokenizes at a time; like `paths`, part of what a later attempt must keep.
-        advance: reports progress.
+        workers: the number of processes; None for the number of CPUs available to this process.
+        slice_bytes: the approximate amount that a process tokenizes at a time; like `paths`, an attempt that resumes
+            must not change it.
+        advance: called to report progress.
 
     Raises:
-        DataError: an input, the tokenizer or the output is invalid. Finished parts remain for the next attempt; input
-            without any token leaves nothing behind.
+        DataError: an input, the tokenizer or the output is invalid. Finished parts remain for the next attempt; if the
+            input has no tokens, nothing remains.
     """
     if idx_path(out).exists():
         raise DataError(f"--out={out}: {idx_path(out)} exists; use another prefix, or remove it")
@@ -94,7 +95,7 @@ def make_token_file(
     try:
         resumed = _tokenize(slices, outputs, settings, workers, advance)
     except DataError:
-        if not any(output.read_counts(settings) for output in outputs):  # nothing to continue with
+        if not any(output.read_counts(settings) for output in outputs):  # nothing to reuse
             _remove(folder, created)
         raise
     found = [output.read_counts(settings) or Counts() for output in outputs]
@@ -119,7 +120,7 @@ def _tokenize(
     workers: int | None,
     advance: Advance,
 ) -> int:
-    """Write the missing parts; returns how many existed."""
+    """Write the missing parts and return how many existed."""
     pairs = list(zip(slices, outputs, strict=True))
     jobs = [(each, settings, output) for each, output in pairs if output.read_counts(settings) is None]
     total = sum(each.size for each in slices)
@@ -132,7 +133,7 @@ def _tokenize(
 
 
 def _empty_inputs(slices: Sequence[InputSlice], found: Sequence[Counts]) -> list[str]:
-    """The files without a document; a file of bad lines only does not count as empty."""
+    """Return the files without a document; a file that contains only bad lines does not count as empty."""
     held: dict[str, int] = {}
     for input_slice, counts in zip(slices, found, strict=True):
         held[input_slice.path] = held.get(input_slice.path, 0) + counts.documents + counts.skipped
@@ -146,12 +147,12 @@ def _no_token(out: str, counts: Counts, empty: Sequence[str]) -> DataError:
 
 
 def _missing_folders(folder: Path) -> list[Path]:
-    """The folder and its parents, as far as they do not exist, innermost first."""
+    """Return the folder and those of its parents that do not exist, innermost first."""
     return [each for each in (folder, *folder.parents) if not each.exists()]
 
 
 def _remove(folder: Path, created: Sequence[Path]) -> None:
-    """Remove the parts, and the parent folders that were created for them and are empty."""
+    """Remove the parts, and empty parent folders that were created for them."""
     shutil.rmtree(folder)
     for each in created:
         if each != folder and not any(each.iterdir()):
@@ -159,7 +160,7 @@ def _remove(folder: Path, created: Sequence[Path]) -> None:
 
 
 def _claim(folder: Path, slices: Sequence[InputSlice], settings: Settings, tokenizer: Tokenizer) -> None:
-    """Create the folder of the parts; an existing one must be for the same input and settings."""
+    """Create the folder of the parts; an existing folder must have the same input and settings."""
     plan = _plan(slices, settings, tokenizer)
     path = folder / "plan.json"
     if path.is_file():
@@ -190,7 +191,7 @@ def _digest(tokenizer: str) -> str:
 
 
 def _run(jobs: Sequence[tuple[InputSlice, Settings, SliceOutput]], workers: int) -> Iterator[InputSlice]:
-    """Run the jobs, and yield each slice when it is done."""
+    """Run the jobs and yield each slice when it is done."""
     if workers <= 1:
         for job in jobs:
             tokenize_slice(*job)

@@ -1,4 +1,4 @@
-"""The work of one process: tokenize one slice of the input into files that are renamed into place when complete."""
+"""Worker process: tokenize one slice of the input into files that are renamed into place when complete."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megastack.corpus.inputs import BadLines, InputSlice, read_slice
 from megastack.data.tokenizers import Tokenizer, append_end, load_tokenizer
 
 _BATCH_BYTES, _BATCH = 1 << 20, 1024
-"""A batch for the tokenizer ends with the document that reaches either limit."""
+"""A tokenizer batch ends with the document that reaches either limit."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that determines the tokens; `digest` is of the tokenizer's file, `dtype` the type of stored ids."""
+    """Settings that determine the tokens; `digest` hashes the tokenizer's file, `dtype` is the type of stored ids."""
 
     tokenizer: str
     digest: str
@@ -72,7 +72,7 @@ class SliceOutput:
         return Path(self.stem + ".json")
 
     def read_counts(self, settings: Settings) -> Counts | None:
-        """The counts of a complete output; None if it is incomplete, or skipped lines that `settings` do not allow."""
+        """Read the counts of an output; None if it is incomplete or skipped lines that `settings` do not allow."""
         width = np.dtype(settings.dtype).itemsize
         try:
             counts = Counts(**json.loads(self.counts.read_text(encoding="utf-8")))
@@ -85,7 +85,8 @@ class SliceOutput:
 def tokenize_slice(input_slice: InputSlice, settings: Settings, output: SliceOutput) -> Counts:
     """Write the output of a slice.
 
-    Raises :class:`DataError` for a bad line unless bad lines are skipped.
+    Raises:
+        DataError: a line is bad, and bad lines are not skipped.
     """
     bad, lengths, total = BadLines(settings.skip), [np.empty(0, "<i4")], Counts()
     tokenizer, dtype = _tokenizer(settings), np.dtype(settings.dtype)
@@ -107,19 +108,19 @@ def tokenize_slice(input_slice: InputSlice, settings: Settings, output: SliceOut
 
 
 def start_worker() -> None:
-    """Set up a process of the pool: one thread for the tokenizer, and interrupts handled by the parent alone."""
+    """Set up a pool process: one tokenizer thread, and interrupts handled by the parent alone."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @cache
 def _tokenizer(settings: Settings) -> Tokenizer:
-    """The tokenizer, loaded once per process and file content."""
+    """Load the tokenizer, once per process and file content."""
     return load_tokenizer(settings.tokenizer, allow_special_tokens=settings.allow_special_tokens)
 
 
 def _encoded(tokenizer: Tokenizer, batch: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of all documents back to back with their end ids, and the length of each, without empty ones."""
+    """Return the concatenated ids of all documents with their end ids, and the length of each, without empty ones."""
     encoded = [append_end(ids, tokenizer.end) for ids in tokenizer.encode(batch) if len(ids)]
     return _concatenated(encoded), np.array([len(ids) for ids in encoded], "<i4")
 

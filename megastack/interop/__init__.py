@@ -1,1 +1,1 @@
-"""Models from elsewhere and to elsewhere: Hugging Face folders in and out."""
+"""Import and export of models as Hugging Face folders."""

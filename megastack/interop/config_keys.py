@@ -1,10 +1,9 @@
 """The keys of ``config.json`` by Hugging Face class, and a reader that checks values against them.
 
-For each key a table holds the kind of its values, its default, and whether null is allowed. A key that a file leaves
-out has the default of its class, as transformers 5 defines it. Null is a value: it means "none" where the class allows
-it (no sliding window, heads of width hidden / heads), and is an error elsewhere. A test compares every line with the
-classes themselves if transformers is installed. :class:`Fields` collects all errors of a file, so that a folder is
-rejected with all of them at once.
+For each key, a table contains the kind of its values, its default, and whether null is allowed. A key that a file omits
+has the default of its class, as defined by transformers 5. Null is a value: it means "none" if the class allows it (no
+sliding window, heads of width hidden / heads), and is an error otherwise. A test compares every entry with the classes
+themselves if transformers is installed. :class:`Fields` collects all errors of a file into one report.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         **_keys("ids", True, eos_token_id=50256),
     },
 }
-"""Keys by ``model_type``. Rotary keys are those of files of both transformers 4 and 5."""
+"""Keys by ``model_type``. Rotary keys include the names of both transformers 4 and 5."""
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
         "hidden_size": "n_embd",
@@ -111,14 +110,14 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a ``config.json`` with the defaults of its class for absent keys."""
+    """Return the values of a ``config.json``, with the defaults of its class for absent keys."""
     kind = values["model_type"]
     renamed = {ALIASES.get(kind, {}).get(name, name): value for name, value in values.items()}
     return {name: key.default for name, key in KEYS[kind].items()} | renamed
 
 
 def is_of_kind(value: Any, kind: Kind) -> bool:
-    """Whether a value other than null is of a kind; true is not a number."""
+    """Whether a value other than null has the given kind; true is not a number."""
     integer = isinstance(value, int) and not isinstance(value, bool)
     match kind:
         case "size":
@@ -154,7 +153,7 @@ WORDS: Mapping[Kind, str] = {
     "id": "a token id",
     "ids": "a token id or a list of them",
 }
-"""A kind in words, for error messages."""
+"""Each kind in words, for error messages."""
 
 HARMLESS = frozenset(
     {
@@ -166,7 +165,7 @@ HARMLESS = frozenset(
         *("max_window_layers", "use_sliding_window", "sliding_window", "transformers.js_config"),
     }
 )
-"""Keys that do not affect what the model computes, or are read in the cases in which they do."""
+"""Keys that do not affect the model's output, or are read when they do."""
 _MISSING: Any = object()
 
 
@@ -175,7 +174,7 @@ class Fields:
 
     Args:
         values: the parsed file.
-        model_type: the class, whose keys may be read.
+        model_type: the model class, which determines the keys that may be read.
     """
 
     def __init__(self, values: Mapping[str, Any], model_type: str) -> None:
@@ -187,7 +186,7 @@ class Fields:
             self._read_alias(other, name)
 
     def get(self, name: str) -> Any:
-        """The value of a key, checked against its kind; the default of the class if the key is absent."""
+        """Return the value of a key, checked against its kind; the default of the class if the key is absent."""
         key = self._keys[name]
         self._seen.add(name)
         value = self.values.get(name, _MISSING)
@@ -200,7 +199,7 @@ class Fields:
         return name in self.values
 
     def checked(self, name: str, value: Any, key: Key) -> Any:
-        """The value if it is of the key's kind; otherwise the default, and an error is recorded."""
+        """Return the value if it has the key's kind; otherwise record an error and return the default."""
         if value is None:
             if not key.nullable:
                 self.error(name, value, f"must be {WORDS[key.kind]}; remove it to use the class's default")
@@ -211,26 +210,26 @@ class Fields:
         return float(value) if key.kind == "number" else value
 
     def must(self, name: str, legal: tuple[Any, ...], rule: str) -> None:
-        """Record an error unless a key has one of the legal values; null is legal if the class allows it."""
+        """Record an error unless a key has one of the valid values; null is valid if the class allows it."""
         before, value = len(self.errors), self.get(name)
         if len(self.errors) == before and value is not None and value not in legal:
             self.error(name, value, rule, legal)
 
     def absent(self, name: str, legal: tuple[Any, ...], rule: str) -> None:
-        """Record an error unless a key that no class has is absent, null or one of the legal values."""
+        """Record an error unless a key that no class defines is absent, null or one of the valid values."""
         self._seen.add(name)
         value = self.values.get(name)
         if value is not None and not any(type(value) is type(each) and value == each for each in legal):
             self.error(name, value, rule, (*legal, None))
 
     def error(self, name: str, value: Any, rule: str, legal: tuple[Any, ...] = ()) -> None:
-        """Record an error of a key, once even if it is read several times."""
+        """Record an error of a key, only once even if the key is read several times."""
         found = Violation(name, value, rule, legal)
         if found not in self.errors:
             self.errors.append(found)
 
     def unread(self) -> tuple[str, ...]:
-        """The keys that were not read and are not known to be harmless."""
+        """Return the keys that were not read and are not known to be harmless."""
         return tuple(sorted(set(self.values) - self._seen - HARMLESS))
 
     def _read_alias(self, other: str, name: str) -> None:
@@ -245,5 +244,5 @@ class Fields:
 
 
 def key(kind: Kind, default: Any = None, *, nullable: bool = False) -> Key:
-    """A key of an object inside the file, which belongs to no class."""
+    """Define a key of an object inside the file, which belongs to no class."""
     return Key(kind, default, nullable)

@@ -1,12 +1,12 @@
-"""From the ``config.json`` of a Hugging Face folder to model options that compute the same function.
+"""Convert the ``config.json`` of a Hugging Face folder to model options that compute the same function.
 
-Files of transformers 4 (``rope_theta`` and ``rope_scaling`` at the top level) and 5 (``rope_parameters``) are both
-read; a file may have all three if they agree. An absent key has the default of the file's class. Features that the
-decoder does not have are errors, all in one report: another rotary scaling, a sliding window shorter than the
-sequences, biases in some projections only, an exact GELU. These families rotate half-split pairs, as the decoder does;
-a file that sets ``rope_interleaved`` is rejected.
+Files of transformers 4 (``rope_theta`` and ``rope_scaling`` at the top level) and 5 (``rope_parameters``) are
+supported; a file may have all three keys if they agree. An absent key has the default of the file's class. Features
+that the decoder does not support are errors, all in one report: other rotary scalings, a sliding window shorter than
+the sequences, biases in only some projections, an exact GELU. These families rotate half-split pairs, as the decoder
+does; a file that sets ``rope_interleaved`` is rejected.
 
-Weights are mapped in :mod:`megastack.interop.weight_map`, the reverse direction is :mod:`megastack.interop.hub_export`.
+Weights are mapped in :mod:`megastack.interop.weight_map`; the reverse direction is :mod:`megastack.interop.hub_export`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ROPE_KEYS: Mapping[str, Mapping[str, tuple[str, Key]]] = {
         ORIGINAL: ("original_max_positions", _LENGTH),
     },
 }
-"""The keys that each kind of scaling needs: the option that each becomes, and its kind."""
+"""The keys that each kind of scaling requires, with the corresponding option and its kind."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -83,14 +83,14 @@ class HubModel:
 
 
 def read_hub_config(values: Mapping[str, Any], *, sequence_length: int | None = None) -> HubModel:
-    """The model that the values of a ``config.json`` describe.
+    """Read the model that the values of a ``config.json`` describe.
 
     Args:
         values: the parsed file.
-        sequence_length: the longest sequence that it will be used with; None is the longest that the file allows.
+        sequence_length: the longest sequence the model will be used with; None for the longest that the file allows.
 
     Raises:
-        ConfigError: naming every key that the decoder does not support.
+        ConfigError: the decoder does not support the model; the message names every unsupported key.
     """
     architecture = _architecture(values)
     fields = Fields(values, architecture.name)
@@ -153,7 +153,7 @@ def _llama_like(fields: Fields, architecture: Architecture) -> ModelOptions:
 
 
 def _biases(fields: Fields, architecture: Architecture) -> dict[str, bool]:
-    """Bias options from the keys that the class has; other classes fix them."""
+    """Return bias options from the keys that the class has; other classes fix them."""
     if architecture.name == "qwen2":
         return {"qkv_bias": True}
     if architecture.name == "mistral":
@@ -168,7 +168,7 @@ def _biases(fields: Fields, architecture: Architecture) -> dict[str, bool]:
 
 
 def _window(fields: Fields, architecture: Architecture, layers: int) -> int | None:
-    """The sliding window of any layer, in tokens; None if every layer has full attention."""
+    """Return the sliding window of any layer, in tokens; None if every layer has full attention."""
     if architecture.name == "llama":
         return None
     window: int | None = fields.get("sliding_window")
@@ -189,7 +189,7 @@ def _window(fields: Fields, architecture: Architecture, layers: int) -> int | No
 
 
 def _require_wide(fields: Fields, window: int | None, length: int) -> None:
-    """Reject a sliding window that is shorter than the sequences; with a longer one the results are the same."""
+    """Reject a sliding window that is shorter than the sequences; a longer window does not change the results."""
     if window is not None and window < length:
         absent = "" if fields.has("sliding_window") else ", the class's default,"
         rule = f"attention covers the whole sequence{absent} and sequences have up to {length} tokens"
@@ -227,7 +227,7 @@ def _gpt2(fields: Fields) -> ModelOptions:
 
 
 def _read_rope(fields: Fields) -> RopeOptions:
-    """The rotary options of a file; unsupported values are recorded as errors."""
+    """Read the rotary options of a file; unsupported values are recorded as errors."""
     theta = fields.get("rope_theta")
     read = [found for name in (NEW, OLD) if (found := _read_rope_object(fields, name, theta)) is not None]
     if not read:
@@ -238,7 +238,7 @@ def _read_rope(fields: Fields) -> RopeOptions:
 
 
 _Rope = tuple[dict[str, Any], RopeOptions | None]
-"""The values of an object with defaults, and the options that they become; None if there are errors."""
+"""The values of an object with defaults, and the options that they map to; None if there are errors."""
 
 
 def _read_rope_object(fields: Fields, name: str, theta: float) -> _Rope | None:
@@ -268,7 +268,7 @@ def _read_rope_object(fields: Fields, name: str, theta: float) -> _Rope | None:
 
 
 def _rope_type(fields: Fields, name: str, values: Mapping[str, Any]) -> str:
-    """``rope_type``, or its older name ``type``."""
+    """Return ``rope_type``, or the value of its older name ``type``."""
     kinds = [values[each] for each in ("rope_type", "type") if values.get(each) is not None]
     if len({str(kind) for kind in kinds}) > 1:
         fields.error(f"{name}.type", kinds[1], f"{name}.rope_type is {kinds[0]}", (kinds[0],))
@@ -276,7 +276,7 @@ def _rope_type(fields: Fields, name: str, values: Mapping[str, Any]) -> str:
 
 
 def _original(fields: Fields, name: str) -> Any:
-    """The original context length if the object lacks it: from the top level, else the context, as in the class."""
+    """Return the original context length for an object that lacks it: the top-level key, or else the context."""
     if name != ORIGINAL:
         return None
     return fields.values.get(ORIGINAL, fields.get("max_position_embeddings"))

@@ -1,12 +1,12 @@
-"""From model options to the ``config.json`` of a Hugging Face class that computes the same function.
+"""Convert model options to the ``config.json`` of a Hugging Face class that computes the same function.
 
-The file is written for transformers 4 and 5: rotary frequencies are at the top level and in ``rope_parameters``, the
-dtype has both of its names. ``rope_interleaved: false`` states that the rotation is half-split. Options that the class
-cannot express are errors.
+The file supports transformers 4 and 5: rotary frequencies are written at the top level and in ``rope_parameters``, the
+dtype under both of its names. ``rope_interleaved: false`` states that the rotation is half-split. Options that the
+class cannot express are errors.
 
-Token ids come from the original model, the tokenizer's files, or the run's tokenizer. A key that ``config.json`` leaves
-out has the default of its class (2 is Llama's end-of-sequence id) whatever the tokenizer, so the ids of the beginning
-and end of a sequence are always written, as null if there is none.
+Token ids come from the original model, the tokenizer's files, or the run's tokenizer. A key that ``config.json`` omits
+has the default of its class (2 is Llama's end-of-sequence id) regardless of the tokenizer. The ids of the beginning and
+end of a sequence are therefore always written, as null if there is none.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ EXPRESSES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "bias": (True,),
     },
 }
-"""The values that a class supports for each option; other options can have any value."""
+"""The values that a class supports for each option; options that are not listed can have any value."""
 CUSTOM_LAYERS = ("attention", "mlp", "block")
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-"""Keys of a sliding window, kept from the original ``config.json`` of the same model."""
+"""Sliding-window keys that are kept from the original ``config.json`` of the same model."""
 ALWAYS_WRITTEN = ("bos_token_id", "eos_token_id")
 TOKEN_ID_KEYS = (*ALWAYS_WRITTEN, "pad_token_id", "unk_token_id")
 TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -52,10 +52,10 @@ VOCABULARY = "vocab.json"
 
 
 def choose_architecture(model: ModelOptions, name: str | None = None) -> Architecture:
-    """The class to export a model as: ``name``, or else the class that its features imply.
+    """Choose the class to export a model as: ``name``, or otherwise the class that its features imply.
 
     Raises:
-        ConfigError: the class cannot express the model; each option with the reason.
+        ConfigError: the class cannot express the model; the message lists each such option with the reason.
     """
     if name is not None and name not in ARCHITECTURES:
         raise ConfigError.of([Violation("--architecture", name, "unknown architecture", tuple(ARCHITECTURES))])
@@ -101,14 +101,14 @@ def hub_config(
     original: Mapping[str, Any] | None = None,
     ids: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of ``config.json``.
+    """Build the content of ``config.json``.
 
     Args:
-        config: the run; its model and sequence length are read.
-        architecture: a class that expresses the model.
-        dtype: name of the weights' dtype, like ``bfloat16``.
+        config: the configuration of the run, whose model and sequence length are read.
+        architecture: a class that can express the model.
+        dtype: name of the weights' dtype, such as ``bfloat16``.
         original: ``config.json`` of the folder that the model was imported from. If it describes a model of this class
-            and these sizes, its context length is kept, and its sliding window if the run's sequences fit in it.
+            and these sizes, its context length is kept; its sliding window is kept if the run's sequences fit in it.
         ids: token ids by key.
     """
     own = _gpt2(config) if architecture.name == "gpt2" else _llama_like(config, architecture)
@@ -129,7 +129,7 @@ SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_at
 
 
 def _kept(config: TrainConfig, values: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that the new file keeps from the original one, if both describe the same model."""
+    """Return the keys that the new file keeps from the original one, if both describe the same model."""
     kept = {"use_cache": original["use_cache"]} if isinstance(original.get("use_cache"), bool) else {}
     if str(original.get("model_type")) not in KEYS or values["model_type"] == "gpt2":
         return kept
@@ -138,7 +138,7 @@ def _kept(config: TrainConfig, values: Mapping[str, Any], original: Mapping[str,
         return kept
     try:
         model = read_hub_config(original, sequence_length=longest(config).batch.sequence_length)
-    except ConfigError:  # a window that these sequences do not fit in
+    except ConfigError:  # a window shorter than these sequences
         return kept
     kept["max_position_embeddings"] = max(model.context, longest(config).batch.sequence_length)
     if model.window is not None:
@@ -206,7 +206,7 @@ def _gpt2(config: TrainConfig) -> dict[str, Any]:
 
 
 def model_values(model: ModelOptions) -> dict[str, Any]:
-    """The options that differ from their defaults, for a YAML file of the ``model`` group."""
+    """Return the options that differ from their defaults, for a YAML file of the ``model`` group."""
     default = to_plain(ModelOptions(layers=0, heads=0, hidden=0, ffn=0, vocab=0))
     plain = to_plain(model)
     rope = {key: value for key, value in plain["rope"].items() if value != default["rope"][key]}
@@ -215,7 +215,7 @@ def model_values(model: ModelOptions) -> dict[str, Any]:
 
 
 def byte_ids(vocab: int) -> dict[str, Any]:
-    """Token ids of the byte tokenizer, as far as the vocabulary has them."""
+    """Return the token ids of the byte tokenizer that are within the vocabulary."""
     end = ByteTokenizer.end
     return {"bos_token_id": None, "eos_token_id": end if end is not None and end < vocab else None}
 
@@ -223,13 +223,13 @@ def byte_ids(vocab: int) -> dict[str, Any]:
 def token_ids(
     files: Mapping[str, Path], original: Mapping[str, Any] | None = None, *, vocab: int | None = None
 ) -> dict[str, Any]:
-    """Token ids by key of ``config.json``; always includes the beginning and the end of a sequence.
+    """Return token ids by key of ``config.json``; always includes the beginning and the end of a sequence.
 
     Args:
         files: the tokenizer's files by their name in a folder.
         original: ``config.json`` of the folder that the model was imported from, which takes precedence over the
             tokenizer; if neither has an id, the default of its class is used.
-        vocab: the size of the vocabulary, which a default must be within.
+        vocab: the size of the vocabulary, which bounds the default ids.
 
     Raises:
         ConfigError: a value of the original is not a token id, or a token of the settings is not in the vocabulary.
@@ -252,14 +252,14 @@ def token_ids(
 
 
 def _default(original: Mapping[str, Any], key: str, vocab: int | None) -> int | None:
-    """The default of the original's class for an absent key, if it is within the vocabulary."""
+    """Return the default of the original's class for an absent key, if it is within the vocabulary."""
     known = KEYS.get(str(original.get("model_type")))
     value = known[key].default if known else None
     return value if value is not None and vocab is not None and value < vocab else None
 
 
 def generation_config(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``generation_config.json``, which overrides ``config.json`` in generation; empty without ids."""
+    """Return the content of ``generation_config.json``, which overrides ``config.json``; empty without ids."""
     given = {key: ids[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if ids.get(key) is not None}
     return given | {"_from_model_config": True} if given else {}
 
@@ -276,7 +276,7 @@ def _require_ids(original: Mapping[str, Any]) -> None:
 
 
 def _names(files: Mapping[str, Path]) -> dict[str, str]:
-    """The text of each special token, by key (``eos_token`` and so on)."""
+    """Return the text of each special token, by key (``eos_token`` and so on)."""
     names: dict[str, str] = {}
     for file in (SPECIAL_TOKENS, TOKENIZER_CONFIG):
         values = read_json(files[file]) if file in files else {}
@@ -288,7 +288,7 @@ def _names(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _ids(files: Mapping[str, Path]) -> dict[str, int]:
-    """The id of each token of the vocabulary."""
+    """Return the id of each token of the vocabulary."""
     ids: dict[str, Any] = {}
     if VOCABULARY in files:
         ids |= read_json(files[VOCABULARY])
@@ -308,7 +308,7 @@ def _ids(files: Mapping[str, Path]) -> dict[str, int]:
 
 
 def _id(name: str, key: str, ids: Mapping[str, int]) -> int | None:
-    """The id of a token; None if the folder has no vocabulary to look it up in (only a sentencepiece model)."""
+    """Return the id of a token; None if the folder has no vocabulary to look it up in (only a sentencepiece model)."""
     if ids and name not in ids:
         rule = f"{key.removesuffix('_id')} in the tokenizer's settings, but not in its vocabulary"
         raise ConfigError.of([Violation("token", name, rule)])

@@ -1,6 +1,6 @@
-"""A Hugging Face folder: its ``config.json``, and its tensors by name, read slice by slice; and writing one.
+"""Hugging Face folders: read ``config.json`` and tensors by name, slice by slice; and write a folder.
 
-The weights are one ``model.safetensors``, or several files with ``model.safetensors.index.json``. Opening a folder
+The weights are in ``model.safetensors``, or in several files with ``model.safetensors.index.json``. Opening a folder
 reads headers only and checks that it is complete: every file that the index names exists and has the length that its
 header implies, and every tensor is in the file that the index names. Pickled weights are not supported.
 """
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", GENERATION, "chat_template.jinja"),
 )
-"""Files that are copied along with the weights."""
+"""Files that are copied with the weights."""
 BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
 """Tensors of old folders that are computed rather than learned."""
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -49,7 +49,7 @@ class HubFolder:
 
     Raises:
         ConfigError: the folder or its ``config.json`` does not exist.
-        CheckpointError: it has no weights, or files are missing, truncated or do not match the index.
+        CheckpointError: the folder has no weights, or files are missing, truncated or do not match the index.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -65,19 +65,19 @@ class HubFolder:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all learned tensors; those of GPT-2 have their ``transformer.`` prefix."""
+        """The names of all learned tensors; names of GPT-2 include the ``transformer.`` prefix."""
         return tuple(sorted(name for name in self._at if not BUFFERS.search(name)))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor as stored."""
+        """Return the shape of a tensor as stored."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """The safetensors name of a tensor's dtype."""
+        """Return the safetensors name of a tensor's dtype."""
         return str(self._slice(name).get_dtype())
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor as stored.
+        """Read a whole tensor as stored.
 
         Raises:
             CheckpointError: the folder has no such tensor.
@@ -86,7 +86,7 @@ class HubFolder:
         return self._open[file].get_tensor(key)
 
     def read(self, weight: Weight, box: Box) -> Tensor:
-        """A box of one of the decoder's weights; reads only the rows of the stored tensors that it needs."""
+        """Read a box of one of the decoder's weights, using only the required rows of the stored tensors."""
         if weight.stacked is None:
             return self._piece(weight, 0, box)
         at = weight.stacked
@@ -112,14 +112,15 @@ class HubFolder:
         return max(ids, default=-1) + 1
 
     def tokenizer_files(self) -> list[Path]:
-        """The tokenizer's files that exist."""
+        """Return the tokenizer's files that exist."""
         return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
 
     def require(self, weights: Mapping[str, Weight], *, vocab: int, tied: bool) -> dict[str, HubTensor]:
-        """Check that the folder holds exactly the tensors of these weights, and return them by name.
+        """Check that the folder contains exactly the tensors of these weights, and return them by name.
 
         Raises:
-            CheckpointError: naming every tensor that is missing, unexpected, quantised or of another shape.
+            CheckpointError: a tensor is missing, unexpected, quantised or has a different shape; the message names
+                every such tensor.
         """
         tensors, names = hub_tensors_of(weights), set(self.names)
         extra = names - set(tensors)
@@ -156,7 +157,7 @@ class HubFolder:
         return errors + ([] if dtype in FLOATS else [f"{tensor.name} is {dtype}; quantised weights cannot be read"])
 
     def _piece(self, weight: Weight, number: int, box: Box) -> Tensor:
-        """A box of one piece: reads whole rows of its first dim and slices the rest of the box from them."""
+        """Read a box of one piece: read whole rows of its first dim, and slice the rest of the box from them."""
         piece, shape = weight.pieces[number], weight.piece_shape
         outer = shape[:-1] if weight.matrix else shape
         inner = prod(outer[1:])
@@ -181,7 +182,7 @@ class HubFolder:
         return self._open[file].get_slice(key)
 
     def _files(self) -> dict[str, str]:
-        """The file of each tensor, by its stored name."""
+        """Return the file of each tensor, by its stored name."""
         if (self.path / INDEX).is_file():
             return self._indexed()
         if (self.path / SINGLE).is_file():
@@ -221,7 +222,7 @@ class HubFolder:
 def write_hub_folder(
     folder: Path, tensors: Sequence[LazyTensor], config: Mapping[str, Any], shard_bytes: int
 ) -> list[str]:
-    """Write ``config.json`` and the weights; several files with an index if one would exceed ``shard_bytes``.
+    """Write ``config.json`` and the weights, as several files with an index if one file would exceed ``shard_bytes``.
 
     One tensor is in memory at a time.
 
@@ -242,7 +243,7 @@ def write_hub_folder(
 
 
 def _own_folder(path: Path) -> str | None:
-    """An error for a folder that megastack wrote, which does not need to be imported."""
+    """Return an error for a folder that megastack wrote, which does not need to be imported."""
     if (path / MANIFEST).is_file() or (path / RUN_CONFIG).is_file():
         return "is a checkpoint or a run of megastack; use it without an import, or megastack export"
     if (path / IMPORTED / MANIFEST).is_file():
@@ -251,7 +252,7 @@ def _own_folder(path: Path) -> str | None:
 
 
 def _canonical(name: str, config: Mapping[str, Any]) -> str:
-    """The full name of a tensor: early GPT-2 folders omit the prefix."""
+    """Return the full name of a tensor: early GPT-2 folders omit the prefix."""
     bare = config.get("model_type") == "gpt2" and not name.startswith(("transformer.", "lm_head."))
     return f"transformer.{name}" if bare else name
 

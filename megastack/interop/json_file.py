@@ -1,7 +1,7 @@
-"""Read the JSON files of a Hugging Face folder; an invalid value is an error that names its key.
+"""Read the JSON files of a Hugging Face folder; an error about an invalid value names its key.
 
-Strict JSON: no NaN or infinity (nor a number too large for a float), no duplicate keys, no text that is not Unicode.
-Python's reader accepts these silently or fails with a traceback.
+Only strict JSON is accepted: no NaN, infinity or numbers too large for a float, no duplicate keys, no text that is not
+Unicode. Python's reader accepts these silently or fails with a traceback.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 from megastack.errors import ConfigError
 
 DEEPEST = 64
-"""Most levels of nested objects and lists."""
+"""Maximum depth of nested objects and lists."""
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class _Invalid:
-    """An invalid value: its text and the rule that it breaks."""
+    """An invalid value: its text and the rule that it violates."""
 
     text: str
     rule: str
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
-        ConfigError: it is missing or not a JSON object, or naming the key of each invalid value.
+        ConfigError: the file is missing, is not a JSON object, or has invalid values; the message names their keys.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _errors(values: dict[str, Any]) -> Iterator[str]:
-    """An error for every invalid value, with its dotted key."""
+    """Yield an error for every invalid value, with its dotted key."""
     stack: list[tuple[str, Any, int]] = [("", values, 0)]
     while stack:
         where, value, depth = stack.pop()
@@ -106,11 +106,11 @@ def _errors(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_unicode(text: str) -> bool:
-    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _deep_key(text: str) -> str:
-    """The top-level key under which the nesting becomes too deep."""
+    """Return the top-level key under which the nesting becomes too deep."""
     depth, last = 0, ""
     for match in _TOKENS.finditer(text):
         token = match[0]

@@ -1,11 +1,12 @@
-"""The proof at the end of an import or export: the largest difference of two implementations' logits.
+"""Numerical check of an import or export: the largest difference between the logits of two implementations.
 
-One side is the decoder on one rank with the weights of the checkpoint, one block at a time as its own pipeline stage,
-so that only one block is in memory. The other side reads the Hugging Face folder: ``transformers`` if it is installed
-(in fp32, with the whole model in memory), else :mod:`megastack.interop.reference` (in fp64). The result names it.
+One implementation is the decoder on one rank with the weights of the checkpoint; each block runs as its own pipeline
+stage, so only one block is in memory. The other one reads the Hugging Face folder: ``transformers`` if it is installed
+(in fp32, with the whole model in memory), otherwise :mod:`megastack.interop.reference` (in fp64). The result names the
+implementation.
 
-The limit is relative to the largest logit. In fp64 the difference is only rounding. ``transformers`` computes rotary
-tables and norms in fp32 whatever the dtype of the weights, so its limit is larger. A wrong convention changes the
+The limit is relative to the largest logit. In fp64, the difference is only rounding. ``transformers`` computes rotary
+tables and norms in fp32 regardless of the dtype of the weights, so its limit is larger. A wrong convention changes the
 logits by their own magnitude.
 """
 
@@ -42,7 +43,7 @@ class Proof:
 
     Attributes:
         against: the implementation that read the Hugging Face folder.
-        dtype: the dtype that both computed in.
+        dtype: the dtype of both computations.
         difference: the largest absolute difference between two logits.
         scale: the largest absolute logit, at least 1.
     """
@@ -70,7 +71,7 @@ _NAMES = {"transformers": "transformers", "reference": "megastack's plain refere
 
 
 def choose(against: str) -> str:
-    """The implementation to compare with; ``auto`` is transformers if it is installed.
+    """Choose the implementation to compare with; ``auto`` selects transformers if it is installed.
 
     Raises:
         ConfigError: transformers is requested but not installed.
@@ -88,7 +89,7 @@ def prove(
     """Compare the logits of a checkpoint and a Hugging Face folder.
 
     Args:
-        config: the run, whose model is built.
+        config: the configuration of the run, whose model is built.
         weights: the model's weights by global name.
         stored: the checkpoint.
         folder: the Hugging Face folder.
@@ -103,7 +104,7 @@ def prove(
 
 
 def proof_tokens(config: TrainConfig) -> Tensor:
-    """Token ids from the whole vocabulary, including the first and the last."""
+    """Return token ids from the whole vocabulary, including the first and the last."""
     longest = config.model.max_positions or config.batch.sequence_length
     length = min(LENGTH, longest)
     tokens = torch.arange(SEQUENCES * length) * 7919 % config.model.vocab
@@ -118,10 +119,10 @@ def decoder_logits(
     tokens_BS: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Logits (B, S, V) of the decoder on one rank, with one block at a time in memory.
+    """Compute logits (B, S, V) of the decoder on one rank, with one block in memory at a time.
 
     Args:
-        config: the run, whose model is built.
+        config: the configuration of the run, whose model is built.
         weights: the model's weights by global name.
         stored: the checkpoint or Hugging Face folder that holds them.
         tokens_BS: token ids.
@@ -140,13 +141,13 @@ def decoder_logits(
 
 
 def _on_one_rank(config: TrainConfig) -> TrainConfig:
-    """The same model on one rank, in the dtype of its weights."""
+    """Return the configuration of the same model on one rank, in the dtype of its weights."""
     precision = PrecisionOptions(compute=ComputeDtype.fp32)
     return replace(config, parallel=ParallelOptions(), precision=precision, recompute=RecomputeOptions())
 
 
 def _stages(config: TrainConfig, dtype: torch.dtype) -> Iterator[Decoder]:
-    """The embedding, each block and the head as stages, one in memory at a time, all parameters zero."""
+    """Yield the embedding, each block and the head as stages with zero parameters, one in memory at a time."""
     mesh, depth = Mesh.single(), config.model.layers
     slices = [(0, 0), *((layer, layer + 1) for layer in range(depth)), (depth, depth)]
     for number, (start, stop) in enumerate(slices):

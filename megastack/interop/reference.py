@@ -1,8 +1,8 @@
 """An independent implementation of the Hugging Face model classes in a few lines of torch, for comparing logits.
 
 It reads ``config.json``, with the defaults of its class, and the stored tensors with their own names and shapes. It
-shares no code with the mapping of names or options, so that a wrong row order, convention or key shows as a difference
-of logits. One block is in memory at a time. It neither trains nor generates.
+shares no code with the mapping of names or options, so a wrong row order, convention or key changes the logits. One
+block is in memory at a time. It supports neither training nor generation.
 
 Shapes: B batch, S sequence, D hidden, H heads, G kv groups, K head dim.
 """
@@ -24,7 +24,7 @@ Get = Callable[[str], Tensor]
 
 
 def hub_logits(folder: HubFolder, tokens_BS: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Logits (B, S, V) of a folder of one of the known architectures."""
+    """Compute the logits (B, S, V) of a folder with one of the known architectures."""
 
     def get(name: str) -> Tensor:
         return folder.tensor(name).to(dtype)
@@ -89,7 +89,7 @@ def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
 
 
 def _angles(values: Mapping[str, Any], length: int) -> Tensor:
-    """Rotary angle of every position and component; the second half of a head repeats the first."""
+    """Compute the rotary angle of every position and component; the second half of a head repeats the first."""
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", values["rope_theta"])
     kind, width = scaling.get("rope_type", scaling.get("type", "default")), _width(values)
@@ -103,7 +103,7 @@ def _angles(values: Mapping[str, Any], length: int) -> Tensor:
 
 
 def _llama3(frequency: float, scaling: Mapping[str, Any], values: Mapping[str, Any]) -> float:
-    """Llama 3.1's scaling of one frequency."""
+    """Scale one frequency as in Llama 3.1."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     context = scaling.get("original_max_position_embeddings") or values["max_position_embeddings"]
     wavelength = 2 * math.pi / frequency

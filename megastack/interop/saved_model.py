@@ -1,8 +1,8 @@
 """The checkpoint that a path on the command line refers to, and the configuration of its model.
 
-The path is a checkpoint, a run folder (its newest checkpoint) or an imported folder. A run folder has the configuration
-of its run, an imported folder the YAML of its model and a tokenizer. Commands that use the checkpoint start from that
-configuration; values on the command line override it.
+The path is a checkpoint, a run folder (its newest checkpoint) or an imported folder. A run folder contains the
+configuration of its run, an imported folder the YAML of its model and a tokenizer. Commands that use the checkpoint
+start from this configuration; values on the command line override it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WEIGHTS_ONLY = {
     "resume": "null",
     "launch.elastic": "false",
 }
-"""Overrides for commands that only use the weights; ``tp``, ``pp`` and the layers of each stage stay the run's."""
+"""Overrides for commands that only use the weights; ``tp``, ``pp`` and the layers of each stage come from the run."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class SavedModel:
     choices: tuple[str, ...] = ()
 
     def lacks_tokenizer(self, overrides: Sequence[str]) -> bool:
-        """Whether it is an import without a ``tokenizer.json``, and no tokenizer is configured."""
+        """Whether this is an import without a ``tokenizer.json`` and no tokenizer is configured."""
         configured = any(_key(each) == "data.tokenizer" for each in (*self.choices, *overrides))
         return bool(self.choices) and not configured
 
     def lacks_data(self, overrides: Sequence[str]) -> bool:
-        """Whether it is an import, which has no run, and no data are configured."""
+        """Whether this is an import, which has no run, and no data is configured."""
         keys = {_key(each) for each in overrides} - {"data.tokenizer"}
         return bool(self.choices) and not any(key.partition(".")[0] in ("data", "experiment") for key in keys)
 
     def compose_partial(self, overrides: Sequence[str]) -> PartialConfig:
-        """The configuration for using the weights, on one replica of the run's layout unless overridden.
+        """Compose the configuration for using the weights, on one replica of the run's layout unless overridden.
 
         Raises:
             ConfigError: there is no configuration and ``overrides`` do not select a model.
@@ -91,7 +91,7 @@ class SavedModel:
         return partial
 
     def _keeps_split(self, keys: set[str]) -> bool:
-        """Whether the run's list of layers per stage has the right number of stages."""
+        """Whether the run's list of layers per stage matches the number of stages."""
         run_config = self.checkpoint.absolute().parents[1] / RUN_CONFIG
         if {"parallel.pp", "schedule.chunks", "model.layers"} & keys or not run_config.is_file():
             return False
@@ -103,12 +103,12 @@ def _selects_model(override: str) -> bool:
 
 
 def _key(override: str) -> str:
-    """The key or group of an override."""
+    """Return the key or group of an override."""
     return override.partition("=")[0].lstrip("+~")
 
 
 def find_saved_model(path: str | Path, *, config_dir: str | None = None, config_name: str = "train") -> SavedModel:
-    """The checkpoint that ``path`` refers to, with the passed configuration or else the one next to it.
+    """Find the checkpoint that ``path`` refers to, with the given configuration or else the one next to it.
 
     The content of the checkpoint is checked when it is loaded.
 

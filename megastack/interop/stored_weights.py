@@ -1,4 +1,4 @@
-"""Boxes of the weights in a megastack checkpoint, read by one process; and filling a model's weights with boxes."""
+"""Read boxes of weights from a megastack checkpoint in one process, and fill a model's weights with boxes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StoredWeights:
         path: the checkpoint folder.
 
     Raises:
-        CheckpointError: it is not a complete checkpoint, or a file is damaged.
+        CheckpointError: the folder is not a complete checkpoint, or a file is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -39,18 +39,19 @@ class StoredWeights:
         return tuple(name.removeprefix(WEIGHT_PREFIX) for name in self._reader.names if name.startswith(WEIGHT_PREFIX))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a weight."""
+        """Return the dtype of a weight."""
         return self._reader.dtype(WEIGHT_PREFIX + name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The global shape of a weight."""
+        """Return the global shape of a weight."""
         return self._reader.shape(WEIGHT_PREFIX + name)
 
     def require(self, weights: dict[str, Weight]) -> None:
         """Check that the checkpoint holds exactly these weights.
 
         Raises:
-            CheckpointError: naming every weight that is missing, unexpected or of another shape.
+            CheckpointError: a weight is missing, unexpected or has a different shape; the message names every such
+                weight.
         """
         names = set(self.names)
         errors = [f"missing: {name}" for name in sorted(set(weights) - names)]
@@ -65,7 +66,7 @@ class StoredWeights:
             raise CheckpointError(f"{lines}\nuse the configuration of this checkpoint, as model=NAME and key=value")
 
     def read(self, weight: Weight, box: Box) -> Tensor:
-        """A box of a weight; reads only from the stored boxes that intersect it."""
+        """Read a box of a weight from the stored boxes that intersect it."""
         record = self._reader.manifest.tensors[WEIGHT_PREFIX + weight.name]
         result = torch.empty(box.size, dtype=DTYPES[record.dtype])
         for stored in record.boxes:
@@ -76,19 +77,19 @@ class StoredWeights:
         return result
 
     def hub_tensor(self, tensor: HubTensor) -> Tensor:
-        """A tensor of a Hugging Face folder, assembled from the pieces of the weights."""
+        """Assemble a tensor of a Hugging Face folder from the pieces of the weights."""
         pieces = [self._rows(weight, number) for weight, number in tensor.pieces]
         rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return rows.T.contiguous() if tensor.transposed else rows
 
     def hub_dtype(self, tensor: HubTensor) -> str:
-        """The safetensors name of its dtype."""
+        """Return the safetensors name of the tensor's dtype."""
         found = {self.dtype(weight.name) for weight, _ in tensor.pieces}
         assert len(found) == 1, f"{tensor.name} would mix dtypes"
         return DTYPE_NAMES[found.pop()]
 
     def _rows(self, weight: Weight, number: int) -> Tensor:
-        """One piece of a weight as (output features, input features), or as a vector."""
+        """Return one piece of a weight as (output features, input features), or as a vector."""
         offset, size = [0] * len(weight.shape), list(weight.shape)
         if weight.stacked is not None:
             offset[weight.stacked], size[weight.stacked] = number, 1
@@ -102,7 +103,7 @@ def fill_(items: Iterable[StateItem], weights: dict[str, Weight], read: Callable
     Args:
         items: the weights of a model, from :func:`megastack.checkpoint.state.model_items`.
         weights: the model's weights by global name.
-        read: reads a box, ``HubFolder.read`` or ``StoredWeights.read``; dtypes are converted.
+        read: reads a box: ``HubFolder.read`` or ``StoredWeights.read``; dtypes are converted.
     """
     for item in items:
         for box, tensor in item.boxes:

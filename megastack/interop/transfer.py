@@ -1,13 +1,13 @@
 """Import and export of models: check the source, write tensor by tensor, and compare logits.
 
-An import makes a folder with
+An import creates a folder with
 
 - ``weights/``, a checkpoint for ``checkpoint.load_weights`` on any layout,
 - ``model/NAME.yaml``, so that ``--config-dir FOLDER model=NAME`` selects the model,
 - ``huggingface/``, the original ``config.json`` and tokenizer files.
 
-An export makes a Hugging Face folder. Everything is checked before the first byte is written. One tensor is in memory
-at a time. The folder is renamed into place after the proof, and removed if the proof fails.
+An export creates a Hugging Face folder. All inputs are checked before the first byte is written. One tensor is in
+memory at a time. The folder is renamed into place after the logit comparison, and removed if the comparison fails.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Transfer:
     """Result of an import or an export.
 
     Attributes:
-        folder: the folder that was made.
+        folder: the folder that was created.
         name: name of the model's YAML; the Hugging Face class after an export.
         parameters: number of parameters.
         files: the weight files.
@@ -87,14 +87,14 @@ def import_model(
     sequence_length: int | None = None,
     proof: str = "auto",
 ) -> Transfer:
-    """Make a checkpoint and a model YAML from a Hugging Face folder.
+    """Create a checkpoint and a model YAML from a Hugging Face folder.
 
     Args:
-        source: the folder.
-        out: the folder to make.
+        source: the Hugging Face folder.
+        out: the folder to create.
         name: name of the YAML; None derives it from the name of ``source``.
         dtype: ``keep``, or the dtype to convert the weights to.
-        sequence_length: the longest sequence to train on; None is the longest that the model allows.
+        sequence_length: the longest sequence to train on; None for the longest that the model allows.
         proof: ``auto``, ``transformers``, ``reference`` or ``none``.
 
     Raises:
@@ -134,13 +134,13 @@ def export_model(
     shard_bytes: int = 5 * 10**9,
     proof: str = "auto",
 ) -> Transfer:
-    """Make a Hugging Face folder from a checkpoint of any layout.
+    """Create a Hugging Face folder from a checkpoint of any layout.
 
     Args:
         source: the checkpoint folder.
-        out: the folder to make.
-        config: the run of the checkpoint; its model, sequence length and tokenizer are read.
-        architecture: the class to write; None is the class that the model's features imply.
+        out: the folder to create.
+        config: the configuration of the checkpoint's run, whose model, sequence length and tokenizer are read.
+        architecture: the class to write; None for the class that the model's features imply.
         like: a folder to copy tokenizer files and token ids from; None uses the run's tokenizer. Ids that its
             ``config.json`` lacks come from the tokenizer's files.
         dtype: ``keep``, or the dtype to convert the weights to.
@@ -148,7 +148,7 @@ def export_model(
         proof: ``auto``, ``transformers``, ``reference`` or ``none``.
 
     Raises:
-        ConfigError: no class can express the model, with the reasons.
+        ConfigError: no class can express the model; the message lists the reasons.
         CheckpointError: the checkpoint is damaged or does not match the model.
         ProofError: the logits differ.
     """
@@ -175,7 +175,7 @@ def export_model(
 
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """A hidden folder that is renamed to ``path`` at the end, or removed if the body raises.
+    """Create a hidden folder that is renamed to ``path`` at the end, or removed if the body raises.
 
     Raises:
         ConfigError: ``path`` exists and is not empty, or cannot be written.
@@ -209,17 +209,17 @@ def _proof(
 
 
 def _config_of(model: ModelOptions, length: int) -> TrainConfig:
-    """A minimal run of this model, for building and describing it."""
+    """Return the configuration of a minimal run of this model, for building and describing it."""
     return TrainConfig(run=RunOptions(steps=1), batch=BatchOptions(global_size=1, sequence_length=length), model=model)
 
 
 def _model_errors(config: TrainConfig) -> list[Violation]:
-    """Errors of the model's options; whether its vocabulary fits the data is checked for a run."""
+    """Return the errors of the model's options; the fit of its vocabulary to the data is checked only for a run."""
     return [error for error in violations(config) if error.key.startswith("model.") and error.key != "model.vocab"]
 
 
 def _imported_tensor(folder: HubFolder, weight: Weight, dtype: str) -> LazyTensor:
-    """A weight of the checkpoint, read from the folder when it is written."""
+    """Return a weight of the checkpoint, which is read from the folder when it is written."""
     found = {folder.dtype(piece.source) for piece in weight.pieces}
     if dtype == "keep" and len(found) > 1:
         sources = ", ".join(piece.source for piece in weight.pieces)
@@ -233,7 +233,7 @@ def _imported_tensor(folder: HubFolder, weight: Weight, dtype: str) -> LazyTenso
 
 
 def _exported_tensors(stored: StoredWeights, weights: dict[str, Weight], dtype: str) -> list[LazyTensor]:
-    """The tensors of the folder, each assembled from the checkpoint when it is written."""
+    """Return the tensors of the folder, each assembled from the checkpoint when it is written."""
     return [
         LazyTensor(
             tensor.name,
@@ -250,7 +250,7 @@ def _converted(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _dtype_name(tensors: Sequence[LazyTensor]) -> str:
-    """The dtype of most bytes, as ``config.json`` spells it."""
+    """Return the dtype of the majority of the bytes, as spelled in ``config.json``."""
     totals: dict[str, int] = {}
     for tensor in tensors:
         totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.nbytes
@@ -276,7 +276,7 @@ class _Tokenizer:
 
 
 def _tokenizer(checkpoint: Path, config: TrainConfig, like: str | Path | None) -> _Tokenizer:
-    """Tokenizer files and ids from ``like``, from the imported folder, or from the run's tokenizer."""
+    """Find tokenizer files and ids in ``like``, in the imported folder, or from the run's tokenizer."""
     imported, named = checkpoint.absolute().parent / HUB, config.data.tokenizer
     if like is not None and not Path(like).is_dir():
         raise ConfigError(f"--like {like}: no such folder")

@@ -1,10 +1,10 @@
-"""Which part of which Hugging Face tensor each weight of the decoder is, and the reverse; touches no tensor.
+"""Mapping between the decoder's weights and parts of Hugging Face tensors, in both directions; touches no tensor.
 
 A weight of the decoder consists of one or more **pieces**, each a range of output rows of a stored matrix. Query and
-output weights are one piece. Keys and values ``(G, 2, K, D)`` are two pieces stacked along dim 1, gate and up
-``(2, F, D)`` are two stacked along dim 0. GPT-2 stores matrices as ``(in, out)`` and queries, keys and values in one
-matrix; its pieces are ranges of columns of the stored matrix. Both sides rotate half-split pairs, so the order of rows
-is the same.
+output weights are one piece. Keys and values ``(G, 2, K, D)`` are two pieces stacked along dim 1; gate and up
+``(2, F, D)`` are two pieces stacked along dim 0. GPT-2 stores matrices as ``(in, out)``, and queries, keys and values
+in one matrix; its pieces are ranges of columns of the stored matrix. Both implementations rotate half-split pairs, so
+the order of rows is the same.
 
 Shapes: D hidden, F ffn, G kv groups, K head dim.
 """
@@ -21,7 +21,7 @@ from megastack.interop.hub_config import Architecture
 from megastack.models.profile import stage_placements
 
 _Slices = tuple[tuple[str, int], ...]
-"""The stored tensors that make up a weight; the number tells which slice it is if weights share the tensor."""
+"""The stored tensors that make up a weight; the number is the index of the slice if weights share a tensor."""
 
 LLAMA: Mapping[str, _Slices] = {
     "embedding": (("model.embed_tokens", 0),),
@@ -51,7 +51,7 @@ GPT2: Mapping[str, _Slices] = {
     "mlp.down": (("mlp.c_proj", 0),),
 }
 STACKED = {"attention.kv": 1, "mlp.up": 0}
-"""The dim along which the pieces of a weight are stacked, if there are two."""
+"""The dim along which the two pieces of a weight are stacked, if it has two."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Weight:
         name: its global name.
         shape: its logical global shape.
         pieces: the pieces, in order along ``stacked``.
-        stacked: the dim of ``shape`` that counts the pieces; None if there is a single piece.
-        matrix: whether the last dim is the input features (else all dims are output features).
+        stacked: the dim of ``shape`` along which the pieces are stacked; None if there is a single piece.
+        matrix: whether the last dim is the input features; otherwise all dims are output features.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Weight:
 
 
 def weights_of(config: TrainConfig, architecture: Architecture) -> dict[str, Weight]:
-    """Every weight of the model by global name; a tied head has none."""
+    """Return every weight of the model by global name; a tied head has no weight."""
     layers = range(config.model.layers)
     placements = stage_placements(config, layers, embedding=True, head=True)
     table = GPT2 if architecture.name == "gpt2" else LLAMA
@@ -124,7 +124,7 @@ class HubTensor:
     Attributes:
         name: its name in the folder.
         shape: its shape as stored.
-        pieces: the weight and the number of the piece for each range of its rows, in order.
+        pieces: the weight and the index of the piece for each range of its rows, in order.
     """
 
     name: str
@@ -139,7 +139,7 @@ class HubTensor:
 
 
 def hub_tensors_of(weights: Mapping[str, Weight]) -> dict[str, HubTensor]:
-    """The stored tensors that the weights consist of, by name."""
+    """Return the stored tensors that the weights consist of, by name."""
     pieces: dict[str, list[tuple[Weight, int]]] = defaultdict(list)
     for weight in weights.values():
         for number, piece in enumerate(weight.pieces):

@@ -1,1 +1,1 @@
-"""Starting the ranks of a run, and turning their exits into one result."""
+"""Start the ranks of a run, and turn their exits into one result."""

@@ -1,11 +1,11 @@
-"""Elastic jobs: the record of their starts, and the standby ranks that a start does not need.
+"""Elastic jobs: the record of their starts, and standby ranks, which a start does not need for training.
 
 ``starts.jsonl`` in the run folder has one line per start. Its length is the number of restarts; torchrun counts only
 the failures that one agent saw, not the starts of the job.
 
-A standby rank waits, and ends when and as the others do. It cannot return early: an agent whose workers have all ended
-waits for the other agents, joins no further restart, and closes the rendezvous for all of them when it leaves. So
-standby ranks poll the store for the outcome that rank 0 publishes.
+A standby rank waits until the others end, and ends with the same outcome. It cannot return early: an agent whose
+workers have all exited waits for the other agents, joins no further restart, and closes the rendezvous for all of them
+when it exits. Standby ranks therefore poll the store for the outcome that rank 0 publishes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megastack.training.signals import StopRequest, describe_stop
 from megastack.training.state import RunResult
 
 LONGEST_REASON = 160
-"""Characters of an earlier failure's reason that a restart repeats."""
+"""Maximum length of the previous failure's reason in the line of a restart."""
 MOST_RANGES = 8
-"""Ranges of ranks that a line names at most."""
+"""Maximum number of rank ranges in a line."""
 OUTCOME, LEFT = "megastack/outcome", "megastack/left"
 POLL_S = 0.2
 
@@ -47,13 +47,13 @@ class Start:
     """One start of a job.
 
     Attributes:
-        restart: 0 for the first one.
+        restart: the number of restarts so far; 0 for the first start.
         nodes: the number of machines, if the launcher reports it.
         started: the number of ranks that the launcher started.
         ranks: the number of ranks that train.
         dp: the data-parallel degree.
         accumulation: microbatches per step on each data-parallel rank.
-        step: completed steps of the checkpoint that it continues from.
+        step: completed steps of the checkpoint that it resumes from.
         after: how the previous start ended.
     """
 
@@ -67,12 +67,12 @@ class Start:
     after: str | None = None
 
     def describe(self, former: Start | None) -> str:
-        """The start in words, e.g. ``restart 1: 1 node, 2 ranks, dp 2 → 1, gradient accumulation 2 → 4; …``."""
+        """Describe the start, e.g. ``restart 1: 1 node, 2 ranks, dp 2 → 1, gradient accumulation 2 → 4; …``."""
         nodes = [] if self.nodes is None else [_counted(self.nodes, "node")]
-        facts = [*nodes, _counted(self.started, "rank")]
-        facts += [_change("dp", None if former is None else former.dp, self.dp)]
-        facts += [_change("gradient accumulation", None if former is None else former.accumulation, self.accumulation)]
-        text = f"{f'restart {self.restart}' if self.restart else 'elastic start'}: {', '.join(facts)}"
+        parts = [*nodes, _counted(self.started, "rank")]
+        parts += [_change("dp", None if former is None else former.dp, self.dp)]
+        parts += [_change("gradient accumulation", None if former is None else former.accumulation, self.accumulation)]
+        text = f"{f'restart {self.restart}' if self.restart else 'elastic start'}: {', '.join(parts)}"
         if self.started > self.ranks:
             text += f"; {_counted(self.started - self.ranks, 'standby rank')} from rank {self.ranks} on"
         if self.restart:
@@ -89,7 +89,7 @@ def _change(name: str, before: int | None, now: int) -> str:
 
 
 def read_starts(folder: RunFolder) -> list[Start]:
-    """The starts so far; lines that a crash cut short are skipped."""
+    """Read the starts so far; lines that a crash truncated are skipped."""
     try:
         records = read_records(folder.starts)
     except OSError:
@@ -109,7 +109,7 @@ def _start_of(record: Mapping[str, Any]) -> Start:
 
 
 def describe_last_end(folder: RunFolder) -> str | None:
-    """How the previous start ended, as far as it is recorded; None if there was none."""
+    """Describe how the previous start ended, as far as it is recorded; None if there was none."""
     status, starts = read_status(folder.status), read_starts(folder)
     if status is None:
         return None
@@ -125,7 +125,7 @@ def describe_last_end(folder: RunFolder) -> str | None:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words, consecutive ones as a range: ``rank 3``, ``ranks 2, 8–15``."""
+    """Format ranks in words, with consecutive ranks as a range: ``rank 3``, ``ranks 2, 8–15``."""
     ranges = list[list[int]]()
     for rank in ranks:
         if ranges and rank == ranges[-1][1] + 1:
@@ -147,15 +147,15 @@ def record_start(
     step: int,
     after: str | None,
 ) -> tuple[Start, str]:
-    """Record a start in the run folder; called on one rank, before any other writes there.
+    """Record a start in the run folder; called on one rank, before any other rank writes there.
 
     Args:
-        config: with the degrees of this start.
+        config: the configuration, with the parallel degrees of this start.
         shape: the mesh.
         folder: the run folder.
         nodes: the number of machines, if the launcher reports it.
         started: the number of ranks that the launcher started.
-        step: completed steps of the checkpoint that it continues from.
+        step: completed steps of the checkpoint that it resumes from.
         after: how the previous start ended.
 
     Returns:
@@ -181,7 +181,7 @@ def _append(folder: RunFolder, start: Start) -> None:
 
 
 def _write_event(folder: RunFolder, start: Start, last: Start) -> None:
-    """Write a restart as an event among the metrics."""
+    """Write a restart to the metrics, as an event."""
     fields: dict[str, Any] = {"dp_before": last.dp, "accumulation_before": last.accumulation}
     metrics = MetricsWriter(folder.metrics, tensorboard=False)
     metrics.write(row("event", start.step, {"name": "restart"} | asdict(start) | fields))
@@ -189,7 +189,7 @@ def _write_event(folder: RunFolder, start: Start, last: Start) -> None:
 
 
 class LaterStartGuard:
-    """A hook on rank 0 that ends a start when a later one has taken over the run folder.
+    """A hook on rank 0 that ends this start when a later one has taken over the run folder.
 
     Agents that lose contact for a while consider each other dead, and the remaining ones restart the job while the
     others still train.
@@ -213,14 +213,14 @@ class LaterStartGuard:
 def stand_by(
     store: dist.Store, rank: int, folder: Path, grace_s: float, signals: Sequence[signal.Signals] = ()
 ) -> RunResult:
-    """Wait as a standby rank until the run is over; returns how it ended.
+    """Wait as a standby rank until the run ends, and return its result.
 
     Args:
         store: shared with the ranks that train.
         rank: this rank.
         folder: the run folder, for the result.
-        grace_s: how long the run may take to end after a signal before this rank leaves.
-        signals: those that ask this rank to end.
+        grace_s: how long the run may take to end after a signal before this rank exits.
+        signals: the signals that ask this rank to end.
 
     Raises:
         ConfigError: the configuration was rejected.
@@ -252,7 +252,7 @@ def _read_outcome(store: dist.Store, rank: int, folder: Path) -> RunResult:
 def release_standby(
     store: dist.Store, standby: Iterable[int], outcome: RunResult | BaseException, grace_s: float
 ) -> None:
-    """Publish the outcome to standby ranks, on rank 0, and wait until they have read it: the store may end with it."""
+    """Publish the outcome from rank 0, and wait until standby ranks have read it: the store may end with rank 0."""
     waiting, deadline = list(standby), time.monotonic() + grace_s
     if not waiting:
         return

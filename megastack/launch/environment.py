@@ -1,6 +1,6 @@
-"""What the environment of a process contains for launching: its launcher, its world, its machine's CPUs.
+"""Launch information from the environment of a process: its launcher, its world and its CPUs.
 
-:mod:`megastack.mesh.environment` reads and validates the rank variables. Imports no torch.
+:mod:`megastack.mesh.environment` reads and validates the rank variables. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def adopt_slurm(environment: MutableMapping[str, str] | None = None) -> None:
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a Slurm node list, e.g. ``gpu003`` of ``gpu[003-005,9],cpu1``.
+    """Return the first host of a Slurm node list, e.g. ``gpu003`` of ``gpu[003-005,9],cpu1``.
 
     Raises:
         MeshError: the list is malformed.
@@ -61,7 +61,7 @@ def first_node(nodes: str) -> str:
 
 
 def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process prints for its world: rank 0, and any process that is not a rank of a known world."""
+    """Whether this process prints for its world: rank 0, or any process that is not a rank of a known world."""
     try:
         found = read_environment(environment)
     except RankEnvironmentError:
@@ -70,10 +70,10 @@ def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def report_of(error: MegastackError, environment: Mapping[str, str] | None = None) -> str | None:
-    """What this process prints about an error before training; None if another rank prints it.
+    """Return the text that this process prints about an error before training; None if another rank prints it.
 
-    Every rank reports errors of its own rank variables. If the ranks have agreed on a reporter, that rank prints, and
-    names itself unless it is rank 0. Otherwise rank 0 prints.
+    Every rank reports errors in its own rank variables. If the ranks have agreed on a reporter, it prints the error and
+    names itself unless it is rank 0. Otherwise, rank 0 prints.
     """
     if isinstance(error, RankEnvironmentError):
         return str(error)
@@ -87,7 +87,7 @@ def report_of(error: MegastackError, environment: Mapping[str, str] | None = Non
 
 
 def world_size(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of ranks that the launcher started; None without a launcher.
+    """Return the number of ranks that the launcher started; None without a launcher.
 
     Raises:
         RankEnvironmentError: the rank variables are invalid.
@@ -97,29 +97,29 @@ def world_size(environment: Mapping[str, str] | None = None) -> int | None:
 
 
 def nodes(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of machines that the launcher uses; None if it does not set it."""
+    """Return the number of machines that the launcher uses; None if the launcher does not set it."""
     env = os.environ if environment is None else environment
     found = env.get("GROUP_WORLD_SIZE", env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "")))
     return int(found) if found.isdecimal() else None
 
 
 def cpus_of_task(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of CPUs that Slurm allocated to this rank; None if it does not set it."""
+    """Return the number of CPUs that Slurm allocated to this rank; None if Slurm does not set it."""
     env = os.environ if environment is None else environment
     found = env.get("SLURM_CPUS_PER_TASK", "")
     return int(found) if in_slurm_step(env) and found.isdecimal() and int(found) else None
 
 
 def let_threads_sleep(environment: MutableMapping[str, str] | None = None) -> None:
-    """Have OpenMP's threads sleep while they wait for each other, unless the user has set a policy.
+    """Make OpenMP threads sleep while they wait for each other, unless the user has set a policy.
 
-    OpenMP reads its variables when it is loaded, so this changes nothing if torch has been imported already.
+    OpenMP reads its variables when it is loaded, so this has no effect if torch has already been imported.
     """
     if "torch" not in sys.modules:
         (os.environ if environment is None else environment).setdefault(WAIT_POLICY, "passive")
 
 
 def lets_threads_sleep(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether OpenMP's threads sleep while they wait for each other; otherwise they spin, and occupy their CPU."""
+    """Whether OpenMP threads sleep while they wait for each other; otherwise they spin and occupy their CPU."""
     env = os.environ if environment is None else environment
     return env.get(WAIT_POLICY, "").strip().lower() == "passive"

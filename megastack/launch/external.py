@@ -1,6 +1,6 @@
-"""A run whose ranks were started by torchrun or srun: rank 0 checks and decides, all ranks work.
+"""Runs whose ranks were started by torchrun or srun: rank 0 checks and prepares the run, all ranks train.
 
-In an elastic job, ranks that the parallel degrees do not need stand by until the others are done.
+In an elastic job, ranks that the parallel degrees do not need are on standby until the others finish.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from megastack.training.signals import StopRequest
 from megastack.training.state import Hooks, RunResult
 
 NAMED = 8
-"""The most missing ranks that a message names."""
+"""Maximum number of missing ranks in a message."""
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 2.0, 10.0
 """How long a rank with a peer failure waits for the reports of the others."""
 
@@ -69,15 +69,15 @@ def join(
     """Take part in a run as the rank that the environment names; called on every rank.
 
     Args:
-        config: the configuration, as far as it could be read; of an elastic job with the degrees of this start.
+        config: the configuration, as far as it could be read; for an elastic job, with the degrees of this start.
         overrides: the command line that it came from, for the run folder.
-        known: the errors that were found before; the report has them and all others.
-        opening: what to print before the run starts.
+        known: the errors found so far; the report contains them and all others.
+        opening: the text to print before the run starts.
         hooks: the user's hooks.
 
     Raises:
-        ConfigError: on every rank, if any rank finds its configuration invalid, if rank 0 finds that data, resume path
-            or run folder cannot be used, or if all find that the checkpoint does not fit.
+        ConfigError: raised on every rank, if any rank finds its configuration invalid, if rank 0 cannot use the data,
+            resume path or run folder, or if the checkpoint does not fit.
     """
     if has_agent():
         die_with_parent()
@@ -108,7 +108,7 @@ def join(
 
 @dataclass(frozen=True)
 class _World:
-    """This rank, the mesh of the ranks that train, and the store that all started ranks share."""
+    """This rank, the mesh of the ranks that train, and the store shared by all started ranks."""
 
     store: dist.Store
     rank: int
@@ -125,7 +125,7 @@ class _World:
 
 
 def _device_errors(config: TrainConfig, rank: int) -> Sequence[ErrorLine]:
-    """Why this rank has no device, which only its own machine can tell."""
+    """Return why this rank has no device, which only its own machine can determine."""
     try:
         pick_device(config.device.value)
     except MeshError as error:
@@ -134,7 +134,7 @@ def _device_errors(config: TrainConfig, rank: int) -> Sequence[ErrorLine]:
 
 
 def _all_errors(config: TrainConfig, started: int, known: Sequence[ErrorLine]) -> Sequence[ErrorLine]:
-    """The known errors and all others."""
+    """Return the known errors and all others."""
     try:
         errors = ErrorCollector(known)
         inspect(config, errors, check_mesh(config, errors, started))
@@ -146,7 +146,7 @@ def _all_errors(config: TrainConfig, started: int, known: Sequence[ErrorLine]) -
 def _train(
     world: _World, config: TrainConfig, overrides: Sequence[str], opening: str, hooks: Hooks | None
 ) -> RunResult:
-    """The part of a rank that trains."""
+    """Run a rank that trains."""
     world.open_group(config)
     decided: list[Assignment | Sequence[ErrorLine] | None] = [None]
     with contextlib.ExitStack() as owned:
@@ -166,7 +166,7 @@ def _work(assignment: Assignment, world: _World, hooks: Hooks | None) -> RunResu
     if assignment.config.launch.elastic and rank == 0:
         given = hooks or Hooks()
         hooks = replace(given, on_step=[LaterStartGuard(folder), *given.on_step])
-    with StopRequest(signals=SIGNALS):  # a launcher that ends the others lets this rank finish its report
+    with StopRequest(signals=SIGNALS):  # if the launcher ends the others, this rank can still finish its report
         try:
             return work(assignment, hooks=hooks, signals=SIGNALS)
         except Exception as error:
@@ -202,12 +202,12 @@ def _decide(
 
 
 def _elastic_folder(config: TrainConfig) -> Path:
-    """The folder of an elastic job."""
+    """Return the folder of an elastic job."""
     return Path(config.run.dir or config.run.root)
 
 
 def _with_start(assignment: Assignment, started: int, after: str | None) -> Assignment:
-    """Record this start of an elastic job; the assignment with the line that describes it."""
+    """Record this start of an elastic job, and return the assignment with the line that describes it."""
     config, shape = assignment.config, assignment.shape
     step = 0 if assignment.resume is None else int(read_trainer(assignment.resume)["step"])
     start, text = record_start(config, shape, assignment.folder, nodes=nodes(), started=started, step=step, after=after)
@@ -230,7 +230,7 @@ def _end_without_others(
     known: Sequence[ErrorLine],
     error: NotStarted | RankEnvironmentError,
 ) -> RunResult:
-    """The end of a run whose rendezvous failed; the first rank that joined reports which ranks did not.
+    """End a run whose rendezvous failed; the first rank that joined reports which ranks did not.
 
     Raises:
         ConfigError: the configuration is invalid.
@@ -254,9 +254,9 @@ def _end_without_others(
 
 
 def _end(world: _World, assignment: Assignment, folder: RunFolder) -> RunResult:
-    """The end of a run on a rank that failed: record the first failure, and print it on one rank, last of all.
+    """End the run on a rank that failed: record the first failure, and print it on one rank as the last output.
 
-    A rank that failed by itself prints its own report. If there are only peer failures, the first rank that has waited
+    A rank with a primary failure prints its own report. If there are only peer failures, the first rank that has waited
     for the reports of the others combines them.
 
     Raises:
@@ -285,7 +285,7 @@ def _end(world: _World, assignment: Assignment, folder: RunFolder) -> RunResult:
 
 
 def _await_reports(folder: RunFolder, ranks: int, timeout_s: float) -> None:
-    """Wait until all ranks have written their report, or until no further one can be expected."""
+    """Wait until all ranks have written their reports, or until no further report can be expected."""
     deadline = time.monotonic() + min(MOST_PATIENCE_S, max(LEAST_PATIENCE_S, timeout_s / 10))
     while len(list(folder.failures.glob("rank_*.json"))) < ranks and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -303,9 +303,9 @@ def _is_first_to_print(folder: RunFolder) -> bool:
 
 
 def join_task(task: Task) -> Any:
-    """Take part in a task as a rank of torchrun or srun; called on every rank. Returns the result of this rank.
+    """Run a task as a rank of torchrun or srun, and return the result of this rank; called on every rank.
 
-    Any rank may have found its arguments invalid before, and all ranks reject them then.
+    If any rank has found its arguments invalid, all ranks reject them.
 
     Raises:
         ConfigError: a rank rejected the configuration.

@@ -1,7 +1,7 @@
-"""Which failure ended a run: the reports that ranks wrote, their last states, and the exits that the launcher observed.
+"""Determine which failure ended a run, from the reports and last states of ranks and the exits the launcher observed.
 
-A rank that fails by itself writes a report. Its peers then fail too, in operations with that rank, and a rank that was
-killed writes nothing. :func:`find_failure` finds the first failure; :func:`end_failed_run` records and prints it.
+A rank with a primary failure writes a report. Its peers then fail too, in operations with that rank, and a rank that
+was killed writes nothing. :func:`find_failure` finds the first failure; :func:`end_failed_run` records and prints it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from megastack.training.state import RunResult
 FAILED, REJECTED = 1, 78
 """Exit codes."""
 USER_ERRORS = (ConfigError, CheckpointError, DataError, PlacementError, MeshError, ScheduleError)
-"""Errors that the user can fix: before training starts, they reject the configuration."""
+"""Errors that the user can fix; before training starts, they mean that the configuration is rejected."""
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether the user can fix an error; that of a layer, which was built before on the launcher, is a failure."""
+    """Whether the user can fix an error; a :class:`LayerError` is a failure: the layer was built before launch."""
     return isinstance(error, USER_ERRORS) and not isinstance(error, LayerError)
 
 
@@ -52,11 +52,11 @@ class Failure:
 
     Attributes:
         rank: the rank that failed first.
-        coordinates: its place on the mesh, in words.
+        coordinates: its mesh coordinates, in words.
         reason: the error, or how the rank ended.
-        text: what to print.
+        text: the text to print.
         step: completed optimizer steps.
-        rejected: nothing was trained, and the user can fix the error.
+        rejected: whether the error was raised before training and the user can fix it.
     """
 
     rank: int
@@ -69,13 +69,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class ObservedExits:
-    """What the launcher observed.
+    """Exits of ranks that the launcher observed.
 
     Attributes:
-        first: the rank that it saw end first.
-        exit_codes: exit codes of ranks, as far as they are known; negative for a signal.
-        killed: why it killed the ranks; None if it did not.
-        stragglers: the ranks that it killed because they did not end after a failure.
+        first: the rank that it saw exit first.
+        exit_codes: the known exit codes of ranks; negative for a signal.
+        killed: why the launcher killed the ranks; None if it did not.
+        stragglers: the ranks that the launcher killed because they did not end after a failure.
     """
 
     first: int
@@ -93,13 +93,13 @@ def find_failure(
 ) -> Failure:
     """Find the failure to report.
 
-    In this order: the first rank that failed by itself; a rank that its peers waited for until the time-out; a rank
-    that the error of another is about; one that ended without a report; the first peer failure.
+    In order of preference: the first primary failure; a rank that its peers waited for until the time-out; a rank that
+    another rank's error is about; a rank that ended without a report; the first peer failure.
 
     Args:
         records: the reports of ranks, by importance (:func:`megastack.observe.failure.by_cause`).
         states: the last states of ranks, from their flight recorders.
-        exits: what the launcher observed.
+        exits: the exits that the launcher observed.
         shape: the mesh.
         timeout_s: ``launch.timeout_s``.
     """
@@ -139,7 +139,7 @@ def end_failed_run(
         failure: from :func:`find_failure`.
         may_write: whether the run still owns its folder.
         shows: whether this process prints the failure.
-        pid: the process to name in the status; None leaves the one that is there.
+        pid: the process to name in the status; None keeps the current one.
 
     Raises:
         ConfigError: the ranks rejected the configuration before they trained.
@@ -158,16 +158,16 @@ def end_failed_run(
 
 
 def failure_of(record: FailureRecord) -> Failure:
-    """The failure that the report of a rank describes."""
+    """Convert the report of a rank to a failure."""
     reason = record.message if record.refused else record.error
     return Failure(record.rank, record.coordinates, reason, record.describe(), record.step, record.refused)
 
 
 def _without_report(silent: Sequence[int], exits: ObservedExits, *, any_report: bool, timed_out: bool) -> Sequence[int]:
-    """The ranks without a report that may have caused the failure.
+    """Return the ranks without a report that may have caused the failure.
 
-    After a time-out, a straggler did not respond, and a rank that aborted may be a victim: NCCL aborts ranks that wait
-    too long. Without a time-out, a straggler may simply be waiting, as with NCCL.
+    After a time-out, a straggler is a rank that did not respond, and a rank that aborted may be a victim: NCCL aborts
+    ranks that wait too long. Without a time-out, a straggler may simply be waiting, as with NCCL.
     """
     ended = [rank for rank in silent if rank not in exits.stragglers]
     stragglers = [rank for rank in silent if rank in exits.stragglers]

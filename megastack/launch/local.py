@@ -1,7 +1,7 @@
 """Start all ranks of a run on this machine, and turn their exits into one result.
 
-Ranks return how the run ended. If one fails, the reports that ranks wrote are sorted, and the first failure is printed
-last.
+Ranks return how the run ended. If a rank fails, the launcher sorts the failure reports of the ranks and prints the
+first failure as its last output.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from megastack.preflight.inspect import inspect
 from megastack.training.state import Hooks, RunResult
 
 RANKS_PER_CPU = 64
-"""The most ranks per CPU that are started here; more is a mistake."""
+"""Maximum number of ranks started per CPU; a larger number is treated as a mistake."""
 DEGREES = ("parallel.pp", "parallel.dp", "parallel.cp", "parallel.tp")
 
 
@@ -64,14 +64,14 @@ def launch(
     opening: str = "",
     hooks: Hooks | None = None,
 ) -> RunResult:
-    """Train on local ranks, as many as the product of the degrees.
+    """Train on local ranks; their number is the product of the parallel degrees.
 
     Args:
         config: the configuration, as far as it could be read.
         overrides: the command line that it came from, for the run folder.
-        known: the errors that were found before; the report has them and all others.
-        place: returns the run folder to use instead of ``run.dir``; called when nothing is wrong.
-        opening: what to print before the run starts.
+        known: the errors found so far; the report contains them and all others.
+        place: returns the run folder to use instead of ``run.dir``; called once the configuration is valid.
+        opening: the text to print before the run starts.
         hooks: the user's hooks.
 
     Raises:
@@ -97,7 +97,7 @@ def launch(
 
 @contextlib.contextmanager
 def _recorded_errors(assignment: Assignment) -> Iterator[None]:
-    """Record an error of the launcher itself, so that the run is not left with the status ``running``."""
+    """Record an error of the launcher itself, so that the status of the run does not stay ``running``."""
     folder = RunFolder(assignment.folder)
     try:
         yield
@@ -110,7 +110,7 @@ def _recorded_errors(assignment: Assignment) -> Iterator[None]:
 
 
 def _require_startable(config: TrainConfig, shape: MeshShape) -> None:
-    """Reject a world that is too large for this machine, or that this process cannot fork."""
+    """Reject a world size that is too large for this machine, or ranks that this process cannot fork."""
     errors = list[ErrorLine]()
     ranks, cpus = shape.world_size, os.cpu_count() or 1
     if ranks > RANKS_PER_CPU * cpus:
@@ -162,9 +162,10 @@ def _run(prepared: Prepared, hooks: Hooks | None, stop: StopForwarder) -> RunRes
 def _train(
     wait_for_all: WaitForAll, assignment: Assignment, dataset: Dataset, hooks: Hooks | None, sent: Any
 ) -> RunResult:
-    """A forked rank. A terminal sends SIGINT to it as well as to the launcher, which alone passes it on.
+    """Train on a forked rank.
 
-    A rank that fails has left its report; its exit code is all that the agent needs.
+    A terminal sends SIGINT to the ranks as well as to the launcher. Ranks ignore it, and the launcher forwards it. A
+    rank that fails has written its report, so the agent needs only its exit code.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -197,7 +198,7 @@ def _reason_killed(stop: StopForwarder) -> str | None:
 
 
 def _end(assignment: Assignment, exits: ObservedExits, sent: Sequence[FailureRecord]) -> RunResult:
-    """The end of a run of which a rank failed.
+    """End a run in which a rank failed.
 
     Raises:
         ConfigError: the ranks rejected the configuration before they trained.
@@ -211,7 +212,7 @@ def _end(assignment: Assignment, exits: ObservedExits, sent: Sequence[FailureRec
 
 
 def launch_task(task: Task) -> Any:
-    """Run a task on local ranks; returns what rank 0 returns. A single rank runs in this process.
+    """Run a task on local ranks, and return the result of rank 0. A single rank runs in this process.
 
     Raises:
         ConfigError: a rank rejected the configuration.

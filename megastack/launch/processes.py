@@ -1,10 +1,10 @@
-"""Processes of ranks on this machine: starting them, passing signals on to them, killing stragglers after a failure.
+"""Rank processes on this machine: start them, forward signals to them, kill stragglers after a failure.
 
-Torch's elastic agent starts the ranks, watches them and leaves none behind. Ranks are always forked: the main module is
-not imported again, and closures need not be picklable. The parent may have computed on several threads before. OpenMP
-keeps a pool of threads for every thread that computed, and a child forked from such a thread would wait for threads
-that it does not have. The agent therefore runs on a thread of its own, which never computes; its children have no pool
-yet and create their own.
+Torch's elastic agent starts the ranks, monitors them and leaves none running. Ranks are always forked: the main module
+is not imported again, and closures need not be picklable. The parent may already have computed on several threads.
+OpenMP keeps a thread pool for every thread that has computed, and a child forked from such a thread would wait for pool
+threads that it does not have. The agent therefore runs on its own thread, which never computes; its children start
+without a pool and create their own.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ START_METHOD = "fork"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
 QUIET = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
-"""Loggers of the agent, whose messages about failures the ranks' own reports replace."""
+"""Loggers of the agent; the ranks' own reports replace its messages about failures."""
 ADDRESS = "127.0.0.1"
 RENDEZVOUS = "megastack"
 INTERRUPTED_EVERY_S = 0.1
 REPEAT_SIGNAL_S = 1.0
 FIND_EVERY_S = 0.01
-"""How often started processes are looked up. Ranks wait at a barrier until all are forked, so each is still there."""
+"""How often to look for started processes. Ranks wait at a barrier until all are forked, so none is missed."""
 CHECK_EVERY_S = 0.2
 
 
@@ -86,15 +86,15 @@ def start_ranks(
     """Start ranks and wait until they have ended.
 
     Args:
-        config: has the time-outs.
+        config: contains the time-outs.
         ranks: the number of ranks.
         entry: what each rank runs, called with a function that waits for the other ranks, and the arguments.
         arguments: inherited by the ranks, so they need not be picklable.
         failed: whether a rank has reported a failure; called often, on a thread.
-        before: called immediately before the ranks are started; if it raises, none is.
+        before: called immediately before the ranks are started; if it raises, no rank is started.
 
     Returns:
-        What ``entry`` returned, by rank.
+        The result of ``entry``, by rank.
 
     Raises:
         RanksFailed: a rank failed.
@@ -111,28 +111,28 @@ def start_ranks(
 
 
 def _rank(entry: Callable[..., T], barrier: StartBarrier, *arguments: Any) -> T:
-    """A forked rank, which ends with its launcher."""
+    """Run a forked rank, which dies with its launcher."""
     die_with_parent()
     protect_output()
     return entry(barrier.wait, *arguments)
 
 
 class _SingleAgentRendezvous(StaticTCPRendezvous):
-    """Torch's static rendezvous for the only agent of a run: a store for its ranks, at a port that the store picks.
+    """Static rendezvous for a run with a single agent: a store for its ranks, on a port that the store picks.
 
-    Torch's own needs to be given a free port. Its dynamic rendezvous, which torchrun uses, searches all modules at each
-    of its steps for the name of its caller.
+    Torch's static rendezvous requires a free port as an argument. Its dynamic rendezvous, which torchrun uses, searches
+    all modules for the name of its caller at every step.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         super().__init__(ADDRESS, 0, 0, 1, parameters.run_id, math.ceil(parameters.config["timeout_s"]))
 
     def get_backend(self) -> str:
-        """The name that it is registered under."""
+        """Return the name under which it is registered."""
         return RENDEZVOUS
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The store and its address."""
+        """Return the store and its address."""
         made = super().next_rendezvous()
         port = made.store.underlying_store.port  # type: ignore[attr-defined]  # a TCPStore behind a prefix
         return RendezvousInfo(made.store, made.rank, made.world_size, RendezvousStoreInfo(ADDRESS, port))
@@ -142,10 +142,10 @@ rendezvous_handler_registry.register(RENDEZVOUS, _SingleAgentRendezvous)
 
 
 def _keeps_inherited(entry: Callable[..., T]) -> Callable[..., T]:
-    """A function for a forked process that never destroys an object of its parent.
+    """Wrap a function for a forked process so that it never destroys an object of its parent.
 
     The store of an earlier run may be garbage in the parent. Its destructor needs threads that a forked process does
-    not have: a garbage collection there would hang or crash.
+    not have, so a garbage collection there would hang or crash.
     """
 
     @wraps(entry)
@@ -159,12 +159,12 @@ def _keeps_inherited(entry: Callable[..., T]) -> Callable[..., T]:
 def run_agent(
     agent: LaunchConfig, entry: Callable[..., Any], *arguments: Any, before: Callable[[], object] = lambda: None
 ) -> dict[int, Any]:
-    """Run the elastic agent until its ranks have ended; returns what ``entry(*arguments)`` returned, by rank.
+    """Run the elastic agent until its ranks have ended, and return the results of ``entry(*arguments)`` by rank.
 
     Args:
         agent: from :func:`agent`.
-        entry: what each rank runs; inherited, so neither it nor its arguments need be picklable.
-        before: called immediately before the ranks are started; if it raises, none is.
+        entry: what each rank runs; inherited, so neither it nor its arguments need to be picklable.
+        before: called immediately before the ranks are started; if it raises, no rank is started.
 
     Raises:
         ChildFailedError: a rank failed.
@@ -196,10 +196,10 @@ def run_agent(
 
 
 def agent(config: TrainConfig, world_size: int) -> LaunchConfig:
-    """The configuration of an elastic agent that starts the ranks of this machine and logs little."""
+    """Return the configuration of an elastic agent that starts the ranks of this machine and logs little."""
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # For its default NUMA options, torch calls the CUDA runtime, and after that no forked process can use CUDA.
+    # Torch's default NUMA options call the CUDA runtime, after which no forked process can use CUDA.
     launch = LaunchConfig(
         numa_options=NumaOptions(AffinityMode.NODE),
         min_nodes=1,
@@ -222,8 +222,8 @@ def agent(config: TrainConfig, world_size: int) -> LaunchConfig:
 def forks_lose_cuda() -> bool:
     """Whether a process forked from this one could not use CUDA.
 
-    Any call of the CUDA runtime has this effect, ``torch.cuda.is_available()`` included. Torch detects it only in the
-    forked process, so one is forked to find out.
+    Any call of the CUDA runtime has this effect, including ``torch.cuda.is_available()``. Torch detects it only in the
+    forked process, so this function forks a process to find out.
     """
     if not torch.backends.cuda.is_built():
         return False
@@ -234,7 +234,7 @@ def forks_lose_cuda() -> bool:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL when the parent ends, however it ends (Linux only)."""
+    """Request SIGKILL from the kernel when the parent ends for any reason (Linux only)."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
@@ -245,13 +245,13 @@ class StoppedEarly(Exception):
 
 
 class StopForwarder:
-    """A context in which signals to stop are passed on to the processes started in it, which save and return.
+    """A context manager that forwards stop signals to the processes started in it, which save and return.
 
-    A rank gets the signal that arrived, so that its records name it. The elastic agent would pass a signal on as well,
-    but then stops listening: ranks that saved and returned would wait for it until they are killed. With this context
+    A rank receives the original signal, so its records name it. The elastic agent would also forward signals, but then
+    it stops listening: ranks that saved and returned would wait for it until they are killed. With this context manager
     it keeps listening, and the run ends as soon as the ranks do. Ranks that exceed the grace period are killed, and a
-    second SIGINT kills them at once. A signal that arrives before there are processes goes to the first that are found;
-    code that starts them calls :meth:`check` before. An ignored SIGHUP stays ignored, as under nohup.
+    second SIGINT kills them at once. A signal that arrives before there are processes is sent to the first ones found;
+    code that starts processes calls :meth:`check` first. An ignored SIGHUP stays ignored, as under nohup.
 
     Args:
         grace_s: seconds from the signal until the ranks are killed.
@@ -278,7 +278,7 @@ class StopForwarder:
         return self
 
     def check(self) -> None:
-        """Called immediately before the processes are started.
+        """Raise if a stop signal has arrived; called immediately before the processes are started.
 
         Raises:
             StoppedEarly: a signal has arrived already.
@@ -312,7 +312,7 @@ class StopForwarder:
         self._thread.start()
 
     def _forward(self, number: signal.Signals) -> None:
-        """Repeat the signal until the run is over, since a rank may not have listened yet; kill after the grace."""
+        """Repeat the signal until the run ends, since a rank may not handle it yet; kill after the grace period."""
         deadline, ranks = time.monotonic() + self._grace_s, list[int]()
         while not (self._over or self.killed):
             ranks = ranks or self._children()
@@ -327,10 +327,10 @@ class StopForwarder:
 
 
 class StragglerKiller:
-    """A context that kills the processes started in it that are still alive ``grace_s`` after a failure.
+    """A context manager that kills the processes started in it that are still alive ``grace_s`` after a failure.
 
-    After a failure, the elastic agent asks the other ranks to end. A stopped process does not receive that, and the
-    agent waits for it with a time-out of its own; this context enforces ``launch.grace_s``.
+    After a failure, the elastic agent asks the other ranks to end. A stopped process does not respond, and the agent
+    waits for it with its own time-out; this context manager enforces ``launch.grace_s``.
 
     Args:
         ranks: the number of processes that will be started.
@@ -368,7 +368,7 @@ class StragglerKiller:
                 return
 
     def _find(self) -> None:
-        """Find the processes in the order of their start, by the numbers in their names, until all are there.
+        """Find the processes in the order of their start, by the numbers in their names, until all are found.
 
         Listing living children reaps dead ones, which the agent waits for on its thread, so it is not repeated.
         """
@@ -383,7 +383,7 @@ class StragglerKiller:
                 _send(child.pid, signal.SIGKILL)
 
     def exit_codes(self) -> dict[int, int]:
-        """The exit code of each rank, after the context; empty if some ended before all were found."""
+        """Return the exit code of each rank, after the context; empty if some ended before all were found."""
         codes = {rank: child.exitcode for rank, child in enumerate(self._ranks)}
         return {rank: code for rank, code in codes.items() if code is not None and len(codes) == self._count}
 

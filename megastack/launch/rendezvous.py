@@ -1,18 +1,18 @@
-"""Rendezvous of the ranks of one start: of forked ranks in shared memory, of a launcher's ranks in a store.
+"""Rendezvous of the ranks of one start: forked ranks in shared memory, a launcher's ranks in a store.
 
 **Forked ranks.** A forked child inherits the parent's locks in whatever state they are in. If another thread of the
 parent holds one at that moment, the child can never acquire it. The thread that serves the TCPStore takes such a lock,
 in the C library's resolver, on every connection. Ranks therefore wait at a :class:`StartBarrier` in shared memory until
 all of them have been forked, and connect only then.
 
-**Ranks of torchrun and srun.** The elastic agents of torchrun keep one store over all restarts, and ranks of an earlier
-start leave addresses in it that look like those of this one. The number of restarts does not distinguish starts either,
-since every agent counts its own. The ranks therefore agree on a new name, and use the store under that prefix. Each
-rank publishes a unique number; rank 0 answers every such number with the name, until it has seen every rank under it.
+**Ranks of torchrun and srun.** The elastic agents of torchrun keep one store over all restarts, and the addresses that
+ranks of an earlier start left in it look like current ones. The number of restarts does not distinguish starts either,
+since every agent has its own count. The ranks therefore agree on a new name, and use the store with that prefix. Each
+rank publishes a unique number; rank 0 answers every number with the name, until it has seen every rank under that name.
 A rank that times out can report which ranks are missing.
 
-In the same store, ranks reject a configuration together: any rank may find it invalid, and one of them prints the
-report. No process group is opened if nothing is to be trained.
+Ranks also use this store to reject a configuration together: any rank may find it invalid, and one rank prints the
+report. No process group is created unless training starts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megastack.mesh.store import open_store
 BARRIER_POLL_S = 0.002
 STORE_POLL_S = 0.02
 STORE_LINGER_S = 1.0
-"""How long a rank that serves the store stays after a time-out, for the others to ask it which ranks are missing."""
+"""How long a rank that serves the store stays after a time-out, so that others can ask which ranks are missing."""
 CHECKS_S = 3600.0
 """How long the other ranks wait while rank 0 checks model and data of an invalid configuration."""
 REPORT_LINGER_S = 5.0
-"""How long rank 0 stays for the others to read its report, since the store may end with it."""
+"""How long rank 0 waits for the others to read its report, since the store may end with rank 0."""
 REJECTION_S = 30.0
 """The time-out of a rendezvous to reject a configuration, whose own time-out may be invalid."""
 REPORTER_S = 2.0
@@ -50,11 +50,11 @@ _RAISED = "error/raised_by"
 
 
 class NotStarted(MegastackError):
-    """Ranks did not start, or did not join, in time; ``ranks`` has those that are missing."""
+    """Some ranks did not start or join in time; ``ranks`` lists the missing ones."""
 
 
 class StartBarrier:
-    """Where forked ranks wait until all of them have been forked.
+    """A barrier at which forked ranks wait until all of them have been forked.
 
     It consists of flags in shared memory, without a lock: a rank that is killed cannot block the others.
 
@@ -71,19 +71,19 @@ class StartBarrier:
         """Wait as ``rank`` until all ranks have arrived.
 
         Raises:
-            NotStarted: some were not started in time.
+            NotStarted: some ranks were not started in time.
         """
         self._arrived[rank] = 1
         deadline = time.monotonic() + self._timeout_s
         while missing := [other for other, here in enumerate(self._arrived) if not here]:
             if time.monotonic() > deadline:
-                who = f"ranks {', '.join(map(str, missing))} were" if missing[1:] else f"rank {missing[0]} was"
-                raise NotStarted(f"{who} not started within launch.timeout_s={self._timeout_s:g}").about(missing)
+                ranks = f"ranks {', '.join(map(str, missing))} were" if missing[1:] else f"rank {missing[0]} was"
+                raise NotStarted(f"{ranks} not started within launch.timeout_s={self._timeout_s:g}").about(missing)
             time.sleep(BARRIER_POLL_S)
 
 
 def join_store(launched: RankEnvironment, timeout_s: float) -> dist.Store:
-    """A store that only the ranks of this start share; every rank calls.
+    """Return a store that only the ranks of this start share; called on every rank.
 
     Args:
         launched: the rank variables of this process.
@@ -111,7 +111,7 @@ def join_store(launched: RankEnvironment, timeout_s: float) -> dist.Store:
 
 
 def _unreachable(launched: RankEnvironment, timeout_s: float, *, shared: bool) -> MegastackError:
-    """The error of a rank that cannot reach the store: rank 0 is missing, or torchrun does not serve it."""
+    """Return the error of a rank that cannot reach the store: rank 0 is missing, or torchrun does not serve it."""
     address, port = launched.require_endpoint()
     if shared or launched.rank == 0:
         rule = f"no store answered at port {port} within launch.timeout_s={timeout_s:g}"
@@ -121,7 +121,7 @@ def _unreachable(launched: RankEnvironment, timeout_s: float, *, shared: bool) -
 
 
 def _missing(store: dist.Store, name: str, ranks: int, limit: timedelta) -> list[int]:
-    """The ranks that did not join in time; rank 0, which may serve the store, if that does not answer."""
+    """Return the ranks that did not join in time; rank 0, which may serve the store, if the store does not respond."""
     marks = [_seen(name, rank) for rank in range(ranks)]
     try:
         store.wait(marks, limit)
@@ -135,12 +135,12 @@ def _missing(store: dist.Store, name: str, ranks: int, limit: timedelta) -> list
 
 
 def _not_joined(missing: list[int], timeout_s: float) -> NotStarted:
-    who = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
-    return NotStarted(f"{who} did not join within launch.timeout_s={timeout_s:g}").about(missing)
+    ranks = f"rank{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+    return NotStarted(f"{ranks} did not join within launch.timeout_s={timeout_s:g}").about(missing)
 
 
 def agree_on_name(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> str:
-    """A name that is the same on all ranks and new in this store.
+    """Return a name that is the same on all ranks and new in this store.
 
     Raises:
         NotStarted: on rank 0, if ranks did not join in time.
@@ -164,7 +164,7 @@ def _lead(store: dist.Store, ranks: int, timeout_s: float) -> str:
         for rank in missing:
             if store.check([_shown(rank, ranks)]):
                 number = store.get(_shown(rank, ranks))
-                if answered.get(rank) != number:  # the first number may be that of a process which has ended
+                if answered.get(rank) != number:  # the first number may belong to a process that has ended
                     answered[rank] = number
                     store.set(_answer(number.decode()), name)
         missing = [rank for rank in missing if not store.check([_seen(name, rank)])]
@@ -188,7 +188,7 @@ def _seen(name: str, rank: int) -> str:
 
 
 def any_invalid(store: dist.Store, rank: int, ranks: int, own: Sequence[ErrorLine]) -> bool:
-    """Whether any rank finds its configuration invalid; the result is the same on all ranks, which all call.
+    """Whether any rank finds its configuration invalid; called on all ranks, with the same result.
 
     Args:
         store: shared by these ranks only.
@@ -208,13 +208,13 @@ def any_invalid(store: dist.Store, rank: int, ranks: int, own: Sequence[ErrorLin
 def reject(
     store: dist.Store, rank: int, ranks: int, report: Callable[[list[ErrorLine]], Sequence[ErrorLine]]
 ) -> NoReturn:
-    """Raise the same report on all ranks, which all call.
+    """Raise the same report on all ranks; called on all ranks.
 
     Args:
         store: shared by these ranks only.
         rank: this rank.
         ranks: the number of ranks.
-        report: from the errors that the ranks found to all errors; called on rank 0.
+        report: maps the errors that the ranks found to all errors; called on rank 0.
 
     Raises:
         ConfigError: always.
@@ -234,10 +234,10 @@ def reject(
 
 
 def reject_early(errors: Sequence[ErrorLine]) -> NoReturn:
-    """Reject together with the other ranks before there is a configuration; they compare theirs, or call this as well.
+    """Reject together with the other ranks before there is a configuration; they call this or :func:`any_invalid`.
 
     Raises:
-        ConfigError: always. If the others do not join, the first rank that did reports its own errors.
+        ConfigError: always. If the others do not join, the first rank that joined reports its own errors.
     """
     launched = read_environment()
     assert launched is not None, "called on ranks of a launcher"
@@ -249,18 +249,18 @@ def reject_early(errors: Sequence[ErrorLine]) -> NoReturn:
     try:
         any_invalid(store, rank, ranks, errors)
         reject(store, rank, ranks, lambda found: found)
-    except dist.DistError:  # the others joined, but do not compare in time
+    except dist.DistError:  # the others joined, but did not exchange errors in time
         raise ConfigError.of(errors).reported_by(rank) from None
 
 
 def rejection_without_others(
     launched: RankEnvironment, errors: Sequence[ErrorLine], error: NotStarted | RankEnvironmentError
 ) -> MegastackError:
-    """The error of a rank with an invalid configuration whose rendezvous failed.
+    """Return the error of a rank with an invalid configuration whose rendezvous failed.
 
     Args:
         launched: the rank variables of this process.
-        errors: what it found.
+        errors: the errors that it found.
         error: why the rendezvous failed.
     """
     if isinstance(error, RankEnvironmentError):
@@ -270,16 +270,16 @@ def rejection_without_others(
 
 
 def choose_reporter(store: dist.Store, rank: int, ranks: int, error: MegastackError) -> None:
-    """Choose the rank that prints an error which some ranks raise, perhaps not all; those ranks call.
+    """Choose the rank that prints an error raised on some or all ranks; called on the ranks that raise it.
 
-    Rank 0 if it raises the same error, else the first of them. A rank that cannot find out prints: a duplicate is
-    better than nothing.
+    The reporter is rank 0 if it raises the same error, otherwise the first rank that does. A rank that cannot determine
+    the reporter prints the error: a duplicate is better than nothing.
 
     Args:
         store: shared by these ranks only.
         rank: this rank.
         ranks: the number of ranks.
-        error: what this rank raises; its reporter is set.
+        error: the error that this rank raises; its reporter is set.
     """
     key = f"error/{hashlib.sha256(str(error).encode(errors='surrogateescape')).hexdigest()}"
     error.reporter = rank
@@ -288,7 +288,7 @@ def choose_reporter(store: dist.Store, rank: int, ranks: int, error: MegastackEr
         if rank == 0:
             store.set(f"{key}/first", "")
             if store.add(f"{key}/claims", 1) > 1:
-                error.reporter = -1  # a rank that no longer waited for this one
+                error.reporter = -1  # a rank that has stopped waiting for this one
             _appears(store, f"{key}/heard")  # the store may end with this rank
             return
         if _appears(store, f"{key}/first") or store.add(f"{key}/claims", 1) > 1:
@@ -298,7 +298,7 @@ def choose_reporter(store: dist.Store, rank: int, ranks: int, error: MegastackEr
 
 
 def reporter_of_others(store: dist.Store) -> int | None:
-    """A rank that raised an error which it reports, for a rank that only lost its peers; None if none did."""
+    """Return a rank that raised and reports an error, for a rank that only lost its peers; None if there is none."""
     try:
         return int(store.get(_RAISED)) if _appears(store, _RAISED) else None
     except dist.DistError:  # the store has ended with rank 0
@@ -314,7 +314,7 @@ def _appears(store: dist.Store, key: str) -> bool:
 
 
 def _errors_of_ranks(store: dist.Store, ranks: int) -> list[ErrorLine]:
-    """The errors of all ranks, each once."""
+    """Return the errors of all ranks, without duplicates."""
     keys = [f"errors/{rank}" for rank in range(ranks)]
     found = [error for key in keys if store.check([key]) for error in _read(store, key)]
     return list({str(error): error for error in found}.values())

@@ -1,4 +1,4 @@
-"""Run a training, or a short task, on the ranks that a configuration describes.
+"""Run training or a short task on the ranks that a configuration describes.
 
 The ranks are started on this machine (:mod:`megastack.launch.local`). Under torchrun or srun, this process is one of
 them (:mod:`megastack.launch.external`).
@@ -24,21 +24,21 @@ T = TypeVar("T")
 
 
 def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
-    """Train what a configuration describes.
+    """Train as described by a configuration.
 
-    Starts the ranks on this machine; under torchrun or srun this process is one of the ranks, and every rank calls.
-    Local ranks are always forked from this process: hooks may be closures, the main module is not imported again (a
-    script needs no ``if __name__ == "__main__":``, and notebooks and interpreters work), and this process may have
-    computed on any number of threads before. What hooks change in a rank stays in that rank. A process that has
-    called the CUDA runtime (``torch.cuda.is_available()`` does) or that holds a process group cannot fork ranks; this
-    is an error before anything starts.
+    Starts the ranks on this machine. Under torchrun or srun, this process is one of the ranks, and every rank calls
+    this function. Local ranks are always forked from this process: hooks may be closures, the main module is not
+    imported again (a script needs no ``if __name__ == "__main__":``, and notebooks and interpreters work), and this
+    process may already have computed on any number of threads. Changes that hooks make in a rank stay in that rank. A
+    process that has called the CUDA runtime (as ``torch.cuda.is_available()`` does) or holds a process group cannot
+    fork ranks; this is reported before anything starts.
 
     Args:
         config: from :func:`megastack.compose`; changes to it by ``dataclasses.replace`` are checked as well.
-        hooks: what to call on every rank after steps, validations and checkpoints.
+        hooks: called on every rank after steps, validations and checkpoints.
 
     Returns:
-        How the run ended; a failed or diverged one raises nothing.
+        How the run ended; a failed or diverged run does not raise.
 
     Raises:
         ConfigError: the configuration, its data, its resume path or its run folder cannot be used; nothing was trained.
@@ -50,7 +50,7 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
 def train_partial(
     config: TrainConfig, overrides: Sequence[str], hooks: Hooks | None = None, unread: Sequence[ErrorLine] = ()
 ) -> RunResult:
-    """:func:`train` with a configuration of which some values could not be read.
+    """Like :func:`train`, with a configuration in which some values could not be read.
 
     Args:
         config: the configuration, as far as it could be read.
@@ -59,7 +59,7 @@ def train_partial(
         unread: the errors of the values that could not be read.
 
     Raises:
-        ConfigError: as :func:`train`, with these errors and all others.
+        ConfigError: as in :func:`train`, with these errors and all others.
     """
     config, ranks, known = _settle_world(config, unread)
     opening = "" if known else short(config, ranks)
@@ -68,7 +68,7 @@ def train_partial(
 
 
 def _settle_world(config: TrainConfig, unread: Sequence[ErrorLine]) -> tuple[TrainConfig, int | None, list[ErrorLine]]:
-    """Fit the degrees of an elastic job to the started ranks, and check the rules.
+    """Fit the parallel degrees of an elastic job to the started ranks, and check the rules.
 
     Returns:
         The configuration, the number of ranks that train (None without a launcher), and its errors.
@@ -89,12 +89,12 @@ def on_ranks(name: str, config: TrainConfig, function: Callable[..., T], *argume
     """Call ``function(config, mesh, *arguments)`` on every rank, without a run folder.
 
     Args:
-        name: what the ranks do, for reports.
+        name: a description of the task, for reports.
         config: a valid configuration.
-        function: needs not be picklable, nor do its arguments.
+        function: neither it nor its arguments need to be picklable.
 
     Returns:
-        The result of rank 0; under a launcher, of this rank.
+        The result of rank 0; under a launcher, the result of this rank.
 
     Raises:
         ConfigError: a rank rejected the configuration.

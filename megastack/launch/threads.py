@@ -1,10 +1,10 @@
 """CPU threads of a rank.
 
-The threads of a matrix product all wait for the slowest one, which can be slower than a single thread, for two reasons.
-A product of a small model takes less time than waking a thread. And on a machine that runs other programs as well, one
-of the threads often waits for a CPU; if OpenMP has the others spin, they occupy the CPU that it waits for, and a step
-takes ten times as long. The command line therefore lets waiting threads sleep
-(:func:`~megastack.launch.environment.let_threads_sleep`), and a small model gets one thread.
+The threads of a matrix product all wait for the slowest one, so several threads can be slower than one, for two
+reasons. In a small model, a product takes less time than waking a thread. On a machine that also runs other programs,
+one of the threads often waits for a CPU; if OpenMP makes the others spin, they occupy the CPU it waits for, and a step
+takes ten times as long. The command line therefore makes waiting threads sleep
+(:func:`~megastack.launch.environment.let_threads_sleep`), and a small model uses one thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megastack.launch.environment import cpus_of_task, lets_threads_sleep
 from megastack.mesh.environment import local_world_size
 
 WORK_PER_THREAD = 2**23
-"""Multiplications and additions that are worth one more thread, about a quarter of a millisecond."""
+"""Multiplications and additions that justify one more thread, about a quarter of a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Cpus:
 
     Attributes:
         allowed: the CPUs that it may be scheduled on.
-        quota: how many of them its control groups let it use at a time; None for all.
+        quota: how many of them its control groups let it use at a time; None if unlimited.
         load: processes on the machine that were running or waiting for a CPU in the last minute.
         installed: all CPUs of the machine.
     """
@@ -42,7 +42,7 @@ class Cpus:
 
     @classmethod
     def here(cls) -> Cpus:
-        """The CPUs of this process, from the operating system."""
+        """Return the CPUs of this process, from the operating system."""
         installed = os.cpu_count() or 1
         allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else installed
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -50,7 +50,7 @@ class Cpus:
 
     @property
     def usable(self) -> int:
-        """Threads that can run at a time."""
+        """Number of threads that can run at a time."""
         return self.allowed if self.quota is None else max(1, min(self.allowed, int(self.quota)))
 
 
@@ -68,11 +68,11 @@ class Threads:
 def choose_threads(
     config: TrainConfig, environment: Mapping[str, str] | None = None, cpus: Cpus | None = None
 ) -> Threads:
-    """The number of threads of this rank: as configured, else from ``OMP_NUM_THREADS``, else by the size of the work.
+    """Choose the number of threads of this rank: as configured, else from ``OMP_NUM_THREADS``, else by the workload.
 
     Args:
         config: a valid configuration.
-        environment: has ``LOCAL_WORLD_SIZE`` if other ranks share the machine.
+        environment: contains ``LOCAL_WORLD_SIZE`` if other ranks share the machine.
         cpus: the CPUs of this process.
     """
     env = os.environ if environment is None else environment
@@ -115,7 +115,7 @@ def _share(cpus: Cpus, ranks: int, own: int | None) -> str:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The number of CPUs that the control groups of this process allow it, the smallest of all levels.
+    """Return the number of CPUs that the control groups of this process allow: the minimum over all levels.
 
     Args:
         root: where ``proc`` and ``sys`` are.
@@ -125,9 +125,9 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _control_groups(root: Path) -> list[Path]:
-    """The folders of this process's CPU control groups and their parents, for either version of the interface.
+    """Return the folders of this process's CPU control groups and their parents, for either version of the interface.
 
-    In a container, the path is often the host's, and the container's own group is what is mounted.
+    In a container, the path often belongs to the host, and only the container's own group is mounted.
     """
     folders = list[Path]()
     for line in _read(root / "proc/self/cgroup").splitlines():

@@ -1,7 +1,7 @@
-"""The work of one rank: join the mesh, build the run, train, report how it ended; or run one short task.
+"""The work of one rank: join the mesh, build the run, train and report how it ended; or run one short task.
 
-The same code serves ranks that megastack's launcher started, ranks of torchrun and ranks of srun. A rank that fails
-writes a report before it raises: the process that notices a failure first is seldom the one that caused it.
+The same code runs on ranks started by megastack's launcher, torchrun and srun. A rank that fails writes a report before
+it raises: the process that first notices a failure is seldom the one that caused it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class TaskFailed(MegastackError):
 
 @dataclass(frozen=True)
 class Task:
-    """Something short that every rank does, without a run folder: generation, evaluation.
+    """A short task that every rank runs without a run folder, such as generation or evaluation.
 
     Attributes:
-        name: what it does, for reports.
+        name: a description, for reports.
         config: a valid configuration.
         shape: the mesh.
         function: called with the configuration, the mesh and the arguments.
@@ -79,9 +79,9 @@ def work(
 
     Args:
         assignment: identical on all ranks.
-        dataset: the data, if they have been read already.
+        dataset: the data, if already read.
         hooks: the user's hooks.
-        signals: those that ask this rank, and so the run, to stop.
+        signals: the signals that ask this rank, and thereby the run, to stop.
         send: called with this rank's failure report if it cannot be written.
         wait_for_all: called with this rank before it connects to the others.
     """
@@ -109,7 +109,7 @@ def work(
         except BaseException as error:
             step, action = (0 if loop is None else loop.progress.step), _describe_failure(loop, error)
             record = _report_of(error, rank, shape, step=step, action=action, before_training=loop is None)
-            _leave(record, folder, send, may_write=assignment.may_write)
+            _deliver_report(record, folder, send, may_write=assignment.may_write)
             raise
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -117,7 +117,7 @@ def work(
 
 
 def run_task(task: Task, observer: RankObserver) -> Any:
-    """Join the mesh and call the function of a task; returns its result on this rank."""
+    """Join the mesh, call the function of a task and return its result on this rank."""
     torch.set_num_threads(choose_threads(task.config).count)
     mesh = _join_mesh(task.shape, task.config, observer)
     try:
@@ -128,7 +128,7 @@ def run_task(task: Task, observer: RankObserver) -> Any:
 
 
 def run_reported_task(wait_for_all: WaitForAll, task: Task, folder: RunFolder) -> Any:
-    """:func:`run_task` on a forked rank, which writes its state and its failure report into a folder."""
+    """Like :func:`run_task`, on a forked rank, which writes its state and its failure report into a folder."""
     launched = read_environment()
     assert launched is not None, "the agent sets the rank variables"
     rank, observer = launched.rank, RankObserver()
@@ -164,14 +164,14 @@ def _watchdog(
 
 
 def _join_mesh(shape: MeshShape, config: TrainConfig, observer: RankObserver) -> Mesh:
-    """The mesh; the flight recorder shows that this rank waits for the others."""
+    """Join the mesh; meanwhile, the flight recorder shows that this rank waits for the others."""
     with observer.flight_recorder.waits(observer.flight_recorder.start(*JOINING, (), tuple(range(shape.world_size)))):
         limit_s = config.launch.timeout_s
         return Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, observer=observer)
 
 
 def _build(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Training:
-    """A training in its initial state."""
+    """Build the training state from which the run starts."""
     training = build_training(assignment.config, mesh, dataset)
     if assignment.resume is not None:
         training.restore(assignment.resume)
@@ -181,13 +181,13 @@ def _build(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Train
 
 
 def _origin(assignment: Assignment) -> dict[str, Any]:
-    """What the records of a run contain about its start, and the guard that keeps it from writing."""
+    """Return what the records of a run contain about its start, and the guard of its run folder."""
     guard = None if assignment.ownership is None else OwnershipGuard(assignment.ownership)
     return {"pid": assignment.pid, "start": assignment.start, "guard": guard}
 
 
 def _describe_progress(loop: Loop | None) -> str:
-    """What this rank is doing: the step or phase, the action, the layer."""
+    """Describe what this rank is doing: the step or phase, the action, the layer."""
     if loop is None:
         return "starting"
     action, layer = loop.step.pipeline.current, loop.mesh.flight_recorder.layer
@@ -196,7 +196,7 @@ def _describe_progress(loop: Loop | None) -> str:
 
 
 def _describe_failure(loop: Loop | None, error: BaseException) -> str:
-    """What this rank was doing, with the operation that it was blocked on if a peer failed."""
+    """Describe what this rank was doing, with the operation that it was blocked on if a peer failed."""
     waiting = loop.mesh.observer.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
     return _describe_progress(loop) + ("" if waiting is None else f", waiting for {waiting}")
 
@@ -215,7 +215,7 @@ def _report_of(
     )
 
 
-def _leave(
+def _deliver_report(
     record: FailureRecord, folder: RunFolder, send: Callable[[FailureRecord], object] | None, *, may_write: bool
 ) -> None:
     """Write a failure report; send it to the launcher if the disk is full or the run no longer owns the folder."""

@@ -1,1 +1,1 @@
-"""Records and output of a run: metrics, logs, status, failure reports, the run folder and its owner."""
+"""Records and output of a run: metrics, logs, status, failure reports, and the run folder with its owner."""

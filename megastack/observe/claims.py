@@ -1,13 +1,13 @@
 """Claims to a run folder, as files: the process with the highest-numbered claim may write into the folder.
 
-``owner/`` holds ``claim_00000001.json``, ``claim_00000002.json``, …. A claim is valid until it is marked as released;
-the next owner creates the next number. A claim is written to a temporary file and then linked to its name, which fails
-if the name exists: of any number of processes that compete for a number, exactly one gets it. Link and exclusive
-creation are atomic on network file systems too, where locks (``fcntl``, ``flock``) may be local.
+``owner/`` contains ``claim_00000001.json``, ``claim_00000002.json``, …. A claim is valid until it is released; the next
+owner creates the next number. A claim is written to a temporary file and then linked to its name, which fails if the
+name exists, so exactly one of the processes that compete for a number succeeds. Link and exclusive creation are atomic
+on network file systems too, where locks (``fcntl``, ``flock``) may be local.
 
-The highest claim is never removed, so numbers are not reused. A process that was stopped between reading the claims
-and creating its own cannot take the folder from a later owner: either its number is taken, or it finds a higher one and
-withdraws.
+The highest claim is never removed, so numbers are not reused. A process that was stopped between reading the claims and
+creating its own cannot take the folder from a later owner: either its number is already in use, or it finds a higher
+number and withdraws.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STALE_S = 0.05
 
 @dataclass(frozen=True)
 class Job:
-    """The job that a process belongs to, which is the same for its restarts.
+    """The job that a process belongs to; restarts belong to the same job.
 
     Attributes:
         group: identifies an elastic agent or rendezvous; each start in it replaces the previous one.
@@ -50,7 +50,7 @@ class Job:
 
     @classmethod
     def from_record(cls, record: Mapping[str, object]) -> Job:
-        """The inverse of ``asdict``.
+        """Inverse of ``asdict``.
 
         Raises:
             RecordError: the record is not a valid job.
@@ -59,7 +59,7 @@ class Job:
         return cls(group, batch, integer(record, "requeues"))
 
     def supersedes(self, earlier: Job) -> bool:
-        """Whether a start of this job replaces an earlier one, even if the earlier process may still be running."""
+        """Whether a start of this job replaces an earlier start, even if the earlier process may still be running."""
         if self.group is not None and self.group == earlier.group:
             return True
         return self.batch is not None and self.batch == earlier.batch and self.requeues > earlier.requeues
@@ -70,13 +70,13 @@ NO_JOB = Job()
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim to a folder as it was read; the default means that there is no claim.
+    """A claim to a folder, as read from its file; the default means that there is no claim.
 
     Attributes:
         number: its position in the sequence.
         mark: changes whenever the file is touched.
         token: unique to this owner.
-        owner: the process; ``None`` if the claim cannot be read.
+        owner: the owning process; ``None`` if the claim cannot be read.
         job: the job of the process.
         released: whether the owner released the folder.
     """
@@ -93,12 +93,12 @@ class Claim:
 
 
 def claim_path(folder: Path, number: int) -> Path:
-    """The file of a claim to a run folder."""
+    """Return the path of a claim to a run folder."""
     return folder / FOLDER / f"claim_{number:08d}.json"
 
 
 def highest(folder: Path) -> int:
-    """The number of the highest claim; 0 if there is none."""
+    """Return the number of the highest claim; 0 if there is none."""
     try:
         names = os.listdir(folder / FOLDER)
     except (FileNotFoundError, NotADirectoryError):
@@ -107,22 +107,22 @@ def highest(folder: Path) -> int:
 
 
 def newest_claim(folder: Path) -> Claim:
-    """The highest claim."""
+    """Read the highest claim."""
     while number := highest(folder):
         try:
             return read_claim(folder, number)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
-            time.sleep(_STALE_S)  # the listing was stale: a later claim has replaced it
+            time.sleep(_STALE_S)  # the directory listing was stale: a later claim has replaced this one
     return Claim()
 
 
 def read_claim(folder: Path, number: int) -> Claim:
-    """Read a claim; the file is opened, since a network file system may answer a mere ``stat`` from a cache.
+    """Read a claim; the file is opened, since a network file system may serve a plain ``stat`` from a cache.
 
     Raises:
-        OSError: it does not exist or cannot be read.
+        OSError: the claim does not exist or cannot be read.
     """
     with open(claim_path(folder, number), "rb") as file:
         stat, text = os.fstat(file.fileno()), file.read()
@@ -136,13 +136,13 @@ def read_claim(folder: Path, number: int) -> Claim:
 
 
 def create_claim(folder: Path, number: int, job: Job) -> str | None:
-    """Create a claim of this process.
+    """Create a claim for this process.
 
     Returns:
-        Its token, or ``None`` if another process has that number or a higher one.
+        The token of the claim, or ``None`` if another process has that number or a higher one.
 
     Raises:
-        OSError: it cannot be written; no file remains.
+        OSError: the claim cannot be written; no file remains.
     """
     claims, token = folder / FOLDER, uuid.uuid4().hex
     made = not claims.exists()
@@ -156,7 +156,7 @@ def create_claim(folder: Path, number: int, job: Job) -> str | None:
                 claims.rmdir()
         raise cannot_write(claim_path(folder, number), error) from error
     if created and highest(folder) > number:
-        claim_path(folder, number).unlink(missing_ok=True)  # the later owner removed this number before
+        claim_path(folder, number).unlink(missing_ok=True)  # the later owner has already removed this number
         return None
     if created:
         _remove_stale(claims, number)
@@ -164,10 +164,10 @@ def create_claim(folder: Path, number: int, job: Job) -> str | None:
 
 
 def release_claim(folder: Path, number: int, token: str) -> None:
-    """Mark a claim as released, unless it belongs to another process by now.
+    """Mark a claim as released, unless another process owns it by now.
 
     Raises:
-        OSError: it cannot be read or written.
+        OSError: the claim cannot be read or written.
     """
     path = claim_path(folder, number)
     with contextlib.suppress(RecordError):
@@ -177,7 +177,7 @@ def release_claim(folder: Path, number: int, token: str) -> None:
 
 
 def _create(folder: Path, number: int, text: str, token: str) -> bool:
-    """Create the file with its content, unless it exists; in two steps on a file system without links."""
+    """Create the file with its content unless it exists; without link support, in two steps."""
     target, part = claim_path(folder, number), folder / FOLDER / f"{_PART}{token}"
     try:
         part.write_text(text, encoding="utf-8")
@@ -193,7 +193,7 @@ def _create(folder: Path, number: int, text: str, token: str) -> bool:
             return read_claim(folder, number).token == token
         return False
     except FileNotFoundError:
-        return False  # a faster process has removed the temporary file
+        return False  # another process has removed the temporary file
     finally:
         with contextlib.suppress(OSError):
             part.unlink()

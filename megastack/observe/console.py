@@ -1,7 +1,7 @@
-"""The console output of a run, from one rank, and the log file of each rank.
+"""The console output of a run, printed by one rank, and the log file of each rank.
 
-Rich decides about colours (``NO_COLOR``, and whether the output is a terminal). Lines are never wrapped, so that they
-can be searched. Control characters are escaped, see :mod:`megastack.observe.printable`.
+Rich chooses the colours (``NO_COLOR``, and whether the output is a terminal). Lines are never wrapped, so they can be
+searched. Control characters are escaped, see :mod:`megastack.observe.printable`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Console:
         )
 
     def line(self, text: str, style: str = "") -> None:
-        """Print a line, or several."""
+        """Print one or more lines."""
         self._rich.print(Text(printable(text), style=style))
 
     def text(self, text: str, style: str = "") -> None:
@@ -70,19 +70,19 @@ class Console:
 
 
 def number(value: float | None, format_spec: str) -> str:
-    """A number for a column; None, as for values that are not finite, becomes a dash."""
+    """Format a number for a column; None, which replaces values that are not finite, becomes a dash."""
     return "–" if value is None else format(value, format_spec)
 
 
 class _EscapingFormatter(logging.Formatter):
-    """Escapes control characters, for the screen and for anything that displays the file."""
+    """Escapes control characters, which would affect the screen or any program that displays the file."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
-    """Raises where a record cannot be written, for example on a full disk, instead of printing a note."""
+    """Raises an error if a record cannot be written, for example on a full disk, instead of printing a note."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -95,7 +95,7 @@ def set_up_logging(path: Path, rank: int, coordinates: Mapping[Axis, int]) -> lo
     """Send this process's log to its own file, and warnings to the console as well.
 
     Args:
-        path: the rank's log file; its folder is created.
+        path: the rank's log file; its parent folder is created.
         rank: the global rank.
         coordinates: its mesh coordinates, for the prefix ``[rank 5 | pp1 dp0 tp1]``.
     """

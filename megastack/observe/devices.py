@@ -1,4 +1,4 @@
-"""This rank's device: its peak rate, for the model FLOPs utilisation, and the peak memory of this process."""
+"""This rank's device: its peak FLOP/s, for the model FLOPs utilisation (MFU), and this process's peak memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 import torch
 
 BF16_DENSE_TFLOPS = {"A100": 312, "H100": 989, "H800": 989, "H200": 989, "B200": 2250, "B300": 2250, "GB200": 2450}
-"""Vendors' dense bf16 rates in TFLOP/s, by a substring of the device name."""
+"""Dense bf16 peaks in TFLOP/s as published by the vendors, by a substring of the device name."""
 
 
 def peak_flops(device: torch.device, compute: str) -> float | None:
-    """FLOP/s of one device; ``None`` for an unknown device, for CPUs, and for compute above 16 bits."""
+    """Return the peak FLOP/s of one device; ``None`` for unknown devices, for CPUs, and for compute above 16 bits."""
     if device.type != "cuda" or compute not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
@@ -23,7 +23,7 @@ def peak_flops(device: torch.device, compute: str) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process so far, in bytes: allocated on a GPU, resident on a CPU."""
+    """Return the peak memory of this process so far, in bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,7 +1,7 @@
-"""Failure reports: what a failing rank writes before it exits, with time, mesh coordinates, action and traceback.
+"""Failure reports, which a failing rank writes before it exits: time, mesh coordinates, action and traceback.
 
-The launcher sorts the reports. A secondary (peer) failure, an error that only reports that another rank is gone
-("connection closed"), comes after primary failures and after ranks that died without a report.
+The launcher sorts the reports. A secondary (peer) failure is an error that only reports that another rank is gone
+("connection closed"); it comes after primary failures and after ranks that died without a report.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FailureRecord:
         echo: bool = False,
         refused: bool = False,
     ) -> FailureRecord:
-        """The report of ``error``, with the present time."""
+        """Create the report of ``error``, with the current time."""
         return cls(
             rank=rank,
             coordinates=describe_coordinates(coordinates),
@@ -79,7 +79,7 @@ class FailureRecord:
 
     @classmethod
     def read(cls, path: Path) -> FailureRecord | None:
-        """The report in a file; ``None`` if it is missing or invalid."""
+        """Read the report in a file; ``None`` if it is missing or invalid."""
         try:
             record = read_record(path)
             for name in ("rank", "time_ns", "step"):
@@ -96,38 +96,38 @@ class FailureRecord:
         replace_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def shortened(self) -> FailureRecord:
-        """The report with only the end of long texts, so that it fits into a pipe."""
+        """Return the report with long texts cut to their end, so that it fits into a pipe."""
         return replace(
             self, trace=self.trace[-TRACE_KEPT:], error=self.error[-TRACE_KEPT:], message=self.message[-TRACE_KEPT:]
         )
 
     def summary(self) -> str:
-        """The report without its traceback; one line unless the error has several."""
+        """Return the report without its traceback; one line unless the error has several."""
         return f"[rank {self.rank} | {self.coordinates}] failed in {self.action}: {self.error}"
 
     def describe(self) -> str:
-        """The traceback followed by the summary, so that the last lines name the rank, the action and the error."""
+        """Return the traceback and then the summary, so that the last lines name the rank, the action and the error."""
         return f"{self.trace.rstrip()}\n{self.summary()}"
 
 
 def read_failures(folder: Path) -> list[FailureRecord]:
-    """The reports in a folder, in the order of :func:`by_cause`."""
+    """Read the reports in a folder, in the order of :func:`by_cause`."""
     found = [FailureRecord.read(path) for path in folder.glob("rank_*.json")]
     return by_cause(record for record in found if record is not None)
 
 
 def any_failed(folder: Path) -> bool:
-    """Whether a folder holds a report."""
+    """Whether a folder contains a report."""
     return any(folder.glob("rank_*"))
 
 
 def by_cause(records: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """Primary failures first, then secondary ones, each by time."""
+    """Sort reports: primary failures first, then secondary ones, each by time."""
     return sorted(records, key=lambda record: (record.echo, record.time_ns))
 
 
 def silent_ranks(records: Sequence[FailureRecord], world_size: int) -> list[int]:
-    """The ranks without a report, if all reports are secondary failures; otherwise none."""
+    """Return the ranks without a report, if all reports are secondary failures; otherwise none."""
     if any(not record.echo for record in records):
         return []
     reporting = {record.rank for record in records}

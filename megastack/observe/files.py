@@ -1,4 +1,4 @@
-"""Atomic writes: a file of a run is replaced or extended completely or not at all, even if the disk is full."""
+"""Atomic writes: a file of a run is replaced or extended either completely or not at all, even on a full disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def replace_text(path: Path, text: str) -> None:
     """Replace a file atomically.
 
     Raises:
-        OSError: naming the file, which is unchanged; no temporary file remains.
+        OSError: the write failed. The message names the file, which is unchanged; no temporary file remains.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -29,10 +29,10 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class LineFile:
-    """A file of JSON lines, to which each line is appended completely or not at all.
+    """A file of JSON lines; each line is appended completely or not at all.
 
-    If the process is killed or the machine loses power, the file may end with a partial line or with null bytes. They
-    are removed before the first append, so that the next line is valid.
+    If the process is killed or the machine loses power, the file may end with a partial line or with null bytes. These
+    are removed before the first append, so the next line is valid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class LineFile:
         """Append one line.
 
         Raises:
-            OSError: naming the file, which is unchanged.
+            OSError: the write failed. The message names the file, which is unchanged.
         """
         rest, before = memoryview(f"{line}\n".encode()), os.fstat(self._file.fileno()).st_size
         try:
@@ -67,7 +67,7 @@ class LineFile:
             self._file.truncate(begin)
 
     def _after_last_line(self) -> tuple[int, bytes]:
-        """The offset after the last complete line, and the bytes that follow."""
+        """Return the offset after the last complete line, and the bytes that follow."""
         tail, begin = b"", os.fstat(self._file.fileno()).st_size
         while begin and b"\n" not in tail:
             end, begin = begin, max(0, begin - _BLOCK)
@@ -77,7 +77,7 @@ class LineFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines; lines that a crash or a loss of power truncated are skipped.
+    """Read the objects in a file of JSON lines; lines truncated by a crash or power loss are skipped.
 
     Raises:
         OSError: the file cannot be read.
@@ -87,7 +87,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def record_of(text: bytes) -> dict[str, Any] | None:
-    """The JSON object in a text, ignoring surrounding null bytes; ``None`` if there is none."""
+    """Parse the JSON object in a text, ignoring surrounding null bytes; ``None`` if there is none."""
     try:
         return parse_record(text.strip(b"\0"))
     except RecordError:
@@ -95,5 +95,5 @@ def record_of(text: bytes) -> dict[str, Any] | None:
 
 
 def cannot_write(path: Path, error: OSError) -> OSError:
-    """``error`` with the name of the file, which errors of writing lack."""
+    """Return ``error`` with the name of the file, which write errors lack."""
     return OSError(error.errno, f"cannot write: {error.strerror}", str(path))

@@ -1,8 +1,8 @@
-"""The run folder: the paths inside it, and how a run claims one.
+"""The run folder: the paths inside it, and how a run claims it.
 
-It holds ``config.yaml``, ``.hydra/``, ``metrics.jsonl``, TensorBoard events, ``checkpoints/``, ``logs/``, ``dump/``,
-``status.json`` and ``owner/``. A folder is created exclusively, so runs that start in the same second get different
-ones. An existing folder belongs to one process at a time (:mod:`megastack.observe.ownership`).
+It contains ``config.yaml``, ``.hydra/``, ``metrics.jsonl``, TensorBoard events, ``checkpoints/``, ``logs/``, ``dump/``,
+``status.json`` and ``owner/``. A folder is created exclusively, so runs that start in the same second use different
+folders. An existing folder belongs to one process at a time (:mod:`megastack.observe.ownership`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        restart: of an elastic job; each start has its own folder for failure reports.
+        restart: the restart number of an elastic job; each start has its own folder for failure reports.
     """
 
     path: Path
@@ -52,12 +52,12 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint of one step."""
+        """Return the checkpoint of one step."""
         return self.checkpoints / f"step_{step:08d}"
 
     @property
     def hydra(self) -> Path:
-        """The choices of the command line."""
+        """The overrides from the command line."""
         return self.path / ".hydra"
 
     @property
@@ -72,7 +72,7 @@ class RunFolder:
 
     @property
     def report_marker(self) -> Path:
-        """Created by the rank that reports the failure for all ranks, where there is no launcher of ours."""
+        """Created by the rank that reports the failure for all ranks, if megastack's launcher did not start the run."""
         return self.failures / "told"
 
     @property
@@ -84,15 +84,15 @@ class RunFolder:
         return self.path / name / f"restart_{self.restart}" if self.restart else self.path / name
 
     def log(self, rank: int) -> Path:
-        """The log of one rank."""
+        """Return the log of one rank."""
         return self.path / "logs" / f"rank_{rank:05d}.log"
 
     def failure(self, rank: int) -> Path:
-        """The failure report of one rank."""
+        """Return the failure report of one rank."""
         return self.failures / f"rank_{rank:05d}.json"
 
     def report(self, rank: int) -> Path:
-        """The watchdog report of one rank."""
+        """Return the watchdog report of one rank."""
         return self.watch / f"rank_{rank:05d}.json"
 
     def dump(self, step: int) -> Path:
@@ -108,7 +108,7 @@ class TakenFolder:
         path: the folder.
         ownership: the claim to it.
         made: the folders that were created for it, outermost first.
-        empty: whether it was empty.
+        empty: whether the folder was empty.
     """
 
     path: Path
@@ -117,7 +117,7 @@ class TakenFolder:
     empty: bool = True
 
     def undo(self) -> None:
-        """Undo a start that cannot continue: release the claim, and delete what was written into an empty folder."""
+        """Undo a start that cannot continue: release the claim, and delete files written into an empty folder."""
         if not self.empty:
             return self.ownership.discard() if self.ownership.number == 1 else self.ownership.release()
         folder = RunFolder(self.path)
@@ -133,19 +133,19 @@ class TakenFolder:
 def claim(
     directory: str | Path | None, root: str | Path, now: float | None = None, *, job: Job = NO_JOB
 ) -> TakenFolder:
-    """Create and claim the folder of a new run; an existing empty folder without a claim is used as well.
+    """Create and claim the folder of a new run; an existing folder can be used if it is empty and unclaimed.
 
     Args:
         directory: ``run.dir``; ``None`` creates ``root/<date>/<time>``.
         root: ``run.root``.
-        now: unix seconds, for the name.
+        now: the time for the folder name, in unix seconds.
         job: the job that this process belongs to.
 
     Returns:
         The folder; if the name is taken, ``-2``, ``-3``, … is appended.
 
     Raises:
-        OSError: it cannot be created, or the path is not a folder.
+        OSError: the folder cannot be created, or the path is not a folder.
     """
     if directory is None:
         moment = time.localtime(now)
@@ -164,11 +164,11 @@ def claim(
 
 
 def claim_exactly(directory: str | Path, job: Job = NO_JOB) -> TakenFolder:
-    """Claim a run folder of exactly this name, creating it if needed; its contents stay.
+    """Claim the run folder with exactly this name, creating it if needed; its content is kept.
 
     Raises:
-        FolderInUse: its owner is alive.
-        OSError: it cannot be created or claimed; no trace of the attempt remains.
+        FolderInUse: the owner of the folder is alive.
+        OSError: the folder cannot be created or claimed; no trace of the attempt remains.
     """
     path = Path(directory)
     made = _make(path)
@@ -201,13 +201,13 @@ def _make(path: Path) -> tuple[Path, ...]:
         The folders that were created, outermost first.
 
     Raises:
-        OSError: one cannot be created; the others are removed again.
+        OSError: a folder cannot be created; the others are removed again.
     """
     missing = list(itertools.takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
     made: list[Path] = []
     try:
         for folder in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another process was faster
+            with contextlib.suppress(FileExistsError):  # another process created it first
                 folder.mkdir()
                 made.append(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` and TensorBoard: one writer, one row per line, floats by ``repr`` so that they read back exactly.
+"""``metrics.jsonl`` and TensorBoard: one writer, one row per line, floats as ``repr`` so that they round-trip exactly.
 
 Values that were not measured or are not finite are null. After a resume, rows beyond the resumed step are superseded;
 :func:`read_metrics` keeps the last row of each step.
@@ -42,7 +42,7 @@ def tensorboard_installed() -> bool:
 
 
 def row(kind: str, step: int, fields: Mapping[str, object]) -> Row:
-    """A row of ``metrics.jsonl`` with the present time, and null for values that are not finite."""
+    """Create a row of ``metrics.jsonl`` with the current time, and null for values that are not finite."""
     return {"kind": kind, "step": step, "time": time.time()} | {name: _plain(value) for name, value in fields.items()}
 
 
@@ -51,7 +51,7 @@ class MetricsWriter:
 
     Args:
         path: ``metrics.jsonl``; rows are appended.
-        tensorboard: whether to write TensorBoard events too.
+        tensorboard: whether to write TensorBoard events as well.
     """
 
     def __init__(self, path: Path, *, tensorboard: bool) -> None:
@@ -81,7 +81,7 @@ class MetricsWriter:
 
 
 def scalars(entry: Row) -> dict[str, float]:
-    """The TensorBoard scalars of a row by tag; the x axis is the optimizer step."""
+    """Return the TensorBoard scalars of a row by tag; the x axis is the optimizer step."""
     if entry["kind"] == "validation":
         found = {"val/loss": entry["loss"]}
     else:
@@ -100,7 +100,7 @@ def _plain(value: object) -> object:
 
 
 def read_metrics(path: Path, kind: str = "train") -> list[Row]:
-    """The last row of each step, of one kind, by ascending step; lines that are not valid rows are skipped."""
+    """Read the last row of each step for one kind, by ascending step; lines that are not valid rows are skipped."""
     rows: dict[int, Row] = {}
     for found in read_records(path):
         with contextlib.suppress(RecordError):

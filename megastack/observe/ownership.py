@@ -1,10 +1,10 @@
 """Ownership of a run folder: one process at a time may write into it, on any machine.
 
 If the owner has released the folder or is dead, the next claim takes it over (:mod:`megastack.observe.claims`). An
-owner in the same container of the same machine is dead if its process has ended (:mod:`megastack.observe.process`).
-Any other owner counts as dead when its claim has not changed for :data:`LIMIT_S`. The owner touches its claim every
-:data:`HEARTBEAT_S`, which works on a full disk too, and the observer uses its own clock, so clocks need not agree. A
-later start of the same job supersedes an earlier one, which may still run if its launcher lost it.
+owner in the same container of the same machine is dead if its process has ended (:mod:`megastack.observe.process`). Any
+other owner counts as dead if its claim has not changed for :data:`LIMIT_S`. The owner touches its claim every
+:data:`HEARTBEAT_S`, which works even on a full disk, and the observer uses its own clock, so clocks need not be
+synchronised. A later start of the same job supersedes an earlier one, which may still run if its launcher lost it.
 
 A superseded owner detects this in :meth:`Ownership.require`, which it calls before it writes.
 """
@@ -35,14 +35,14 @@ from megastack.observe.process import Process
 HEARTBEAT_S = 10.0
 """How often an owner touches its claim."""
 LIMIT_S = 60.0
-"""An owner whose process cannot be checked counts as dead after this long without a change of its claim."""
+"""An owner whose process cannot be checked counts as dead if its claim has not changed for this long."""
 POLL_S = 0.5
 RECHECK_S = 1.0
 """How long an owner relies on its last check, unless it is about to publish a checkpoint."""
 
 
 class FolderInUse(MegastackError):
-    """The owner of a run folder is alive; the message names it."""
+    """The owner of a run folder is alive; the message names the owner."""
 
 
 class TakenOver(MegastackError):
@@ -51,11 +51,11 @@ class TakenOver(MegastackError):
 
 @dataclass(frozen=True)
 class Ownership:
-    """A claim to a run folder; a value that every rank of the run holds.
+    """A claim to a run folder; every rank of the run holds this value.
 
     Attributes:
         folder: the run folder.
-        number: of the claim.
+        number: the number of the claim.
         token: unique to this owner.
     """
 
@@ -65,14 +65,14 @@ class Ownership:
 
     @property
     def held(self) -> bool:
-        """Whether there is no later claim."""
+        """Whether no later claim exists."""
         try:
             return highest(self.folder) <= self.number
         except OSError:
             return True  # an unreachable file system proves nothing
 
     def require(self) -> None:
-        """Check the ownership; call before writing anything that others rely on.
+        """Check the ownership; call before writing data that others rely on.
 
         Raises:
             TakenOver: there is a later owner.
@@ -95,7 +95,7 @@ class Ownership:
 
 
 class Heartbeat:
-    """A context in which a thread touches a claim; on exit, however it happens, the claim is released.
+    """A context manager in which a thread touches a claim; on any exit, the claim is released.
 
     A forked child neither touches nor releases the claim.
     """
@@ -127,7 +127,7 @@ class Heartbeat:
 
 
 class OwnershipGuard:
-    """Checks the ownership at most once in :data:`RECHECK_S`, or with :meth:`now` at once."""
+    """Checks the ownership at most once per :data:`RECHECK_S`; :meth:`now` always checks."""
 
     def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
@@ -143,7 +143,7 @@ class OwnershipGuard:
             self.now()
 
     def now(self) -> None:
-        """Check at once.
+        """Check immediately.
 
         Raises:
             TakenOver: there is a later owner.
@@ -154,7 +154,7 @@ class OwnershipGuard:
 
 
 def living_owner(folder: Path, job: Job) -> Claim | None:
-    """The claim that keeps a start of ``job`` out of a run folder; ``None`` if the folder is free. Writes nothing.
+    """Return the claim that prevents a start of ``job`` in a run folder; ``None`` if the folder is free. Only reads.
 
     Waits up to :data:`LIMIT_S` if the owner is on another machine or in another container.
     """
@@ -171,7 +171,7 @@ def take_ownership(folder: Path, job: Job) -> Ownership:
     """Claim an existing run folder that is free.
 
     Raises:
-        FolderInUse: its owner is alive, or another start was faster.
+        FolderInUse: the owner of the folder is alive, or another start claimed it first.
         OSError: the claim cannot be written.
     """
     while True:
@@ -183,7 +183,7 @@ def take_ownership(folder: Path, job: Job) -> Ownership:
 
 
 def claim_new(folder: Path, job: Job) -> Ownership | None:
-    """Claim a folder that was never claimed; ``None`` if it was.
+    """Claim a folder that was never claimed; return ``None`` if it was.
 
     Raises:
         OSError: the claim cannot be written.
@@ -193,7 +193,7 @@ def claim_new(folder: Path, job: Job) -> Ownership | None:
 
 
 def _watch(folder: Path, claim: Claim) -> Claim | None:
-    """The claim if its owner touches it within the limit, or a later claim; ``None`` if the owner is dead."""
+    """Return the claim if its owner touches it within the limit, or a later claim; ``None`` if the owner is dead."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         time.sleep(min(POLL_S, LIMIT_S / 10))

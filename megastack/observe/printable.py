@@ -13,7 +13,7 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud8
 
 
 def printable(text: str) -> str:
-    r"""`text` with control characters escaped, as in ``\x1b``; newlines and tabs are kept."""
+    r"""Escape control characters in `text`, as in ``\x1b``; newlines and tabs are kept."""
     return _HIDDEN.sub(_escaped, text.replace("\r\n", "\n"))
 
 

@@ -1,7 +1,7 @@
-"""The identity of a process, from which another process can determine whether it is still running.
+"""The identity of a process, which lets another process determine whether it is still running.
 
-A process id alone is not enough: ids are reused, and they differ between containers and machines. The kernel's boot id
-and the pid namespace identify where the id is valid, and the start time distinguishes processes with the same id.
+A process id alone is not sufficient: ids are reused, and they differ between containers and machines. The kernel's boot
+id and the pid namespace identify where the id is valid, and the start time distinguishes processes with the same id.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        """This process."""
+        """Return this process."""
         return cls._of(os.getpid())
 
     @classmethod
     def parent(cls) -> Process:
-        """The parent of this process."""
+        """Return the parent of this process."""
         return cls._of(os.getppid())
 
     @classmethod
@@ -58,12 +58,12 @@ class Process:
 
     @property
     def key(self) -> str:
-        """A text that identifies the process among those of all machines."""
+        """A text that identifies the process across all machines."""
         return f"{self.host} {self.boot} {self.namespace} {self.pid} {self.ticks}"
 
     @classmethod
     def from_record(cls, record: Mapping[str, object]) -> Process:
-        """The inverse of :meth:`as_json`.
+        """Inverse of :meth:`as_json`.
 
         Raises:
             RecordError: the record is not a valid process.
@@ -73,14 +73,14 @@ class Process:
         return cls(**words, pid=pid, ticks=ticks, started=number(record, "started", least=0))
 
     def as_json(self) -> dict[str, object]:
-        """The process as a JSON object."""
+        """Return the process as a JSON object."""
         return asdict(self)
 
     def is_alive(self, observer: Process) -> bool | None:
-        """Whether it is running, as seen by ``observer``, the calling process; ``None`` if that cannot be determined.
+        """Whether the process is running, as seen by the calling process ``observer``; ``None`` if this is unknown.
 
-        It cannot for a process of another kernel or pid namespace, nor for the observer itself: a program that replaced
-        itself (``exec``) keeps id and start time.
+        It is unknown for a process of another kernel or pid namespace, and for the observer itself: a program that
+        replaced itself (``exec``) keeps its id and start time.
         """
         same_place = (self.boot, self.namespace) == (observer.boot, observer.namespace) and bool(self.boot)
         if not same_place or (self.pid, self.ticks) == (observer.pid, observer.ticks):
@@ -112,10 +112,10 @@ def _exists(pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State and start time of a process; ``None`` if they cannot be read."""
+    """Return the state and start time of a process; ``None`` if they cannot be read."""
     try:
         text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-        fields = text.rpartition(")")[2].split()  # the name before it may contain anything
+        fields = text.rpartition(")")[2].split()  # the preceding name may contain any characters
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
         return None
@@ -134,7 +134,7 @@ def _namespace() -> str:
 
 
 def _unix_time(ticks: int) -> float:
-    """When a process started; the present time if that is unknown."""
+    """Return when a process started; the current time if unknown."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = (PROC / "stat").read_text(encoding="ascii").splitlines()
         booted = int(next(line for line in lines if line.startswith("btime ")).split()[1])

@@ -1,4 +1,4 @@
-"""``status.json``: the state of a run or how it ended, also where a launcher does not pass on the exit code."""
+"""``status.json``: the state of a run or how it ended, available even if a launcher does not return the exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def update_status(path: Path, status: str, **fields: object) -> dict[str, Any]:
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
-    """The record with all fields; ``None`` if it is missing or invalid."""
+    """Read the record with all fields; ``None`` if it is missing or invalid."""
     try:
         record = dict.fromkeys(FIELDS) | read_record(path)
         string(record, "status")

@@ -1,8 +1,8 @@
 """Standard output and standard error that never raise, since a run must not fail because of its console output.
 
-The reader of a pipe may exit (``megastack train | head -1``), the disk behind standard output may be full, the terminal
-may be gone or may lack a character. :class:`BestEffortStream` writes what it can: it discards everything after the
-first failed write, and replaces characters that the encoding lacks.
+The reader of a pipe may exit (``megastack train | head -1``), the disk of standard output may be full, the terminal may
+be gone or may lack a character. :class:`BestEffortStream` writes what it can: it discards everything after the first
+failed write, and replaces characters that the encoding lacks.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, cast
 
 PLAIN = {"×": "x", "·": "*", "…": "...", "–": "-", "→": "->"}
-"""Replacements for characters of our own messages that an encoding lacks; others become a question mark."""
+"""Replacements for characters in megastack's messages that an encoding lacks; others become a question mark."""
 
 
 class BestEffortStream:
     """A wrapper of a text stream whose writes and flushes never raise.
 
     Args:
-        stream: the stream; ``None``, as :data:`sys.stdout` is if its descriptor was closed, discards everything.
+        stream: the stream; ``None``, the value of :data:`sys.stdout` if its descriptor was closed, discards everything.
 
     Attributes:
-        error: the first error, after which nothing is written; ``None`` as long as writing works.
+        error: the first error, after which nothing is written; ``None`` as long as writing succeeds.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -57,7 +57,7 @@ class BestEffortStream:
         except UnicodeEncodeError:
             raise
         except BlockingIOError:
-            pass  # a non-blocking pipe is full at the moment
+            pass  # a non-blocking pipe is currently full
         except Exception as error:  # an OS error, a closed stream, or an error of a custom stream such as a notebook's
             self.error = error
 
@@ -79,7 +79,7 @@ class BestEffortStream:
 
 
 def _encodable(text: str, encoding: str) -> str:
-    """``text`` with characters replaced that an encoding lacks."""
+    """Replace the characters of ``text`` that an encoding lacks."""
 
     def shown(character: str) -> str:
         try:
@@ -92,12 +92,12 @@ def _encodable(text: str, encoding: str) -> str:
 
 
 def standard_error() -> TextIO:
-    """:data:`sys.stderr` as a stream that never raises."""
+    """Return :data:`sys.stderr` as a stream that never raises."""
     return _protected(sys.stderr)
 
 
 def standard_output() -> TextIO:
-    """:data:`sys.stdout` as a stream that never raises."""
+    """Return :data:`sys.stdout` as a stream that never raises."""
     return _protected(sys.stdout)
 
 
@@ -107,7 +107,7 @@ def _protected(stream: TextIO | None) -> TextIO:
 
 @contextlib.contextmanager
 def best_effort_output() -> Iterator[None]:
-    """A context in which :data:`sys.stdout` and :data:`sys.stderr` never raise, for any writer.
+    """A context manager in which :data:`sys.stdout` and :data:`sys.stderr` never raise, for any writer.
 
     Starting or ending a process flushes both. Nested contexts have no effect.
     """
@@ -122,14 +122,14 @@ def best_effort_output() -> Iterator[None]:
 def protect_output() -> None:
     """Like :func:`best_effort_output`, for the rest of the process.
 
-    Closed descriptors 0 to 2 are opened on the null device. Otherwise the next file or socket would get the number, and
-    receive what native code prints.
+    Closed descriptors 0 to 2 are opened on the null device. Otherwise, the next file or socket would reuse the number
+    and receive the output of native code.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+            os.open(os.devnull, os.O_RDWR)  # open returns the lowest free number, which is this one
     sys.stdout, sys.stderr = standard_output(), standard_error()
 
 
@@ -137,7 +137,7 @@ def release_output() -> str | None:
     """End the output of a command inside :func:`best_effort_output`.
 
     Returns:
-        Why standard output is incomplete; ``None`` if it is complete, or if the reader closed the pipe.
+        The reason why standard output is incomplete; ``None`` if it is complete or if the reader closed the pipe.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, BestEffortStream):

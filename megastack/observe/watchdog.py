@@ -2,9 +2,9 @@
 
 A :class:`Watchdog` writes the :class:`RankState` of its rank from a separate thread: when the rank has made no progress
 for most of the time-out, and when this rank or another one fails. The reports of all ranks are therefore complete when
-the first wait times out. A stopped process writes no report. :func:`find_missing_ranks` compares the reports:
-operations have the same numbers on all ranks, so the reports show which rank did not arrive at an operation and which
-ranks wait for it.
+the first wait times out. A stopped process writes no report. :func:`find_missing_ranks` compares the reports.
+Operations have the same numbers on all ranks, so the reports show which rank did not reach an operation and which ranks
+wait for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHECK_PEERS_AFTER_S = 5.0
 """Seconds without progress after which the thread checks whether other ranks failed; less for a short time-out."""
 FRAMES = 12
 JOINING = ("world", "join")
-"""Axis and kind of the first operation, the rendezvous in which ranks connect and open their groups."""
+"""Axis and kind of the first operation, the rendezvous in which ranks connect and create their groups."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class RankState:
         coordinates: its mesh coordinates, as text.
         time_ns: unix time of the report.
         doing: step, action and layer.
-        seconds: time since the awaited operation began, or else since the last progress.
+        seconds: time since the awaited operation began, or else since the most recent progress.
         waiting: the awaited operation, if any.
         last: the most recent operation, if any.
-        counts: the number of operations issued, by line.
+        counts: the number of operations issued, by group or channel.
         operations: the most recent operations as text, newest last.
         actions: the most recent pipeline actions, newest last.
         stack: the stack of the main thread, innermost call last.
@@ -69,7 +69,7 @@ class RankState:
 
     @classmethod
     def from_record(cls, record: Mapping[str, object]) -> RankState:
-        """The inverse of ``dataclasses.asdict``, from parsed JSON.
+        """Inverse of ``dataclasses.asdict``, from parsed JSON.
 
         Raises:
             RecordError: the record is not a valid report.
@@ -83,22 +83,22 @@ class RankState:
             seconds=number(record, "seconds"),
             waiting=_operation(record, "waiting"),
             last=_operation(record, "last"),
-            counts={line: integer(counts, line) for line in counts},
+            counts={channel: integer(counts, channel) for channel in counts},
             **{name: [str(each) for each in sequence(record, name)] for name in ("operations", "actions", "stack")},
         )
 
     @property
     def idle_since_s(self) -> float:
-        """When it began to wait or last made progress, in unix seconds."""
+        """When the rank began to wait or last made progress, in unix seconds."""
         return self.time_ns / 1e9 - self.seconds
 
     @property
     def label(self) -> str:
-        """The rank as in logs, such as ``[rank 5 | pp1 dp0 tp1]``."""
+        """The rank as shown in logs, such as ``[rank 5 | pp1 dp0 tp1]``."""
         return f"[rank {self.rank} | {self.coordinates}]"
 
     def describe(self) -> str:
-        """The report in one line."""
+        """Return the report in one line."""
         if self.waiting is not None and self.waiting[:2] == JOINING:
             return f"{self.label} waits for all ranks to join"
         if self.waiting is not None:
@@ -108,10 +108,10 @@ class RankState:
 
 
 def _operation(record: Mapping[str, object], name: str) -> Operation | None:
-    """An operation of a record, or null.
+    """Read an operation from a record; None if it is null.
 
     Raises:
-        RecordError: the value is neither.
+        RecordError: the value is neither an operation nor null.
     """
     if record.get(name) is None:
         return None
@@ -126,10 +126,10 @@ def _operation(record: Mapping[str, object], name: str) -> Operation | None:
 
 
 class Watchdog:
-    """A context around the work of one rank, which reports its state when it hangs or fails.
+    """A context manager around the work of one rank that reports the rank's state when it hangs or fails.
 
     Args:
-        flight_recorder: of the rank's mesh.
+        flight_recorder: the flight recorder of the rank's mesh.
         path: the file of the report.
         rank: the global rank.
         coordinates: its mesh coordinates.
@@ -155,7 +155,7 @@ class Watchdog:
         self._rank, self._coordinates = rank, describe_coordinates(coordinates)
         self._doing, self._may_write, self._failed = doing, may_write, failed
         self._stop = threading.Event()
-        self._reported: float | None = None  # the time of the last progress when the report was written
+        self._reported: float | None = None  # the time of the most recent progress when the report was written
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -184,14 +184,14 @@ class Watchdog:
             pass  # for example a full disk; the failure itself is reported elsewhere
 
     def _is_valid(self, moved: float) -> bool:
-        """Whether a report was written and the rank made no progress since, or only after others had failed.
+        """Whether a report exists and the rank has made no progress since, or only after others had failed.
 
-        The state at the time-out is more informative than what a late rank did after the others had failed.
+        The state at the time-out is more informative than the actions of a late rank after the others had failed.
         """
         return self._reported is not None and (self._reported == moved or self._failed())
 
     def report(self) -> RankState:
-        """The present state of the rank."""
+        """Return the current state of the rank."""
         recorder = self._recorder
         idle_since = recorder.moved if recorder.waiting is None else recorder.since
         return RankState(
@@ -222,7 +222,7 @@ class Watchdog:
 
 
 def _stack(thread: int) -> list[str]:
-    """The stack of another thread; empty for the calling thread, whose failure report has a traceback."""
+    """Return the stack of another thread; empty for the calling thread, whose failure report has a traceback."""
     if thread == threading.get_ident():
         return []
     frame = sys._current_frames().get(thread)
@@ -231,7 +231,7 @@ def _stack(thread: int) -> list[str]:
 
 
 def read_reports(folder: Path) -> list[RankState]:
-    """The reports in a folder, by rank; files that are not valid reports are skipped."""
+    """Read the reports in a folder, by rank; files that are not valid reports are skipped."""
     found = []
     for path in sorted(folder.glob("rank_*.json")):
         with contextlib.suppress(OSError, RecordError):
@@ -244,8 +244,8 @@ class MissingRank:
     """A rank that others wait for.
 
     Attributes:
-        rank: the first rank that others wait for and that does not wait itself.
-        operation: the first operation at which it did not arrive; None for a rank that did not join.
+        rank: the first rank that others wait for and that is not itself waiting.
+        operation: the first operation that it did not reach; None for a rank that did not join.
         waited_s: the longest wait.
         lines: a line for every waiting rank, and for every missing rank that could write a report.
     """
@@ -270,7 +270,7 @@ def find_missing_ranks(reports: Sequence[RankState], world_size: int) -> Missing
 
 
 def _missing(reports: Sequence[RankState], world_size: int) -> MissingRank | None:
-    """The rank at which the waits end."""
+    """Return the rank at the end of the chain of waits."""
     by_rank = {report.rank: report for report in reports}
     absent = {report.rank: _absent(report, by_rank) for report in reports}
     waiting = [report for report in reports if absent[report.rank]]
@@ -290,17 +290,17 @@ def _missing(reports: Sequence[RankState], world_size: int) -> MissingRank | Non
 
 
 def _absent(report: RankState, by_rank: Mapping[int, RankState]) -> set[int]:
-    """The ranks that did not start the operation for which a rank waits."""
+    """Return the ranks that did not start the operation for which a rank waits."""
     operation = report.waiting
     if operation is None:
         return set()
     others = set(operation.ranks) - {report.rank}
-    line = operation.other.channel
-    return {rank for rank in others if rank not in by_rank or by_rank[rank].counts.get(line, 0) < operation.number}
+    channel = operation.other.channel
+    return {rank for rank in others if rank not in by_rank or by_rank[rank].counts.get(channel, 0) < operation.number}
 
 
 def _straggler(reports: Sequence[RankState]) -> MissingRank | None:
-    """The last rank to arrive at an operation that all ranks started, where the others had timed out by then."""
+    """Return the last rank to start an operation that all ranks started, if the others had timed out by then."""
     arrived = defaultdict[tuple[frozenset[str], int], list[RankState]](list)
     for report in sorted(reports, key=lambda report: report.idle_since_s):
         if report.waiting is not None:

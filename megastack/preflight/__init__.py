@@ -1,1 +1,1 @@
-"""Checks of a run before any rank starts, and its run folder."""
+"""Checks before any rank starts, and the run folder."""

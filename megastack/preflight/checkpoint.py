@@ -1,6 +1,6 @@
-"""Checks of the checkpoint that a run starts from, and notes about what changes since it was saved.
+"""Checks of the checkpoint that a run starts from, and notes about what has changed since it was saved.
 
-A run resumes from a checkpoint, takes only the weights of one, or starts fresh.
+A run resumes from a checkpoint, loads only the weights of one, or starts fresh.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megastack.preflight.model import ModelShapes
 from megastack.training.state import nothing_to_train
 
 NAMED = 3
-"""The most parameters that an error names."""
+"""Maximum number of parameters that an error names."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Every kind of moment that a checkpoint can have."""
+"""Every kind of moment that a checkpoint can hold."""
 
 
 def check_start(
@@ -39,12 +39,12 @@ def check_start(
 
     Args:
         config: the configuration, as far as it could be read.
-        errors: collects what is wrong.
+        errors: collects the errors.
         model: the shapes of the model, if it could be built.
-        dataset: the data, if they could be read.
+        dataset: the data, if it could be read.
 
     Returns:
-        What ``resume`` refers to, None if it cannot be used; and the checkpoint in ``checkpoint.load_weights``.
+        The resume decision, None if ``resume`` cannot be used; and the checkpoint in ``checkpoint.load_weights``.
     """
     resume = errors.check(lambda: _resolve(config), "resume", "run.dir", "run.root", "checkpoint.on_corrupt")
     checkpoint = None if resume is None else resume.checkpoint
@@ -59,7 +59,7 @@ def check_start(
 
 
 def _resolve(config: TrainConfig) -> Resume:
-    """What ``resume`` refers to on this file system."""
+    """Resolve ``resume`` on this file system."""
     run = config.run
     return resolve_resume(config.resume, run.dir, run.root, on_corrupt=config.checkpoint.on_corrupt.value)
 
@@ -70,7 +70,7 @@ def _check_identity(config: TrainConfig, dataset: Dataset | None, checkpoint: Pa
 
 
 def _check_weights(config: TrainConfig, model: ModelShapes | None) -> Path | None:
-    """The checkpoint in ``checkpoint.load_weights``; None without one."""
+    """Return the checkpoint in ``checkpoint.load_weights``; None if it is not set."""
     key, path = "checkpoint.load_weights", config.checkpoint.load_weights
     if path is None:
         return None
@@ -86,18 +86,18 @@ def _check_weights(config: TrainConfig, model: ModelShapes | None) -> Path | Non
 
 
 def check_fit(key: str, path: Path, model: ModelShapes | None, strict: bool) -> None:
-    """Check that the parameters and buffers of a checkpoint have the names and shapes of the model's.
+    """Check that the parameters and buffers of a checkpoint match the model's in name and shape.
 
-    Ranks check the dtypes when they load them.
+    Ranks check the dtypes when they load the tensors.
 
     Args:
         key: the key that names the checkpoint.
         path: its folder.
         model: from :func:`~megastack.preflight.model.check_model`; None skips the check.
-        strict: whether both must have the same names.
+        strict: whether the checkpoint and the model must have the same names.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: names or shapes differ.
         CheckpointError: the checkpoint cannot be read.
     """
     if model is None:
@@ -117,15 +117,15 @@ def check_fit(key: str, path: Path, model: ModelShapes | None, strict: bool) -> 
 
 
 def check_moments(path: Path, model: ModelShapes | None, config: TrainConfig) -> None:
-    """Check that a checkpoint has the moments of exactly the trained parameters, as a strict resume needs.
+    """Check that a checkpoint has the moments of exactly the trained parameters, as a strict resume requires.
 
     Args:
         path: its folder.
         model: from :func:`~megastack.preflight.model.check_model`; None skips the check.
-        config: has the optimizer and the patterns of frozen parameters.
+        config: contains the optimizer and the patterns of frozen parameters.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the moments do not match.
         CheckpointError: the checkpoint cannot be read.
     """
     if model is None or not all(map(_is_pattern, config.optim.freeze)):
@@ -159,18 +159,18 @@ def _is_pattern(pattern: str) -> bool:
 
 
 def _stored(prefix: str, path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a checkpoint whose names start with a prefix, by the rest of the name."""
+    """Return the shapes of the tensors in a checkpoint whose names start with a prefix, by the rest of the name."""
     tensors = read_manifest(path).tensors
     return {n.removeprefix(f"{prefix}/"): x.shape for n, x in tensors.items() if n.startswith(f"{prefix}/")}
 
 
 def _first(errors: Sequence[str]) -> str:
-    """The first few of many."""
+    """Format the first few errors."""
     return ", ".join(errors[:NAMED]) + (f", and {len(errors) - NAMED} more" if len(errors) > NAMED else "")
 
 
 def resume_notes(config: TrainConfig, checkpoint: Path) -> list[str]:
-    """What changes when a run resumes from a complete checkpoint. Call it before anything is written to its folder."""
+    """List what changes when a run resumes from a complete checkpoint; call before writing anything to its folder."""
     trainer = read_trainer(checkpoint)
     before = _configuration(trainer, checkpoint)
     notes = [f"resumes from {checkpoint}"]
@@ -184,22 +184,22 @@ def resume_notes(config: TrainConfig, checkpoint: Path) -> list[str]:
 
 
 def weights_notes(config: TrainConfig, checkpoint: Path) -> list[str]:
-    """What changes in the model when a run starts from the weights of a checkpoint."""
+    """List what changes in the model when a run starts from the weights of a checkpoint."""
     try:
         before = _configuration(read_trainer(checkpoint), checkpoint)
     except CheckpointError:
-        return []  # the weights can be loaded without it
+        return []  # the weights can be loaded without the trainer state
     found = [] if before is None else changes(before, config)
     return [f"changed since checkpoint.load_weights: {each}" for each in found if each.key.startswith("model.")]
 
 
 def _configuration(trainer: Mapping[str, Any], checkpoint: Path) -> Mapping[str, Any] | None:
-    """The configuration of the run that saved a checkpoint: from its trainer state, else from the run folder."""
+    """Return the configuration of the run that saved a checkpoint: from its trainer state, else from the run folder."""
     stored = trainer.get("config")
     if isinstance(stored, Mapping):
         return stored
-    beside = RunFolder(checkpoint.absolute().parent.parent).config
+    saved = RunFolder(checkpoint.absolute().parent.parent).config
     try:
-        return dict(to_plain(from_yaml(beside.read_text(encoding="utf-8"))))
+        return dict(to_plain(from_yaml(saved.read_text(encoding="utf-8"))))
     except (OSError, UnicodeDecodeError, ConfigError):
         return None

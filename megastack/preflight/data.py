@@ -1,4 +1,4 @@
-"""Checks of the data: the tokenizer, every path, the samples that are cut from them."""
+"""Checks of the data: the tokenizer, every path, and the samples that are cut from them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def check_data(config: TrainConfig, errors: ErrorCollector) -> Dataset | None:
 
     Args:
         config: the configuration, as far as it could be read.
-        errors: collects what is wrong. If the data as a whole cannot be used, every part is checked separately.
+        errors: collects the errors. If the data as a whole cannot be used, every part is checked separately.
 
     Returns:
-        The data; None if they cannot be used.
+        The data; None if it cannot be used.
     """
     of_all, of_parts = errors.branch(), errors.branch()
     dataset = of_all.check(lambda: read_dataset(config), "data", "batch.sequence_length", "model.vocab")
@@ -43,7 +43,7 @@ def _check_ids(files: Sequence[TokenFile], config: TrainConfig) -> None:
 
 
 def check_data_parts(config: TrainConfig, errors: ErrorCollector, skip: Collection[str] = ()) -> None:
-    """Check the tokenizer and each path separately, except the values in `skip`; errors in a later phase name it."""
+    """Check the tokenizer and each path separately, except values in `skip`; errors in a later phase name the phase."""
     sources = errors.check(lambda: _first_sources(config), "data.source", "data.blend") or []
     if any(each.source != "bin" for each in sources):
         _check_tokenizer(config, errors, skip)
@@ -68,7 +68,7 @@ def _check_tokenizer(config: TrainConfig, errors: ErrorCollector, skip: Collecti
 def _check_paths(
     sources: Iterable[DatasetSpec], errors: ErrorCollector, files: dict[str, TokenFile], skip: Collection[str] = ()
 ) -> None:
-    """Read each path; token files that can be opened are added to `files`, by name."""
+    """Read each path; token files that can be opened are added to `files` by name."""
     for each in sources:
         for path in each.paths:
             if str(path) in skip:
@@ -80,7 +80,7 @@ def _check_paths(
 
 
 def all_sources(config: TrainConfig) -> list[DatasetSpec]:
-    """The sources of all data phases, even if a phase is invalid otherwise."""
+    """Return the sources of all data phases, even if a phase is otherwise invalid."""
     return [*_first_sources(config), *(each for later in _later_sources(config) for each in later)]
 
 
@@ -90,7 +90,7 @@ def _first_sources(config: TrainConfig) -> list[DatasetSpec]:
 
 
 def _later_sources(config: TrainConfig) -> list[list[DatasetSpec]]:
-    """The sources that each later data phase names, even if it is invalid otherwise."""
+    """Return the sources that each later data phase names, even if the phase is otherwise invalid."""
     found, kind = [], config.data.source
     for phase in config.data.phases:
         kind = kind if phase.source is None else phase.source

@@ -1,6 +1,6 @@
-"""The errors of a configuration, collected so that one report has all of them.
+"""The errors of a configuration, collected into one report.
 
-A configuration that breaks a rule may have further errors that only its model, its data or a checkpoint reveals.
+A configuration that violates a rule may have further errors that only its model, its data or a checkpoint reveals.
 :class:`ErrorCollector` runs such checks one after another. A check names the keys that it depends on, and is skipped if
 one of them is known to be invalid: its result would only repeat that error.
 """
@@ -20,10 +20,10 @@ class ErrorCollector:
     """Runs checks and collects the errors that they raise.
 
     Args:
-        known: the errors that were found before; their keys are invalid.
+        known: the errors found so far; their keys are invalid.
 
     Attributes:
-        found: every error so far, the known ones first.
+        found: every error so far, known errors first.
     """
 
     def __init__(self, known: Iterable[ErrorLine] = ()) -> None:
@@ -31,7 +31,7 @@ class ErrorCollector:
         self._invalid_keys = {error.key.partition("[")[0] for error in self.found if isinstance(error, Violation)}
 
     def any_invalid(self, *keys: str) -> bool:
-        """Whether one of these keys, a part of it or a section that contains it was invalid from the start."""
+        """Whether one of these keys, a part of it, or a section that contains it was invalid from the start."""
         return any(
             key == invalid or key.startswith(invalid + ".") or invalid.startswith(key + ".")
             for key in keys
@@ -46,7 +46,7 @@ class ErrorCollector:
             keys: the keys that it depends on.
 
         Returns:
-            Its value; None if it raises, or if one of the keys is invalid and it is skipped.
+            The value; None if the function raises, or if it is skipped because a key is invalid.
         """
         if self.any_invalid(*keys):
             return None
@@ -61,18 +61,18 @@ class ErrorCollector:
         return None
 
     def add(self, errors: Iterable[ErrorLine]) -> None:
-        """Add errors, each once: several checks may find the same one."""
+        """Add errors without duplicates: several checks may find the same one."""
         known = {str(error) for error in self.found}
         self.found += [error for error in errors if str(error) not in known]
 
     def branch(self) -> ErrorCollector:
-        """A collector without errors that skips the same checks."""
+        """Return a collector without errors that skips the same checks."""
         other = ErrorCollector()
         other._invalid_keys = self._invalid_keys
         return other
 
     def require_none(self) -> None:
-        """Raise what was found, if anything.
+        """Raise the collected errors, if there are any.
 
         Raises:
             ConfigError: every error.

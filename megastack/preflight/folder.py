@@ -1,6 +1,6 @@
-"""The run folder: whether it can be used, claiming it, and the assignment that all ranks get.
+"""The run folder: check that it can be used, claim it, and create the assignment that all ranks receive.
 
-Only :func:`claim_run` writes anything.
+Only :func:`claim_run` writes to disk.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megastack.preflight.errors import ErrorCollector
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the launcher decided once for all ranks.
+    """The decisions that the launcher made once for all ranks.
 
     Attributes:
         config: a valid configuration.
         shape: the mesh.
         folder: the run folder, which exists.
-        resume: the checkpoint to continue from.
-        pid: the process to signal when the run is to stop.
-        restart: of an elastic job, 0 for its first start.
+        resume: the checkpoint to resume from.
+        pid: the process to signal to stop the run.
+        restart: the number of restarts of an elastic job; 0 for its first start.
         start: a line about this start of an elastic job.
-        ownership: of the run folder, by the process that decided.
-        weights: the checkpoint to take the first weights from.
+        ownership: the claim to the run folder, held by the process that decided.
+        weights: the checkpoint to load the initial weights from.
     """
 
     config: TrainConfig
@@ -62,12 +62,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Inspected:
-    """What the checks found in a valid configuration.
+    """The results of the checks of a valid configuration.
 
     Attributes:
         shape: the mesh.
         dataset: the data.
-        resume: what ``resume`` refers to.
+        resume: the checkpoint and folder that ``resume`` refers to.
         weights: the checkpoint in ``checkpoint.load_weights``.
         notes: lines to print before the run starts.
     """
@@ -81,7 +81,7 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that may start and whose folder this process owns; the folder is to be released, or undone."""
+    """A run that may start and whose folder this process owns; the caller must release or undo the folder."""
 
     assignment: Assignment
     taken: TakenFolder
@@ -90,7 +90,7 @@ class Prepared:
 
 
 def check_folder(config: TrainConfig, errors: ErrorCollector, resume: Resume | None) -> None:
-    """Check that the run folder can be claimed: that it has no living owner, or that it can be created."""
+    """Check that the run folder can be claimed: it has no living owner, or it can be created."""
     if resume is not None and _continues(resume):
         errors.check(lambda: _check_owner(config, resume))
     else:
@@ -98,15 +98,15 @@ def check_folder(config: TrainConfig, errors: ErrorCollector, resume: Resume | N
 
 
 def claim_run(config: TrainConfig, overrides: Sequence[str], found: Inspected) -> Prepared:
-    """Claim the run folder of a valid configuration, write its configuration and status into it.
+    """Claim the run folder of a valid configuration, and write its configuration and status into it.
 
     Args:
         config: the configuration.
         overrides: the command line that it came from.
-        found: what the checks found.
+        found: the results of the checks.
 
     Raises:
-        ConfigError: the folder cannot be made or written; nothing of the attempt remains.
+        ConfigError: the folder cannot be created or written; no trace of the attempt remains.
     """
     resume = found.resume
     taken = _claim(config, resume)
@@ -133,7 +133,7 @@ def claim_run(config: TrainConfig, overrides: Sequence[str], found: Inspected) -
 
 
 def current_job(environment: Mapping[str, str] | None = None) -> Job:
-    """The job that this process is a start of: torchrun's rendezvous or its own agent, and the Slurm job."""
+    """Return the job that this process belongs to: torchrun's rendezvous or its own agent, and the Slurm job."""
     env = os.environ if environment is None else environment
     group, requeues = None, env.get("SLURM_RESTART_COUNT", "0")
     if has_agent(env):
@@ -165,7 +165,7 @@ def _check_creatable(config: TrainConfig) -> None:
 
 
 def _recovered(resume: Resume) -> Resume:
-    """Finish what a crash interrupted in the run folder, which this process now owns; the checkpoint may be renamed."""
+    """Finish replacements that a crash interrupted in the run folder, now owned; the checkpoint may be renamed."""
     if resume.run_dir is None:
         return resume
     renamed, checkpoint = recover(resume.run_dir / CHECKPOINTS), resume.checkpoint
@@ -180,7 +180,7 @@ def _in_use(config: TrainConfig, resume: Resume, owner: str) -> ConfigError:
 
 
 def _claim(config: TrainConfig, resume: Resume) -> TakenFolder:
-    """Claim the folder of the checkpoint with ``auto`` and ``last``, a new one otherwise."""
+    """Claim the folder of the checkpoint for ``auto`` and ``last``, otherwise a new one."""
     try:
         if resume.run_dir is not None:
             return claim_exactly(resume.run_dir, current_job())

@@ -1,12 +1,12 @@
-"""The checks before a training starts (:func:`inspect`), and those of ``megastack show`` (:func:`preview`).
+"""The checks before training starts (:func:`inspect`) and the checks of ``megastack show`` (:func:`preview`).
 
-The checks of a training run once, in the launcher or on rank 0: model, data, checkpoint, machine, run folder. One
-report has every error. Nothing is written.
+The training checks run once, in the launcher or on rank 0: model, data, checkpoint, machine, run folder. One report
+lists every error. Nothing is written.
 
-The errors of ``show`` are those of a training. A run may be planned on another machine, so data that is not on this one
-is a note, not an error. So is text that would take long to read, and a built-in corpus that is too short, since it
-stands in for data that is not configured yet. Devices, folders and checkpoints, which concern one machine only, are not
-checked.
+``show`` reports the same errors as training. A run may be planned on another machine, so data that does not exist here
+is a note, not an error. Text that would take long to read is also a note, and so is a built-in corpus that is too
+short, since it is a placeholder for data that is not configured yet. Devices, folders and checkpoints are not checked,
+because they concern a single machine.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from megastack.preflight.folder import Inspected, check_folder
 from megastack.preflight.model import check_mesh, check_model
 
 MOST_TEXT = 8 << 20
-"""The most bytes of text that are read and cut into samples."""
+"""Maximum number of bytes of text that are read and cut into samples."""
 
 _SOURCE_KEYS = ("data.source", "data.paths", "data.blend", "data.phases")
 
 
 def inspect(config: TrainConfig, errors: ErrorCollector, shape: MeshShape | None) -> Inspected:
-    """Check what the rules of the configuration cannot: each part once, unless a key that it depends on is invalid.
+    """Check what the configuration rules cannot: each part once, unless a key that it depends on is invalid.
 
     Args:
         config: the configuration, as far as it could be read.
-        errors: has the errors that are known already.
+        errors: contains the errors found so far.
         shape: the mesh; None if its degrees are invalid.
 
     Raises:
-        ConfigError: every error, one a line.
+        ConfigError: every error, one per line.
     """
     model = check_model(config, errors, shape)
     dataset = check_data(config, errors)
@@ -57,7 +57,7 @@ def inspect(config: TrainConfig, errors: ErrorCollector, shape: MeshShape | None
     errors.check(lambda: _check_tensorboard(config), "observe.tensorboard")
     check_folder(config, errors, resume)
     errors.require_none()
-    if shape is None or dataset is None or resume is None:  # a layer or a source that fails without an error of its own
+    if shape is None or dataset is None or resume is None:  # a layer or a source failed without an error of its own
         raise ConfigError("the data or the run folder cannot be used")
     return Inspected(shape, dataset, resume, weights, _notes(config, resume, dataset, weights))
 
@@ -86,17 +86,17 @@ def _notes(config: TrainConfig, resume: Resume, dataset: Dataset, weights: Path 
 
 
 def preview(config: TrainConfig, known: Sequence[ErrorLine] = ()) -> list[str]:
-    """Check model and data, except what depends on an invalid key.
+    """Check model and data, except for checks that depend on an invalid key.
 
     Args:
         config: the configuration, as far as it could be read.
-        known: the errors that were found before.
+        known: the errors found so far.
 
     Returns:
-        Notes about what could not be checked here.
+        Notes about what could not be checked on this machine.
 
     Raises:
-        ConfigError: every error, one a line.
+        ConfigError: every error, one per line.
     """
     errors = ErrorCollector(known)
     check_model(config, errors, check_mesh(config, errors))
@@ -121,7 +121,7 @@ def _preview_data(config: TrainConfig, errors: ErrorCollector) -> list[str]:
 
 
 def _unchecked(sources: Sequence[DatasetSpec], tokenizer: object) -> dict[str, str]:
-    """What is not checked, as ``key=value``, and why."""
+    """Return the values that are not checked, as ``key=value``, and the reasons."""
     absent = "is not on this machine"
     named = [(each.source, str(path)) for each in sources for path in each.paths]
     found = {f"data.paths={path}": absent for _, path in named if not _is_here(path)}
@@ -134,7 +134,7 @@ def _unchecked(sources: Sequence[DatasetSpec], tokenizer: object) -> dict[str, s
 
 
 def _is_here(path: str) -> bool:
-    """Whether a path of the data exists on this machine, even if it cannot be used."""
+    """Whether a data path exists on this machine, even if it cannot be used."""
     return any(os.path.exists(name) for name in (path, idx_path(path), bin_path(path))) or bool(glob(path))
 
 

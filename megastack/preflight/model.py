@@ -1,4 +1,4 @@
-"""Checks of the model: it is built once, without values, for what only its modules and their names reveal."""
+"""Checks of the model, which is built once on the meta device: some errors show only in its modules and their names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megastack.preflight.errors import ErrorCollector
 
 LAYERS = ("model.attention", "model.mlp", "model.block")
 STAND_INS = {"model.vocab": 256, "batch.sequence_length": 1, "model.max_positions": None}
-"""Used where these keys are invalid: the names and placements of a model do not depend on their values."""
+"""Replacements for invalid keys; a model's names and placements do not depend on the values of these keys."""
 BUILT_FROM = tuple(key.name for key in keys(TrainConfig) if key.name.startswith("model.") and key.name not in STAND_INS)
 """The keys that must be valid for the model to be built."""
 
@@ -40,25 +40,25 @@ class ModelShapes:
 
     @property
     def all(self) -> dict[str, tuple[int, ...]]:
-        """Both."""
+        """Shapes of parameters and buffers together."""
         return {**self.parameters, **self.buffers}
 
 
 def check_mesh(config: TrainConfig, errors: ErrorCollector, world_size: int | None = None) -> MeshShape | None:
-    """The mesh that the degrees describe; None if a key of ``parallel`` is invalid."""
+    """Return the mesh shape of the parallel degrees; None if a key of ``parallel`` is invalid."""
     return errors.check(lambda: mesh_shape(config, world_size), "parallel")
 
 
 def check_model(config: TrainConfig, errors: ErrorCollector, shape: MeshShape | None) -> ModelShapes | None:
-    """Build the whole model once, on one rank and the meta device, and check what its modules and names reveal.
+    """Build the whole model once, on one rank and the meta device, and check its modules and names.
 
     Args:
         config: the configuration, as far as it could be read.
-        errors: collects what is wrong.
+        errors: collects the errors.
         shape: the mesh that the model is trained on; None skips the check that ZeRO can shard its parameters.
 
     Returns:
-        Its shapes; None if it cannot be built, or a size in it is not known.
+        Its shapes; None if it cannot be built or a size in it is unknown.
     """
     before = len(errors.found)
     for key in LAYERS:
@@ -90,7 +90,7 @@ def _find_layer(config: TrainConfig, key: str) -> None:
 
 
 def _model(config: TrainConfig, errors: ErrorCollector) -> Decoder | None:
-    """The model; None if a bug prevents it from being built, which the ranks then report with a traceback."""
+    """Build the model; None if a bug prevents this, which the ranks then report with a traceback."""
     values = {key: value for key, value in STAND_INS.items() if errors.any_invalid(key)}
     config = replace_values(config, values | {"recompute": RecomputeOptions()})
     try:
@@ -120,7 +120,7 @@ def _check_recompute(options: RecomputeOptions, model: Decoder) -> None:
 
 
 def _check_scalars(config: TrainConfig, model: Decoder, shape: MeshShape) -> None:
-    """ZeRO levels 2 and 3 shard every parameter, which a scalar does not allow."""
+    """Check that no parameter is a scalar under ZeRO levels 2 and 3, which shard every parameter."""
     zero = config.parallel.zero
     if zero.stage < 2 or (zero.shard_size or shape.dp * shape.cp) == 1:
         return
