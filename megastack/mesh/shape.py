@@ -1,9 +1,9 @@
 """The grid of ranks as a value: axis names, degrees, and the arithmetic between ranks and coordinates.
 
-It needs neither torch nor processes, so it describes 16,384 ranks as easily as one. From outermost to innermost the
-axes are ``pp, dp, cp, tp``: tensor-parallel peers are adjacent, pipeline peers far apart. ``ep`` is not a factor of the
-world size: the expert view regroups the ``dp x cp`` ranks of a stage as ``edp x ep`` with ``ep`` adjacent, so each rank
-also has an ``ep`` coordinate.
+It needs neither torch nor processes, so describing 16,384 ranks is as cheap as describing one. From outermost to
+innermost the axes are ``pp, dp, cp, tp``: tensor-parallel peers are adjacent, pipeline peers far apart. ``ep`` is not a
+factor of the world size. The expert view regroups the ``dp x cp`` ranks of a stage as ``edp x ep`` with ``ep``
+adjacent, so each rank also has an ``ep`` coordinate.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class MeshShape:
         return sorted(cuts)
 
     def table(self, limit: int = 16) -> str:
-        """The grid as text: a line per rank with its coordinates; beyond ``limit`` ranks the middle is omitted."""
+        """Format the grid with one line per rank and its coordinates; beyond ``limit`` ranks the middle is omitted."""
         axes = [axis for axis in Axis if axis in (Axis.PP, Axis.DP, Axis.TP) or self.size(axis) > 1]
         width = max(4, len(str(self.world_size - 1)))
         head = " " * max(0, width - 4) + "rank  " + "  ".join(f"{axis:>4}" for axis in axes)
@@ -142,6 +142,6 @@ class MeshShape:
 
 
 def describe_coordinates(coordinates: Mapping[Axis, int]) -> str:
-    """Coordinates as written in logs and errors, e.g. ``pp1 dp0 tp1``."""
+    """Format coordinates for logs and errors, e.g. ``pp1 dp0 tp1``."""
     shown = (Axis.PP, Axis.DP, Axis.TP)
     return " ".join(f"{axis}{at}" for axis, at in coordinates.items() if axis in shown or (at and axis is Axis.CP))

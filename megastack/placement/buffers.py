@@ -1,8 +1,8 @@
-"""The buffers of a module: which of them are state, and how they move from the meta device to a real one.
+"""The buffers of a module: which of them are state, and how they are moved from the meta device to a real one.
 
-A persistent buffer (``register_buffer`` without ``persistent=False``) is part of the training state: checkpoints hold
-it beside the weights. If ranks hold shards of it, or it was built on the meta device, the module that owns it declares
-it in ``placements()``. Otherwise it is replicated: identical on every rank that holds it.
+A persistent buffer (``register_buffer`` without ``persistent=False``) is part of the training state, and checkpoints
+store it with the weights. If ranks hold shards of it, or it was built on the meta device, the module that owns it
+declares it in ``placements()``. Otherwise it is replicated: identical on every rank that holds it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def unfillable_buffers(module: nn.Module, declared: Mapping[str, Placement]) -> Iterator[str]:
-    """One message for each buffer on the meta device that nothing can fill.
+    """Yield a message for each buffer on the meta device without a declaration of its initial values.
 
     Args:
         module: the module.
@@ -80,7 +80,7 @@ def materialise_buffers_(
 
 
 def share_buffers_(module: nn.Module, source: nn.Module) -> None:
-    """Let a module use the buffers of another module of the same structure."""
+    """Let a module share the buffers of another module of the same structure."""
     for owner, other in zip(module.modules(), source.modules(), strict=True):
         for name, buffer in other.named_buffers(recurse=False, remove_duplicate=False):
             setattr(owner, name, buffer)
