@@ -78,8 +78,8 @@ class GradientBuckets:
             parameters.
         groups: the optimizer group of each global name; ``None`` if only the placement's ``decay`` differs.
         bucket_bytes: the size of gradients at which a bucket is closed.
-        reduce_dtype: the dtype in which gradients are summed over the data group; by default ``promote_types(dtype,
-            fp32)``. Gradients accumulate in the wider of the two.
+        reduce_dtype: the dtype in which gradients are summed over the data group; by default
+            ``promote_types(dtype, fp32)``. Gradients accumulate in the wider of the two.
 
     Attributes:
         buckets: the buckets, in the order in which they are reduced.

@@ -37,7 +37,7 @@ class ParallelMLP(ParallelModule):
 
     Attributes:
         uses_cache: a subclass that overrides a method sets it to True if generation may call it with only the new
-            tokens: its output for a token depends on no other token. The built-in class does not set it.
+            tokens, that is, if its output for a token depends on no other token. The built-in class does not set it.
 
     Args:
         hidden: D.
@@ -47,7 +47,7 @@ class ParallelMLP(ParallelModule):
         bias: biases in both projections.
         sequence_parallel: input and output are split along the sequence over tp.
         init: initial values of the up projection.
-        out_init: initial values of the down projection; None is ``init``.
+        out_init: initial values of the down projection; None means ``init``.
 
     Raises:
         ConfigError: the activation is unknown.

@@ -1,6 +1,6 @@
 """Normalisation over the last dim, with replicated parameters.
 
-Nothing is communicated here. Where the input is split over tp (along the sequence, or by heads for the query and key
+Nothing is communicated here. If the input is split over tp (along the sequence, or by heads for the query and key
 norms), each rank sees only a part of it, so the placement declares the gradients partial over tp.
 
 fp32 and fp64 inputs are normalised in their own dtype, lower precisions in fp32; the output has the input's dtype.
@@ -90,7 +90,7 @@ class LayerNorm(_Norm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Unlike torch's, this one does not also save the normalised input."""
+    """RMSNorm that, unlike torch's, does not save the normalised input."""
 
     @staticmethod
     @in_own_dtypes
