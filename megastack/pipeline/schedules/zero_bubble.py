@@ -1,12 +1,12 @@
 """ZB-H1 and ZB-H2: 1F1B with the backward split, W filling the bubble (Qi et al., arXiv 2401.10241).
 
-The previous rank waits for I, the gradient of the input, but no rank waits for W, the gradient of the weights, so W is
-deferred: by one microbatch more on each rank than on the one before (by two in ZB-H2), so that the last rank sends its
-gradients as early as it can. No rank waits for rank 0, which runs whole backwards, B. ZB-H1 keeps p microbatches on
-every rank, as many as rank 0 of 1F1B. ZB-H2 runs twice as many forwards ahead and keeps up to 2p - 1; its ranks then
-work without a gap where F = I = W, though later ones start and end later. If W is at most F and at most I, `idle` is
-exact for the longest span of a rank, and a whole step idles for max(`idle`, (p - 1)·F), since the last rank has to wait
-(p - 1)·F in any order.
+The previous rank waits for I, the gradient of the input, but no rank waits for W, the gradient of the weights. W is
+therefore deferred: by one microbatch more on each rank than on the previous one (by two in ZB-H2), so that the last
+rank sends its gradients as early as possible. No rank waits for rank 0, which runs full backwards, B. ZB-H1 keeps p
+microbatches on every rank, as many as rank 0 of 1F1B. ZB-H2 runs twice as many forwards ahead and keeps up to 2p - 1;
+its ranks then work without a gap if F = I = W, though later ones start and end later. If W is at most F and at most I,
+`idle` is exact for the longest span of a rank, and a whole step idles for max(`idle`, (p - 1)·F), since the last rank
+has to wait (p - 1)·F in any order.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def zb_h2(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
 
 
 def _rank(stage: int, warm: int, most_late: int, microbatches: int) -> list[Action]:
-    """Forwards `warm` microbatches ahead of I, W up to `most_late` microbatches behind it.
+    """Run forwards `warm` microbatches ahead of I, and W up to `most_late` microbatches behind it.
 
-    W is not deferred past the last pair of a forward and an I, after which a rank has only W to do until its next I.
+    W is not deferred past the last pair of a forward and an I, after which a rank has only W to run until its next I.
     """
     late = min(most_late, max(0, microbatches - warm - 1))
     backward = Op.I if stage else Op.B
