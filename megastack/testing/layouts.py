@@ -1,7 +1,7 @@
 """Layouts of one configuration: the one-rank reference, and every valid layout of N ranks.
 
-The layouts differ in what must not change the mathematics: parallel degrees, sequence parallelism, pipeline schedule
-and chunks. They are configurations like any other, so every layout listed here can be trained.
+The layouts differ only in settings that must not change the mathematics: parallel degrees, sequence parallelism,
+pipeline schedule and chunks. They are ordinary configurations, so every layout listed here can be trained.
 """
 
 from __future__ import annotations

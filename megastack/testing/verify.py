@@ -3,7 +3,7 @@
 The configuration is trained for a few steps on one rank and on the layout, in fp64, with its own optimizer and with
 plain SGD, since Adam hides a constant factor on a gradient. Losses, gradients, their norm, weights and persistent
 buffers must agree by the metric of :mod:`megastack.testing.compare`. If they do not, both run another step with every
-module traced, to find the first that is wrong.
+module traced, to find the first wrong module.
 
 Ranks are forked from this process, with gloo. It must not hold a process group, and must have run on one thread.
 """
@@ -47,7 +47,7 @@ from megastack.testing.training import (
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 MOST_RANKS = 64
-"""The largest number of ranks to fork on this machine."""
+"""The maximum number of ranks to fork on this machine."""
 REJECTIONS = (ConfigError, PlacementError, ScheduleError, DataError)
 
 
@@ -59,7 +59,7 @@ class Verdict:
         config: the layout, in fp64.
         status: ``equal``, ``differs``, ``failed`` (it does not run) or ``refused`` (a layer rejects it).
         worst: the largest relative difference by optimizer and kind, within the tolerance or not.
-        finding: the first thing that is wrong.
+        finding: the first wrong module or number.
         reason: why it failed or was rejected.
     """
 
@@ -196,7 +196,7 @@ class Verifier:
         return Evidence(names, degrees, deviations, self._impure(faulty))
 
     def _impure(self, faulty: Collection[str]) -> dict[str, str]:
-        """The modules whose output depends on more than their input, on one rank already."""
+        """The modules whose output depends on more than their input, even on one rank."""
         config, dataset, tolerance = self.reference_config, self.dataset, self.tolerance
         try:
             runs = [
@@ -252,7 +252,7 @@ def failure_summary(failure: RankFailure) -> str:
 
 
 def _runs(config: TrainConfig) -> dict[str, TrainConfig]:
-    """The trainings to compare, by optimizer: the configuration's own, and plain SGD unless it is the same."""
+    """The training runs to compare, by optimizer: the configuration's own, and plain SGD unless it is the same."""
     own = config.optim.name.value
     return {own: config} if own == "sgd" else {own: config, "sgd": with_sgd(config)}
 
