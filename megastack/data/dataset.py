@@ -143,15 +143,15 @@ class Dataset:
 
     def describe(self) -> str:
         """Documents, tokens and samples of both splits of every source; later phases list the training split only."""
-        lines = [line for source, title in self._titled for line in _described(source, title)]
+        lines = [line for source, title in self._titled_sources for line in _described(source, title)]
         for phase in self.later_phases:
-            for source, title in phase.data._titled:
+            for source, title in phase.data._titled_sources:
                 train, _ = _described(source, title)
                 lines.append(f"after step {phase.from_step}: {train}")
         return "\n".join(lines)
 
     @property
-    def _titled(self) -> list[tuple[Source, str]]:
+    def _titled_sources(self) -> list[tuple[Source, str]]:
         """Each source with a title: its name and its share of the samples; empty without a blend."""
         if not self.blended:
             return [(source, "") for source in self.sources]

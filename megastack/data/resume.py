@@ -42,12 +42,12 @@ def resume_errors(trainer: Record, current: Record) -> list[str]:
     pairs |= {f"batch.{name}": (value, before.get(name)) for name, value in current["batch"].items()}
     errors = list(_changed_values(pairs))
     step = int(trainer.get("step", 0))
-    theirs, ours = _begun(trainer, step), _begun(current, step)
-    errors += _data_errors("data", trainer, current, over=bool(_begun(current, step + 1)))
+    theirs, ours = _begun_phases(trainer, step), _begun_phases(current, step)
+    errors += _data_errors("data", trainer, current, over=bool(_begun_phases(current, step + 1)))
     for at, (old, new) in enumerate(zip(theirs, ours, strict=False)):
         names, key = ("from_step", "sequence_length"), f"data.phases[{at}]"
         changed = list(_changed_values({f"{key}.{name}": (new[name], old.get(name)) for name in names}))
-        errors += changed or _data_errors(key, old, new, over=at + 1 < len(_begun(current, step + 1)))
+        errors += changed or _data_errors(key, old, new, over=at + 1 < len(_begun_phases(current, step + 1)))
     for extra in ours[len(theirs) :]:
         at, begin = ours.index(extra), extra["from_step"]
         rule = f"the checkpoint's run reached step {step} without this phase"
@@ -80,7 +80,7 @@ def _padded(trainer: Record, count: int) -> list[Record]:
     return (found + [{}] * count)[:count]
 
 
-def _begun(record: Record, step: int) -> list[Record]:
+def _begun_phases(record: Record, step: int) -> list[Record]:
     """The later phases in which a run has taken a step when it has completed `step` steps."""
     return [phase for phase in record.get(PHASES, ()) if phase["from_step"] < step]
 

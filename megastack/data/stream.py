@@ -217,10 +217,10 @@ def split_file(file: TokenFile, fraction: float) -> tuple[list[TokenRange], list
         train.append(TokenRange(file, before, low))
         held.append(TokenRange(file, low, high))
         before = high
-    return _nonempty(train), _nonempty(held)
+    return _nonempty_ranges(train), _nonempty_ranges(held)
 
 
-def _nonempty(ranges: Sequence[TokenRange]) -> list[TokenRange]:
+def _nonempty_ranges(ranges: Sequence[TokenRange]) -> list[TokenRange]:
     return [each for each in ranges if each.begin < each.end]
 
 

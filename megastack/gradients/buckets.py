@@ -204,7 +204,7 @@ class GradientBuckets:
     def _register_hooks(self) -> None:
         for index, accumulator in enumerate(self._accumulators):
             accumulator.attach()
-            accumulator.parameter.register_post_accumulate_grad_hook(_AccumulationHook(self, index))
+            accumulator.parameter.register_post_accumulate_grad_hook(_BucketHook(self, index))
 
     def _accumulated(self, index: int) -> None:
         """The hook of each parameter. It is called in each microbatch, so it must be cheap."""
@@ -229,7 +229,7 @@ class GradientBuckets:
         self._reductions.append(self.buckets[len(self._reductions)].start_reduction())
 
 
-class _AccumulationHook(AccumulationHook):
+class _BucketHook(AccumulationHook):
     """The hook of one parameter. Holds the buckets weakly, since gc cannot see a cycle through autograd."""
 
     def __init__(self, buckets: GradientBuckets, index: int) -> None:

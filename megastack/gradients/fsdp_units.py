@@ -93,7 +93,7 @@ class UnitSharder:
         for unit in inner:
             if units[unit] is ReshardPolicy.FORWARD_ONLY:
                 cast(FSDPModule, unit).set_unshard_in_backward(False)
-        _gather_ahead(inner, stage, inside)
+        _set_prefetch(inner, stage, inside)
         UnitCalls(stage, inner)
         paths = {module: path for path, module in stage.named_modules()}
         for module, groups in inside.items():
@@ -167,7 +167,7 @@ def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard:
     return Shard(shard_dim(parameter.shape, ranks))
 
 
-def _gather_ahead(
+def _set_prefetch(
     units: Sequence[nn.Module], stage: nn.Module, inside: Mapping[nn.Module, Iterable[nn.Module]]
 ) -> None:
     """Let each unit, in order of use, gather the next one during its forward and the previous one during its backward.

@@ -108,7 +108,7 @@ def check_patterns(key: str, patterns: Sequence[str], names: Collection[str]) ->
         ConfigError: one line for each pattern that does not, with similar names.
     """
     errors = [
-        Violation(key, pattern, "matches no parameter", tuple(_near(pattern, names)))
+        Violation(key, pattern, "matches no parameter", tuple(_similar_names(pattern, names)))
         for pattern in patterns
         if not any(map(_compile(key, pattern).search, names))
     ]
@@ -123,7 +123,7 @@ def _compile(key: str, pattern: str) -> re.Pattern[str]:
         raise ConfigError(f"{key}={pattern}: must be a regular expression ({error}); use e.g. ^blocks\\.3\\.") from None
 
 
-def _near(pattern: str, names: Collection[str]) -> list[str]:
+def _similar_names(pattern: str, names: Collection[str]) -> list[str]:
     """The names most similar to the pattern, as a whole or by one of their components."""
     plain = re.sub(r"[\\^$*+?()\[\]|]", "", pattern).strip(".")
 

@@ -132,11 +132,11 @@ class _LayerNorm(torch.autograd.Function):
     @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, scale = ctx.saved_tensors
-        dtype, wanted = mean.dtype, list(ctx.needs_input_grad[:3])
+        dtype, needs_grad = mean.dtype, list(ctx.needs_input_grad[:3])
         grads = torch.ops.aten.native_layer_norm_backward(
-            grad.to(dtype), x.to(dtype), weight.shape, mean, scale, weight.to(dtype), bias.to(dtype), wanted
+            grad.to(dtype), x.to(dtype), weight.shape, mean, scale, weight.to(dtype), bias.to(dtype), needs_grad
         )
-        inputs = zip(grads, (x, weight, bias), wanted, strict=True)
+        inputs = zip(grads, (x, weight, bias), needs_grad, strict=True)
         return *(g.to(like.dtype) if needed else None for g, like, needed in inputs), None
 
 

@@ -100,7 +100,7 @@ def _obstacles(name: str, module: nn.Module, *, declared: bool) -> Iterator[str]
     reason = _own_obstacle(module, declared=declared)
     if reason is not None:
         yield f"{name or 'the stage'} ({type(module).__qualname__}) {reason}"
-    covers = declared if _is_torchs(module) else _declaration(module)[1] is True
+    covers = declared if _is_torch_class(module) else _declaration(module)[1] is True
     for child_name, child in module.named_children():
         yield from _obstacles(f"{name}.{child_name}" if name else child_name, child, declared=covers)
 
@@ -113,7 +113,7 @@ def _own_obstacle(module: nn.Module, *, declared: bool) -> str | None:
     place, declares = _declaration(module)
     if declares is False:
         return "sets uses_cache = False"
-    if _is_torchs(module):
+    if _is_torch_class(module):
         own = not declared or "forward" in vars(module) or not is_called_plainly(module)
         return "is a torch module in a layer that does not set uses_cache = True" if own else None
     if declares is None and not is_called_plainly(module):
@@ -144,7 +144,7 @@ def _first_class(module: nn.Module, name: str) -> int:
     return next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def _is_torch_class(module: nn.Module) -> bool:
     """Whether the class is one of torch's, whose ``forward`` may be replaced on the instance."""
     kinds, place = type(module).__mro__, _first_class(module, "forward")
     return kinds[place].__module__.split(".")[0] == "torch"

@@ -19,7 +19,7 @@ from megastack.torch_private import is_in_bad_fork
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameters of ``mallopt`` (glibc's ``malloc.h``)."""
-_NEVER = 2**31 - 1
+_MAX_THRESHOLD = 2**31 - 1
 _LARGEST_ON_THE_HEAP = 32 * 2**20
 """The largest threshold that glibc accepts; larger blocks are mapped separately."""
 
@@ -61,6 +61,6 @@ def keep_freed_memory(device: torch.device) -> None:
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return
     library = ctypes.CDLL(None)
-    library.mallopt(_TRIM_THRESHOLD, _NEVER)
+    library.mallopt(_TRIM_THRESHOLD, _MAX_THRESHOLD)
     library.mallopt(_MMAP_THRESHOLD, _LARGEST_ON_THE_HEAP)
     library.mallopt(_TOP_PAD, _LARGEST_ON_THE_HEAP)

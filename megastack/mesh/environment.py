@@ -93,9 +93,9 @@ def read_environment(environment: Mapping[str, str] | None = None) -> RankEnviro
     env = os.environ if environment is None else environment
     reader = _Reader(env)
     if "RANK" not in env and in_slurm_step(env):
-        found = _of_slurm(reader)
+        found = _from_slurm(reader)
     elif "RANK" in env or "WORLD_SIZE" in env:
-        found = _of_torch(reader)
+        found = _from_torchrun(reader)
     else:
         return None
     reader.require_valid()
@@ -127,7 +127,7 @@ def local_rank(environment: Mapping[str, str] | None = None) -> int | None:
         RankEnvironmentError: a variable is invalid.
     """
     found = read_environment(environment)
-    return _alone("LOCAL_RANK", 0, environment) if found is None else found.local_rank
+    return _read_single("LOCAL_RANK", 0, environment) if found is None else found.local_rank
 
 
 def local_world_size(environment: Mapping[str, str] | None = None) -> int | None:
@@ -137,10 +137,10 @@ def local_world_size(environment: Mapping[str, str] | None = None) -> int | None
         RankEnvironmentError: a variable is invalid.
     """
     found = read_environment(environment)
-    return _alone("LOCAL_WORLD_SIZE", 1, environment) if found is None else found.local_world_size
+    return _read_single("LOCAL_WORLD_SIZE", 1, environment) if found is None else found.local_world_size
 
 
-def _alone(name: str, least: int, environment: Mapping[str, str] | None) -> int | None:
+def _read_single(name: str, least: int, environment: Mapping[str, str] | None) -> int | None:
     """Read one variable of a process without a launcher."""
     reader = _Reader(os.environ if environment is None else environment)
     value = reader.number(name, least, optional=True)
@@ -184,7 +184,7 @@ class _Reader:
             raise RankEnvironmentError("\n".join(map(str, self._errors)))
 
 
-def _of_torch(reader: _Reader) -> RankEnvironment | None:
+def _from_torchrun(reader: _Reader) -> RankEnvironment | None:
     env = reader.env
     if ("RANK" in env) != ("WORLD_SIZE" in env):
         here, absent = ("RANK", "WORLD_SIZE") if "RANK" in env else ("WORLD_SIZE", "RANK")
@@ -199,10 +199,10 @@ def _of_torch(reader: _Reader) -> RankEnvironment | None:
     elif (most := local_size or size) is not None and local is not None and local >= most:
         name = "WORLD_SIZE" if local_size is None else "LOCAL_WORLD_SIZE"
         reader.reject("LOCAL_RANK", f"must be less than {name}={most}", f"0 to {most - 1}")
-    return _place(reader, rank, size, local, local_size)
+    return _rank_environment(reader, rank, size, local, local_size)
 
 
-def _of_slurm(reader: _Reader) -> RankEnvironment | None:
+def _from_slurm(reader: _Reader) -> RankEnvironment | None:
     rank, size = reader.pair("SLURM_PROCID", "SLURM_NTASKS")
     local = reader.number("LOCAL_RANK" if "LOCAL_RANK" in reader.env else "SLURM_LOCALID", optional=True) or 0
     if "LOCAL_WORLD_SIZE" in reader.env:
@@ -210,11 +210,11 @@ def _of_slurm(reader: _Reader) -> RankEnvironment | None:
         if here is not None and local >= here:
             reader.reject("LOCAL_WORLD_SIZE", f"must exceed the local rank {local}", f"{local + 1} or more")
     else:
-        here = max(local + 1, _tasks_here(reader))
-    return _place(reader, rank, size, local, here)
+        here = max(local + 1, _tasks_on_node(reader))
+    return _rank_environment(reader, rank, size, local, here)
 
 
-def _place(
+def _rank_environment(
     reader: _Reader, rank: int | None, size: int | None, local: int | None, local_size: int | None
 ) -> RankEnvironment | None:
     address, port = _address(reader), _port(reader)
@@ -249,7 +249,7 @@ def _port(reader: _Reader) -> int | None:
     return PORTS[((job or 0) * 31 + (step or 0)) % len(PORTS)]
 
 
-def _tasks_here(reader: _Reader) -> int:
+def _tasks_on_node(reader: _Reader) -> int:
     """The number of tasks on this node, from e.g. ``4(x2),3``; it only affects the number of threads."""
     env = reader.env
     name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_NTASKS_PER_NODE"

@@ -130,13 +130,13 @@ class Mesh:
         if known is not None:  # layers look it up at every call
             return known
         named = (axes,) if isinstance(axes, str) else axes
-        wanted = tuple(axis for axis in DENSE_AXES if axis in named)
-        if len(wanted) != len(set(named)):
+        requested = tuple(axis for axis in DENSE_AXES if axis in named)
+        if len(requested) != len(set(named)):
             raise MeshError(f"{named}: must be axes among {', '.join(DENSE_AXES)}")
-        real = tuple(axis for axis in wanted if self.shape.size(axis) > 1)
-        key = (wanted,)
+        real = tuple(axis for axis in requested if self.shape.size(axis) > 1)
+        key = (requested,)
         if key not in self._groups:
-            self._groups[key] = self._axis_group(real, _label(wanted, real))
+            self._groups[key] = self._axis_group(real, _label(requested, real))
         self._groups[(axes,)] = self._groups[key]
         return self._groups[key]
 
@@ -249,7 +249,7 @@ def _device_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | No
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
 
-def _label(wanted: tuple[Axis, ...], real: tuple[Axis, ...]) -> str:
+def _label(requested: tuple[Axis, ...], real: tuple[Axis, ...]) -> str:
     """The label of a group: ``dp`` stands for ``dp·cp``; other fused axes join their names."""
-    names = (Axis.DP if axis is Axis.CP and Axis.DP in wanted else axis for axis in real or wanted)
+    names = (Axis.DP if axis is Axis.CP and Axis.DP in requested else axis for axis in real or requested)
     return "_".join(dict.fromkeys(names))

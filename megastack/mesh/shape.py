@@ -100,17 +100,17 @@ class MeshShape:
         ``groups(Axis.TP)`` lists the tensor-parallel groups, ``groups(Axis.DP, Axis.CP)`` the fused ones. ``Axis.EP``
         cannot be fused: its groups are adjacent members of the fused data- and context-parallel groups.
         """
-        wanted = {Axis(axis) for axis in axes}
-        if Axis.EP in wanted:
-            return self._expert_groups(wanted)
+        requested = {Axis(axis) for axis in axes}
+        if Axis.EP in requested:
+            return self._expert_groups(requested)
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
-            members.setdefault(tuple(at[axis] for axis in DENSE_AXES if axis not in wanted), []).append(rank)
+            members.setdefault(tuple(at[axis] for axis in DENSE_AXES if axis not in requested), []).append(rank)
         return list(members.values())
 
-    def _expert_groups(self, wanted: set[Axis]) -> list[list[int]]:
-        if wanted != {Axis.EP}:
+    def _expert_groups(self, requested: set[Axis]) -> list[list[int]]:
+        if requested != {Axis.EP}:
             raise MeshError("ep: expert groups cannot be fused with another axis")
         fused = self.groups(Axis.DP, Axis.CP)
         cuts = [group[i : i + self.ep] for group in fused for i in range(0, len(group), self.ep)]

@@ -152,7 +152,7 @@ class _Placeholder:
         self.tensor: Tensor | None = None
 
 
-class _Done(Exception):
+class _StopRecompute(Exception):
     """Raised to stop a second run; not an error."""
 
 
@@ -200,13 +200,13 @@ class _Call:
                     raise self._mismatch(f"a tensor {tuple(x.shape)} where it had saved {tuple(placeholder.shape)}")
                 placeholder.tensor = kept
             if not left:
-                raise _Done
+                raise _StopRecompute
             return kept
 
         args, kwargs = self._arguments()
         hooks = saved_tensors_hooks(take, _as_saved)
         before = self.generators.restored(), self.buffers.restored(), self.autocast.restored()
-        with before[0], before[1], before[2], entered(self.scope), suppress(_Done), torch.enable_grad(), hooks:
+        with before[0], before[1], before[2], entered(self.scope), suppress(_StopRecompute), torch.enable_grad(), hooks:
             self.function(*args, **kwargs)
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:

@@ -94,7 +94,7 @@ class Pipeline:
         self._specs: dict[_OutputKey, list[TensorSpec]] = {}
         self._announced: set[_OutputKey] = set()
         self._peak = 0
-        self._forget()
+        self._reset()
 
     @property
     def peak(self) -> float:
@@ -158,7 +158,7 @@ class Pipeline:
     def _rank_of(self, stage: int) -> int:
         return self.schedule.stage_rank(stage) if 0 <= stage < self.schedule.stages else -1
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Reset the state of a step, including one that raised."""
         self._inputs: dict[tuple[int, int], _Receive | StageTensors] = {}
         self._gradients: dict[tuple[int, int], _Receive | Mapping[str, Tensor]] = {}
@@ -174,7 +174,7 @@ class Pipeline:
         return all_reduce(self._sum, self.mesh[Axis.PP, Axis.DP, Axis.CP])
 
     def _execute(self, program: _Program, microbatches: Sequence[Microbatch], scale: Tensor) -> None:
-        self._forget()
+        self._reset()
         self._microbatches = microbatches
         self._shapes = [_shape_of(microbatch) for microbatch in microbatches]
         self._scale = scale.to(self.mesh.device)

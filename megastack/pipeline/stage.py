@@ -57,7 +57,7 @@ class TensorSpec:
 
 
 @dataclass
-class _Held:
+class _MicrobatchState:
     """The state of a microbatch between its forward and its backward."""
 
     inputs: dict[str, Tensor]
@@ -75,7 +75,7 @@ class Stage:
     def __init__(self, module: nn.Module, index: int) -> None:
         self.module = module
         self.index = index
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _MicrobatchState] = {}
         self._deferred: dict[int, DeferredGradients] = {}
 
     @property
@@ -90,7 +90,7 @@ class Stage:
         output: dict[str, Tensor | None] | StageLoss = self.module(inputs, microbatch)
         if torch.is_grad_enabled():
             differentiable = {name: x for name, x in inputs.items() if x is not None and x.requires_grad}
-            self._held[number] = _Held(differentiable, _edges(output))
+            self._held[number] = _MicrobatchState(differentiable, _edges(output))
         return output
 
     def backward(self, number: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -65,17 +65,17 @@ def materialise_buffers_(
     Returns:
         The uninitialised buffers, by their first name.
     """
-    fresh: dict[int, tuple[Tensor, Tensor]] = {}  # holds the old tensors, so that no id is reused
+    replacements: dict[int, tuple[Tensor, Tensor]] = {}  # holds the old tensors, so that no id is reused
     unfilled: dict[str, Tensor] = {}
     for path, owner in module.named_modules():
         for name, old in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
-            if id(old) not in fresh:
+            if id(old) not in replacements:
                 place = torch.device(device if device is not None else default if old.is_meta else old.device)
                 new = torch.empty_like(old, device=place) if old.is_meta else old.to(place)
-                fresh[id(old)] = old, new
+                replacements[id(old)] = old, new
                 if old.is_meta:
                     unfilled[f"{path}.{name}" if path else name] = new
-            setattr(owner, name, fresh[id(old)][1])
+            setattr(owner, name, replacements[id(old)][1])
     return unfilled
 
 

@@ -288,13 +288,13 @@ def _materialise_(
     module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None, default: torch.device
 ) -> None:
     """Replace each parameter on the meta device, or of another dtype or device, by an uninitialised one; keep ties."""
-    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if old not in fresh:
+            if old not in replacements:
                 place = device if device is not None else (default if old.is_meta else old.device)
-                fresh[old] = _uninitialised(old, dtype or old.dtype, torch.device(place))
-            owner.register_parameter(name, fresh[old])
+                replacements[old] = _uninitialised(old, dtype or old.dtype, torch.device(place))
+            owner.register_parameter(name, replacements[old])
 
 
 def _uninitialised(old: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -20,7 +20,7 @@ MAX_ROWS = 16
 def short(config: TrainConfig, world_size: int | None = None) -> str:
     """Four lines: model, grid, batch, schedule; more for user-defined layers and for several data phases."""
     layout = Layout(config, world_size)
-    lines = [_model(layout), *_own_layers(config), _grid(layout), _batch(layout), *_phases(config)]
+    lines = [_model(layout), *_user_layers(config), _grid(layout), _batch(layout), *_phases(config)]
     return "\n".join([*lines, _schedule_figures(layout)])
 
 
@@ -77,7 +77,7 @@ def _model(layout: Layout) -> str:
     )
 
 
-def _own_layers(config: TrainConfig) -> list[str]:
+def _user_layers(config: TrainConfig) -> list[str]:
     """The user-defined layers; all figures are for the built-in layers that they replace."""
     options = {name: getattr(config.model, name) for name in ("attention", "mlp", "block")}
     own = [f"{name} is {spec['_target_']}" for name, spec in options.items() if spec]

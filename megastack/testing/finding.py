@@ -55,7 +55,7 @@ def finding_lines(finding: Finding) -> list[tuple[str, str]]:
     lines.append(("cause", finding.cause or UNKNOWN))
     if finding.also:
         more = f", … ({len(finding.also)} in all)" if len(finding.also) > OTHERS_LISTED else ""
-        lines.append(("also", ", ".join(map(_spelled, finding.also[:OTHERS_LISTED])) + more))
+        lines.append(("also", ", ".join(map(_label, finding.also[:OTHERS_LISTED])) + more))
     return lines
 
 
@@ -89,7 +89,7 @@ def _subject(finding: Finding) -> str:
         case "module":
             return f"the output of {finding.name or 'the layer'}{owner}, the first module that differs, {at}"
         case "gradient":
-            return f"the gradient of {_spelled(finding.name)}{owner}, the first that differs in the backward pass, {at}"
+            return f"the gradient of {_label(finding.name)}{owner}, the first that differs in the backward pass, {at}"
         case "weight":
             return _weight_subject(f"{finding.name}{owner}", at, finding.held)
         case "norm":
@@ -97,7 +97,7 @@ def _subject(finding: Finding) -> str:
     return f"the {finding.kind} {at}"
 
 
-def _spelled(name: str) -> str:
+def _label(name: str) -> str:
     return "the layer's input" if name == INPUT_GRADIENT else name
 
 

@@ -142,7 +142,7 @@ class _Diagnosis:
         evidence = Evidence(names, degrees, deviations, self._impure(faulty))
         finding = diagnose(reports, evidence)
         if finding is None or finding.kind != "module":
-            finding = self._mixing(parts, evidence) or finding
+            finding = self._find_row_mixing(parts, evidence) or finding
         return finding or self._impurity(evidence)
 
     def _impure(self, faulty: Collection[str]) -> dict[str, str]:
@@ -155,7 +155,7 @@ class _Diagnosis:
             return {}
         return impure_modules(runs, TOLERANCES[spec.dtype])
 
-    def _mixing(self, parts: list[ModuleTrace], evidence: Evidence) -> Finding | None:
+    def _find_row_mixing(self, parts: list[ModuleTrace], evidence: Evidence) -> Finding | None:
         """The module whose output for some rows depends on rows of other data-parallel ranks."""
         if len(parts) == 1 or evidence.impure:
             return None

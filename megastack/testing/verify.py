@@ -132,7 +132,7 @@ class Verifier:
         Raises:
             ConfigError: there is none, or there are too many ranks to fork.
         """
-        _require_few(ranks)
+        _check_rank_count(ranks)
         found = valid_layouts(self.config, ranks)
         if not found:
             raise ConfigError(
@@ -148,7 +148,7 @@ class Verifier:
         """
         if found := violations(self.config):
             raise ConfigError.of(found)
-        _require_few(mesh_shape(self.config).world_size)
+        _check_rank_count(mesh_shape(self.config).world_size)
         return self.config
 
     def check(self, layout: TrainConfig) -> Verdict:
@@ -257,7 +257,7 @@ def _runs(config: TrainConfig) -> dict[str, TrainConfig]:
     return {own: config} if own == "sgd" else {own: config, "sgd": with_sgd(config)}
 
 
-def _require_few(ranks: int) -> None:
+def _check_rank_count(ranks: int) -> None:
     if ranks > MOST_RANKS:
         rule = f"must be at most {MOST_RANKS}, since every rank is forked on this machine"
         raise ConfigError.of([Violation("ranks", ranks, rule, ("smaller degrees of the same axes",))])

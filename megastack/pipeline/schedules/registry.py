@@ -61,7 +61,7 @@ class _Kind:
     idle: Callable[..., float] | None = None
     peaks: Callable[..., Sequence[float]] | None = None
     violations: Callable[..., list[Violation]] | None = None
-    proven: bool = False
+    built_in: bool = False
     key: str = "schedule.name"
 
     def options(self) -> dict[str, bool]:
@@ -90,15 +90,15 @@ def _zero_bubble(name: str, generate: Callable[..., Rows], depth: int) -> _Kind:
         partial(zero_bubble.idle, depth=depth),
         partial(zero_bubble.peaks, depth=depth),
         partial(zero_bubble.violations, name=name),
-        proven=True,
+        built_in=True,
     )
 
 
 _KINDS: dict[str, _Kind] = {
-    "gpipe": _Kind(gpipe.gpipe, gpipe.idle, gpipe.peaks, proven=True),
-    "1f1b": _Kind(one_f_one_b.one_f_one_b, one_f_one_b.idle, one_f_one_b.peaks, one_f_one_b.violations, proven=True),
+    "gpipe": _Kind(gpipe.gpipe, gpipe.idle, gpipe.peaks, built_in=True),
+    "1f1b": _Kind(one_f_one_b.one_f_one_b, one_f_one_b.idle, one_f_one_b.peaks, one_f_one_b.violations, built_in=True),
     "interleaved": _Kind(
-        interleaved.interleaved, interleaved.idle, interleaved.peaks, interleaved.violations, proven=True
+        interleaved.interleaved, interleaved.idle, interleaved.peaks, interleaved.violations, built_in=True
     ),
     "zb_h1": _zero_bubble("zb_h1", zero_bubble.zb_h1, depth=1),
     "zb_h2": _zero_bubble("zb_h2", zero_bubble.zb_h2, depth=2),
@@ -214,7 +214,7 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
         raise ScheduleError("\n".join(map(str, found)))
     kind = _kind(name)
     schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)), name=name)
-    if not (kind.proven or kind.violations):
+    if not (kind.built_in or kind.violations):
         _require_sizes(schedule, (pp, chunks, microbatches))
         check(schedule)
     return schedule
@@ -223,7 +223,7 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
 def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> bool:
     """Whether a valid schedule has separate W actions, which compute the gradients of weights."""
     kind = _kind(name)
-    if kind.proven:  # all ranks after the first are equal in this respect, and so are all microbatches
+    if kind.built_in:  # all ranks after the first are equal in this respect, and so are all microbatches
         pp, microbatches = min(pp, 2), 1
     schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)))
     return any(part.op is Op.W for row in schedule.ranks for action in row for part in action.parts or (action,))

@@ -25,12 +25,12 @@ def zb_h2(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
     return [_rank(rank, warm_up(pp, rank, microbatches, depth=2), 2 * rank, microbatches) for rank in range(pp)]
 
 
-def _rank(stage: int, warm: int, most_late: int, microbatches: int) -> list[Action]:
-    """Run forwards `warm` microbatches ahead of I, and W up to `most_late` microbatches behind it.
+def _rank(stage: int, warm: int, max_lag: int, microbatches: int) -> list[Action]:
+    """Run forwards `warm` microbatches ahead of I, and W up to `max_lag` microbatches behind it.
 
     W is not deferred past the last pair of a forward and an I, after which a rank has only W to run until its next I.
     """
-    late = min(most_late, max(0, microbatches - warm - 1))
+    late = min(max_lag, max(0, microbatches - warm - 1))
     backward = Op.I if stage else Op.B
     actions = [Action(Op.F, stage, m) for m in range(warm)]
     for m in range(microbatches + late):
@@ -56,7 +56,7 @@ def peaks(pp: int, chunks: int, microbatches: int, *, depth: int, weight_share: 
         depth: 1 for ZB-H1, 2 for ZB-H2.
         weight_share: the part of an activation that W still needs after I.
     """
-    most = min(microbatches, _most(pp, depth))
+    most = min(microbatches, _most_alive(pp, depth))
     whole = [min(warm_up(pp, rank, microbatches, depth=depth) + 1, microbatches) for rank in range(pp)]
     return [forwards + weight_share * (most - forwards) for forwards in whole]
 
@@ -75,10 +75,10 @@ def idle(
 
     With M >= p that is (p-1)(F+I-W) for ZB-H1, with M >= 2p - 1 (p-1)(F+I-2W) for ZB-H2. With M <= p both are equal.
     """
-    return (pp - 1) * (F + I) - (min(microbatches, _most(pp, depth)) - 1) * W
+    return (pp - 1) * (F + I) - (min(microbatches, _most_alive(pp, depth)) - 1) * W
 
 
-def _most(pp: int, depth: int) -> int:
+def _most_alive(pp: int, depth: int) -> int:
     return depth * (pp - 1) + 1
 
 
