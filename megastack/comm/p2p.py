@@ -30,7 +30,7 @@ class P2PChannels:
     Args:
         group: the axis along which messages travel; peers are identified by their rank in it.
         backward: a second process group of the same ranks, for messages to lower ranks.
-        device: where message tensors live.
+        device: the device of message tensors.
     """
 
     def __init__(self, group: AxisGroup, backward: dist.ProcessGroup | None, device: torch.device) -> None:

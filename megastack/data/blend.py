@@ -32,7 +32,7 @@ def shares(weights: Sequence[float]) -> Int64s:
     missing = PERIOD - int(counts.sum())
     if missing > 0:
         counts[np.argsort(counts - ideal, kind="stable")[:missing]] += 1
-    while missing < 0:  # tiny weights were rounded up; take it from the largest shares, which keep at least one
+    while missing < 0:  # tiny weights were rounded up; reduce the largest shares, to no less than one
         largest = counts.argmax()
         excess = min(-missing, int(counts[largest]) - 1)
         counts[largest] -= excess

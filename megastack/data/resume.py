@@ -75,7 +75,7 @@ def restored_histories(dataset: Dataset, trainer: Record, global_size: int) -> B
 
 
 def _padded(trainer: Record, count: int) -> list[Record]:
-    """The records of the first `count` phases, empty where the checkpoint has none."""
+    """The records of the first `count` phases, empty if the checkpoint has none."""
     found: list[Record] = [trainer, *trainer.get(PHASES, ())]
     return (found + [{}] * count)[:count]
 

@@ -42,7 +42,7 @@ class Bucket:
         slots: name, shape and offset of each parameter.
         reduction: the groups over which the gradients are summed.
         group: the optimizer group; ``None`` if none was given.
-        decay: whether the placements allow weight decay (``group`` decides where it is given).
+        decay: whether the placements allow weight decay (``group`` takes precedence).
         reduce_dtype: the dtype in which gradients are summed over the data group.
     """
 

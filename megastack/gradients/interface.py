@@ -43,7 +43,7 @@ class LocalShard(Protocol):
 
     @property
     def decay(self) -> bool:
-        """Whether the placements allow weight decay (``group`` decides where it is given)."""
+        """Whether the placements allow weight decay (``group`` takes precedence)."""
 
     @property
     def is_rounded(self) -> bool:

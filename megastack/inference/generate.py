@@ -223,7 +223,7 @@ class _Rows:
         self.samples = range(first_sample, first_sample + len(ids))
 
     def append(self, ids: Sequence[int]) -> list[int | None]:
-        """Append a token to each text that has not ended; returns what was appended to each."""
+        """Append a token to each text that has not ended. Returns the token of each text, or None."""
         added: list[int | None] = [None if over else i for i, over in zip(ids, self.ended, strict=True)]
         for row, i in enumerate(added):
             if i is not None:

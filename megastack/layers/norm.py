@@ -55,7 +55,7 @@ class RMSNorm(_Norm):
 
     Args:
         hidden: the size of the last dim.
-        mesh: the ranks that hold a copy of the weight.
+        mesh: the ranks that hold a replica of the weight.
         eps: added to the mean square.
         sequence_parallel: the input is split over tp, so the gradient is partial over it.
     """
@@ -73,7 +73,7 @@ class LayerNorm(_Norm):
 
     Args:
         hidden: the size of the last dim.
-        mesh: the ranks that hold a copy of the weight and the bias.
+        mesh: the ranks that hold a replica of the weight and the bias.
         eps: added to the variance.
         sequence_parallel: the input is split over tp, so both gradients are partial over it.
     """

@@ -31,7 +31,7 @@ class Rope:
         head_dim: K, the width of a head; even.
         theta: base of the geometric series of frequencies.
         scaling: ``none``, ``linear`` (all frequencies divided by ``factor``) or ``llama3``.
-        factor: how many times longer the context becomes (``linear``, ``llama3``).
+        factor: the factor by which the context is extended (``linear``, ``llama3``).
         low_freq_factor: ``llama3`` divides in full if the wavelength exceeds ``original_max_positions`` over this.
         high_freq_factor: ``llama3`` changes nothing if the wavelength is below ``original_max_positions`` over this.
         original_max_positions: the context length before the stretching (``llama3``).

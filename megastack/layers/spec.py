@@ -76,7 +76,7 @@ class SavedTensor:
 
 
 class LayerSpec(ABC):
-    """The properties of a layer; a layer overrides those that are not zero or empty."""
+    """Base class of layer specs; a subclass overrides the methods whose result is not zero or empty."""
 
     @abstractmethod
     def placements(self, tp: int = 1) -> dict[str, Placement]:

@@ -290,7 +290,7 @@ _COPIES = "_recompute_copies"
 class BufferCopies:
     """The values of a module's buffers at the time of the first run, on which the second run operates.
 
-    A layer may update a buffer in its forward (a running mean). The second run must not update it again, nor read what
+    A layer may update a buffer in its forward (a running mean). The second run must not update it again, nor read values that
     the first run or later microbatches have written. An unchanged buffer is copied once; changes are detected by
     torch's version counter, which does not see writes through ``.data``.
 

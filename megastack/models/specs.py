@@ -55,7 +55,7 @@ class BlockSpec(LayerSpec):
         return found
 
     def deferred(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
-        """The inputs of the first linear layers, and what the two layers hold."""
+        """The inputs of the first linear layers, and the tensors that the two layers hold."""
         found = []
         for name, layer in (("attention", self.attention), ("mlp", self.mlp)):
             found.append(_hidden_states(f"{name}_norm output", self.norm.hidden, microbatch))

@@ -20,7 +20,7 @@ from megastack.gradients.interface import BoxView, LocalShard
 
 
 def set_dtypes_(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[str]) -> None:
-    """Set the dtype of each parameter: ``compute``, but at least fp32 where a pattern matches its name.
+    """Set the dtype of each parameter: ``compute``, but at least fp32 if a pattern matches its name.
 
     Call it while the parameters are on the meta device and have no values that rounding could change.
     """

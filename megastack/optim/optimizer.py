@@ -1,4 +1,4 @@
-"""The optimizer of this rank's local shards: options in, one object with ``step`` out.
+"""The optimizer of this rank's local shards.
 
 It updates flat shards with torch's fused kernels, with one call per :class:`ParameterGroup`. The learning rate is an
 argument of each step, from :class:`megastack.optim.lr.LearningRate`; it is not state. Moments and main parameters are

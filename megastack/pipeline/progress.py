@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One entry of a list: it runs once all keys of `needs` are available, and makes those of `provides` available."""
+    """One entry of a list: it runs once all keys in `needs` are available, and makes the keys in `provides` available."""
 
     needs: tuple[Hashable, ...] = ()
     provides: tuple[Hashable, ...] = ()

@@ -259,7 +259,7 @@ def _aliases(named: Iterable[tuple[str, _T]]) -> dict[_T, list[str]]:
 
 
 def _tensor_errors(aliases: list[str], tensor: Tensor, declared: list[_Declaration]) -> Iterator[str]:
-    """Check one parameter or buffer against its declarations (several where it is tied)."""
+    """Check one parameter or buffer against its declarations (several if it is tied)."""
     name, (placement, owner) = aliases[0], declared[0]
     if any(other != placement for other, _ in declared):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"

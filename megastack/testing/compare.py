@@ -170,7 +170,7 @@ def _beyond(kind: str, name: str, step: int, distance: float, ratio: float) -> l
 
 
 def least_squares_ratio(expected: Tensor, actual: Tensor) -> float:
-    """The factor by which ``expected`` approximates ``actual`` best; infinite where ``expected`` is zero."""
+    """The factor by which ``expected`` approximates ``actual`` best; infinite if ``expected`` is zero."""
     norm = float((expected.double() ** 2).sum())
     return float((expected.double() * actual.double()).sum()) / norm if norm else float("inf")
 

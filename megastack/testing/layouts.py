@@ -66,7 +66,7 @@ def _candidates(config: TrainConfig, ranks: int) -> Iterator[TrainConfig]:
 
 
 def _pipelines(config: TrainConfig, pp: int) -> Iterator[dict[str, object]]:
-    """Schedules with their chunks; only one schedule for a single stage, where all are the same."""
+    """Schedules with their chunks; only one schedule for a single stage, since all are the same then."""
     for chunks in range(1, max(1, config.model.layers // pp) + 1):
         stages = pp * chunks
         for name in schedule_names() if stages > 1 else ("1f1b",):

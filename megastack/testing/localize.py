@@ -94,7 +94,7 @@ def is_within(name: str, outer: str) -> bool:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether the tensors of a module match the reference; None where that is unknown.
+    """Whether the tensors of a module match the reference; None if unknown.
 
     The received tensors (``inputs``, ``output_gradients``) match only if all of them can be compared.
     """

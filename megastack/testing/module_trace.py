@@ -212,7 +212,7 @@ def relative_difference(expected: Tensor, actual: Tensor, whole: Tensor) -> floa
 def tp_shard(whole: Tensor, shape: Sequence[int], place: TPRank) -> Tensor | None:
     """The part of a tensor that a tensor-parallel rank holds, by its local shape: all of it, or a shard of one dim.
 
-    Adjacent ranks hold the same shard where there are fewer shards than ranks. None if the shape is neither.
+    Adjacent ranks hold the same shard if there are fewer shards than ranks. None if the shape is neither.
     """
     if tuple(whole.shape) == tuple(shape):
         return whole

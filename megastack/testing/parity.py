@@ -1,4 +1,4 @@
-"""``assert_parity``: assert that a parallel layer computes on a mesh what it computes on one rank.
+"""``assert_parity``: assert that a parallel layer computes the same on a mesh as on one rank.
 
 A factory builds the layer on a mesh. The layer is initialised by global name, its constant initial values are perturbed
 (a bias of zero hides a bias that is added once too often), and it is trained for a few steps on the same global input.

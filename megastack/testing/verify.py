@@ -1,4 +1,4 @@
-"""``verify``: check that a configuration and its layers compute on a layout what they compute on one rank.
+"""``verify``: check that a configuration and its layers compute the same on a layout as on one rank.
 
 The configuration is trained for a few steps on one rank and on the layout, in fp64, with its own optimizer and with
 plain SGD, since Adam hides a constant factor on a gradient. Losses, gradients, their norm, weights and persistent

@@ -52,7 +52,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A schedule's generator and its formulas, which take the generator's arguments.
+    """A schedule's generator and its formulas, which accept the generator's arguments.
 
     `idle` is the idle time of the longest rank span where F = I = W = 1, `peaks` are counted in chunks.
     """
