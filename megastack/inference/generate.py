@@ -5,8 +5,8 @@ Every rank runs the same loop over tokens. A token passes through the stages lik
 the ids are broadcast to all ranks, which therefore stop together. Prompts of different lengths form one batch, padded
 at the end; :mod:`megastack.layers.cache` explains why the padding has no effect.
 
-Each call creates its own caches and discards them at its end. This module does not load weights, tokenize
-text or parse a command line.
+Each call creates its own caches and discards them at its end. This module does not load weights, tokenize text or parse
+a command line.
 
 Shapes: B rows, S tokens of a row in one call, V vocabulary of this rank.
 """

@@ -105,7 +105,7 @@ class AttentionSpec(LayerSpec):
         }
 
     def saved(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
-        """Queries, keys and values, the tensors that ``attend`` saves, and its output, read by the output projection."""
+        """Queries, keys and values, the tensors saved in ``attend``, and its output for the output projection."""
         q, kv, width = self._q_shape(microbatch), self._kv_shape(microbatch), microbatch.width
         items = []
         if self.qk_norm:

@@ -172,8 +172,8 @@ class RowParallelLinear(_ParallelLinear):
     """``x @ weight.T + bias`` with the input features split over tp, like the output of a column-parallel layer.
 
     Forward all-reduces the output, or with ``sequence_parallel`` reduce-scatters it along the sequence. Backward sends
-    nothing, or with ``sequence_parallel`` all-gathers the output gradient. The bias is replicated and added
-    after the reduction; with ``sequence_parallel`` each rank sees only its rows, so its gradient is partial over tp.
+    nothing, or with ``sequence_parallel`` all-gathers the output gradient. The bias is replicated and added after the
+    reduction; with ``sequence_parallel`` each rank sees only its rows, so its gradient is partial over tp.
 
     Args:
         in_features: the input features over all ranks.

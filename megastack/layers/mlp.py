@@ -1,7 +1,7 @@
 """The feed-forward layer with its inner features split over the tensor-parallel axis.
 
-``swiglu`` (Shazeer 2020) multiplies an up projection by the SiLU of a gate: one weight ``(2, F, D)``, gate first,
-split on F so that each rank holds matching features of both. ``gelu`` has one projection ``(F, D)`` and GPT-2's tanh
+``swiglu`` (Shazeer 2020) multiplies an up projection by the SiLU of a gate: one weight ``(2, F, D)``, gate first, split
+on F so that each rank holds matching features of both. ``gelu`` has one projection ``(F, D)`` and GPT-2's tanh
 approximation of the GELU. Nothing is communicated between the two projections. Parameters, saved tensors, FLOPs and
 rules are in :mod:`megastack.layers.mlp_spec`.
 

@@ -7,10 +7,10 @@ embedding (with learned positions), a block, and the head (final norm and output
 lists the parameters of a stage with the placements that the built modules declare, so counts are exact, padding, kv
 copies and tied copies included.
 
-**FLOPs.** A multiply-add counts as 2; the backward costs twice the forward; recomputation is not
-counted. Embedding lookups, norms, activations and the softmax count as 0; kv heads are counted at their actual number.
-Attention scores follow one of two conventions: *causal* counts the half that causal attention needs, *full* counts all
-S × S. **MFU uses causal**, the lower figure. For full, as in the papers on PaLM and Megatron-LM, pass ``causal=False``.
+**FLOPs.** A multiply-add counts as 2; the backward costs twice the forward; recomputation is not counted. Embedding
+lookups, norms, activations and the softmax count as 0; kv heads are counted at their actual number. Attention scores
+follow one of two conventions: *causal* counts the half that causal attention needs, *full* counts all S × S. **MFU uses
+causal**, the lower figure. For full, as in the papers on PaLM and Megatron-LM, pass ``causal=False``.
 
 Not included: activations (:mod:`megastack.models.activations`), time, and communication.
 """

@@ -290,9 +290,9 @@ _COPIES = "_recompute_copies"
 class BufferCopies:
     """The values of a module's buffers at the time of the first run, on which the second run operates.
 
-    A layer may update a buffer in its forward (a running mean). The second run must not update it again, nor read values that
-    the first run or later microbatches have written. An unchanged buffer is copied once; changes are detected by
-    torch's version counter, which does not see writes through ``.data``.
+    A layer may update a buffer in its forward (a running mean). The second run must not update it again, nor read
+    values that the first run or later microbatches have written. An unchanged buffer is copied once; changes are
+    detected by torch's version counter, which does not see writes through ``.data``.
 
     Args:
         function: a method of the module bound with ``functools.partial``; any other function has no buffers.

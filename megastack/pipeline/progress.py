@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One entry of a list: it runs once all keys in `needs` are available, and makes the keys in `provides` available."""
+    """One entry of a list: it runs once all keys in `needs` are available, and provides the keys in `provides`."""
 
     needs: tuple[Hashable, ...] = ()
     provides: tuple[Hashable, ...] = ()

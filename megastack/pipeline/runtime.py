@@ -6,7 +6,8 @@ schedule splits backwards, I computes the gradient of the input and W, later, th
 rank runs a schedule of one stage, not a separate code path. Nothing here reads a tensor on the host.
 
 The tensors between two stages depend only on the shapes of the microbatch. Before the first output for given shapes, a
-stage sends a header with their specs, and the receiver waits for it at first use. From then on receives are posted at their positions in the schedule.
+stage sends a header with their specs, and the receiver waits for it at first use. From then on receives are posted at
+their positions in the schedule.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A stage's module is called with the stage inputs, named tensors from the previous stage (``{}`` on the first stage), and
 the microbatch. It returns the inputs of the next stage or, on the last one, a :class:`~megastack.batch.StageLoss`. Only
-the gradient edges of the output are kept, so its memory is freed once it is sent. A backward can defer the gradients
-of weights; their operands are then kept until :meth:`Stage.backward_weights`.
+the gradient edges of the output are kept, so its memory is freed once it is sent. A backward can defer the gradients of
+weights; their operands are then kept until :meth:`Stage.backward_weights`.
 """
 
 from __future__ import annotations

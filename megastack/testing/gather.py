@@ -1,7 +1,7 @@
 """Gather whole tensors on the first rank from the parts that ranks hold, and compare replicas.
 
-Replicas of a parameter (over dp always, over tp if it is whole or has copies, and at both ends of a tied pair) must
-be bitwise identical, or they drift apart.
+Replicas of a parameter (over dp always, over tp if it is whole or has copies, and at both ends of a tied pair) must be
+bitwise identical, or they drift apart.
 """
 
 from __future__ import annotations
