@@ -1,7 +1,7 @@
 """The feed-forward layer as a value: parameters, saved tensors, FLOPs and rules; torch-free.
 
-The layer is :class:`megastack.layers.mlp.ParallelMLP`. Shapes: B microbatch, S sequence, D hidden, F inner features, t
-tensor-parallel degree.
+The layer is :class:`megastack.layers.mlp.ParallelMLP`. Shapes: B microbatch, S sequence, D hidden, F inner features,
+t tensor-parallel degree.
 """
 
 from __future__ import annotations
