@@ -114,7 +114,7 @@ def start_all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Pending:
 
 
 def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
-    """The sum (``max``, ``min``) of every rank's ``x``, on every rank; shapes must agree."""
+    """The sum (``max``, ``min``) of every rank's ``x``, in the same shape, on every rank."""
     return start_all_reduce(x, group, op).wait()
 
 

@@ -116,7 +116,7 @@ class UnitSharder:
         return groups
 
     def _computes(self, module: nn.Module, *, recurse: bool = True) -> list[Compute]:
-        """The distinct values for the parameters of a module, in order."""
+        """The distinct :class:`Compute` values of a module's parameters, in order."""
         return list(dict.fromkeys(self._compute[p] for p in module.parameters(recurse) if p in self._compute))
 
     def _apply(self, module: nn.Module, reshard_after_forward: bool) -> None:
@@ -220,7 +220,7 @@ class UnitCalls:
 
 
 def require_calls(module: nn.Module, groups: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> None:
-    """Register hooks that raise if a forward skips an FSDP2 group inside a unit, since its order is unknown.
+    """Register hooks that raise if a forward skips an FSDP2 group inside a unit; the order of such groups is unknown.
 
     Args:
         module: a stage or a unit.

@@ -227,7 +227,7 @@ def agree_over_stages(trained: Sequence[TrainedParameter], mesh: Mesh) -> tuple[
 
     Returns:
         The pipeline coordinates that hold each tied parameter, by name, and whether a parameter of any stage differs
-            over data ranks.
+        over data ranks.
 
     Raises:
         PlacementError: on every rank, if two parameters are tied over different sets of stages that overlap.

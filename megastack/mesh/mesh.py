@@ -3,8 +3,8 @@
 A mesh is passed as a value; two can exist in one process. Groups come from torch's ``DeviceMesh``, so that FSDP2 and
 distributed checkpoints use the same objects. Axes of size 1 exist and communicate nothing.
 
-Creating a process group is a collective. All ranks of the world create the groups that training needs together with the
-mesh. Only the members of a group call :meth:`Mesh.subgroup`, whatever other groups each of them has created.
+Creating a process group is a collective. All ranks of the world create the groups that training needs when they
+create the mesh. Only the members of a group call :meth:`Mesh.subgroup`, whatever other groups each of them has created.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Subgroup:
 
 @dataclass(frozen=True)
 class Replication:
-    """The ranks on which a parameter is replicated, those over which its gradient is partial, and the owner.
+    """The replicas of a parameter, the ranks over which its gradient is partial, and the owner of a replica.
 
     Gradient buckets, ZeRO, FSDP and the gradient norm read this value of each parameter and refer to no axis by name.
     It holds axes and coordinates; ``megastack.gradients.reduction`` opens the process groups.
