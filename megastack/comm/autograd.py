@@ -1,8 +1,8 @@
-"""Collectives that gradients flow through: three conjugate pairs.
+"""Differentiable collectives, as three conjugate pairs.
 
 Under tensor parallelism a tensor is *replicated* (the values and the gradient are identical on every rank of the
 group), *partial* (the value is the sum over the ranks) or *split* along a dim. Each function converts a tensor from one
-state to another; its backward is the function that converts the gradient in the opposite direction:
+state to another, and its backward converts the gradient in the opposite direction:
 
 ==================================  ================================  ======================
 forward                             backward                          sends, per rank
@@ -15,9 +15,10 @@ forward                             backward                          sends, per
 :func:`gather_replicated`: gather   :func:`slice_to`                  (n-1)/n · S / 0
 ==================================  ================================  ======================
 
-``S`` is the whole (gathered) tensor. Whether to use :func:`gather_from` or :func:`gather_replicated` depends on what
-follows. After the first, ranks do different work on the whole tensor (a column-parallel product), so its gradient is
-partial. After the second, all ranks do the same work, so the gradient is complete and each needs only its slice.
+``S`` is the whole (gathered) tensor. The choice between :func:`gather_from` and :func:`gather_replicated` depends on
+the next operation. After the first, ranks do different work on the whole tensor (a column-parallel product), so its
+gradient is partial. After the second, all ranks do the same work, so the gradient is complete and each rank needs only
+its slice.
 
 The conjugate operators follow Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022 for the split sequence). A
 group of one rank returns its input and adds no node to the graph.

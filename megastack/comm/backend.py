@@ -1,7 +1,7 @@
-"""What differs between the backends of torch.distributed: gloo on the host and NCCL on a GPU.
+"""Differences between the backends of torch.distributed: gloo on the CPU and NCCL on a GPU.
 
-Collectives choose a backend by the device of their tensors. The ring algorithms of gloo copy through buffers of their
-own, so on the host the same result comes faster from simpler operations. On a GPU each collective is one call.
+Collectives choose a backend by the device of their tensors. The ring algorithms of gloo copy through internal buffers,
+so on the CPU simpler operations compute the same result faster. On a GPU each collective is one call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Work(Protocol):
     """An operation in progress."""
 
     def wait(self) -> Any:
-        """Block until it is complete; on a GPU, block the current stream."""
+        """Block until the operation is complete; on a GPU, block the current stream."""
 
 
 class Backend(Protocol):
-    """The collectives whose implementation depends on the backend, and what their callers must know about it."""
+    """The collectives whose implementation depends on the backend, and the properties that their callers depend on."""
 
     @property
     def process_groups(self) -> str:
@@ -32,43 +32,43 @@ class Backend(Protocol):
 
     @property
     def wait_blocks_host(self) -> bool:
-        """Whether waiting for an operation holds up the host."""
+        """Whether waiting for an operation blocks the host."""
 
     @property
     def receive_lead(self) -> int:
-        """The number of computations by which a receive may be posted before its place in a schedule."""
+        """The number of computations by which a receive may be posted ahead of its position in a schedule."""
 
     def start_gather_(self, pieces: Tensor, group: AxisGroup) -> Work:
-        """Fill a contiguous ``(size, n)`` tensor, of which this rank has row ``group.rank``, with the rows of all."""
+        """Fill a contiguous ``(size, n)`` tensor with the rows of all ranks; this rank owns row ``group.rank``."""
 
     def start_sum(self, out: Tensor, pieces: Tensor, group: AxisGroup) -> tuple[Work, Callable[[], Tensor]]:
         """Sum contiguous ``pieces`` ``(size, …)`` over the group; row ``group.rank`` of the sum goes to ``out``.
 
         Returns:
-            The work, and a function that returns ``out``, to call once after the wait.
+            The work, and a function that returns ``out``. Call it once after the wait.
         """
 
 
 class Gloo:
-    """Tensors on the host."""
+    """Tensors on the CPU."""
 
     process_groups = "gloo"
     wait_blocks_host = True
     receive_lead = 1
-    """Gloo matches in the background, and an earlier receive hides its hand-shake."""
+    """Gloo matches messages in the background, so an earlier receive hides its handshake."""
 
     def start_gather_(self, pieces: Tensor, group: AxisGroup) -> Work:
-        """Each rank broadcasts its row, straight from and into the buffer.
+        """Broadcast each rank's row directly from and into the buffer.
 
-        An all-gather of gloo goes through a copy and takes about one and a half times as long.
+        The all-gather of gloo copies through another buffer and takes about 1.5 times as long.
         """
         rows = zip(group.ranks, pieces, strict=True)
         return _Works([dist.broadcast(row, src=rank, group=group.group, async_op=True) for rank, row in rows])
 
     def start_sum(self, out: Tensor, pieces: Tensor, group: AxisGroup) -> tuple[Work, Callable[[], Tensor]]:
-        """Ranks exchange their pieces and each adds what it receives.
+        """Exchange the pieces and sum them locally.
 
-        That takes half the time of a reduce-scatter of gloo, and one more buffer until then.
+        This takes half the time of gloo's reduce-scatter, and needs one more buffer until it is complete.
         """
         received = torch.empty_like(pieces)
         work = dist.all_to_all_single(received.view(-1), pieces.view(-1), group=group.group, async_op=True)
@@ -76,12 +76,12 @@ class Gloo:
 
 
 class Nccl:
-    """Tensors on a GPU. A job on GPUs keeps gloo beside NCCL for messages between hosts."""
+    """Tensors on a GPU. A job on GPUs also keeps gloo for messages between hosts."""
 
     process_groups = "cpu:gloo,cuda:nccl"
     wait_blocks_host = False
     receive_lead = 0
-    """Operations of a pair of ranks run in order: an early receive could run before a send that the peer needs."""
+    """Operations between two ranks run in order, so an early receive could run before a send that the peer needs."""
 
     def start_gather_(self, pieces: Tensor, group: AxisGroup) -> Work:
         """One all-gather."""
@@ -94,7 +94,7 @@ class Nccl:
 
 
 class _Works:
-    """Several works as one; waiting for it waits for all of them."""
+    """Several operations as one; waiting for it waits for all of them."""
 
     __slots__ = ("_works",)
 

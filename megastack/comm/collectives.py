@@ -1,11 +1,12 @@
-"""Collectives as functions: a tensor and a group in, a new tensor out.
+"""Functional collectives: a tensor and a group in, a new tensor out.
 
 Three rules hold for all of them. The input is never modified; functions that work in place, on buffers that the caller
 owns, end in an underscore. A group of one rank returns its input and reports nothing. Every other call is reported to
-the group's observer. The ``start_…`` forms return a :class:`Pending` at once, so that work can run during transfers.
+the group's observer. The ``start_…`` forms return a :class:`Pending` at once, so that computation can overlap with the
+transfer.
 
-None of these is differentiable; the conjugate pairs are in :mod:`megastack.comm.autograd`. What depends on the device
-is in :mod:`megastack.comm.backend`.
+None of these is differentiable; the conjugate pairs are in :mod:`megastack.comm.autograd`. Device-dependent
+implementations are in :mod:`megastack.comm.backend`.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def start_all_reduce_(buffer: Tensor, group: AxisGroup, op: str = "sum") -> Pend
 def start_reduce_scatter_(buffer: Tensor, group: AxisGroup, out: Tensor | None = None) -> Pending:
     """Sum a flat ``buffer`` over the group; this rank keeps its equal piece of the sum, in place or in ``out``.
 
-    The result is the view of that piece, or ``out``; the rest of the buffer has no meaning afterwards. The caller owns
-    the buffer, whose size is a multiple of the group's, and must not use it until :meth:`Pending.wait`.
+    The result is a view of that piece, or ``out``; the rest of the buffer is undefined afterwards. The caller owns the
+    buffer, whose size is a multiple of the group's, and must not use it until :meth:`Pending.wait`.
     """
     if group.size == 1:
         return done(buffer if out is None else out.copy_(buffer))
@@ -86,7 +87,7 @@ def start_reduce_scatter_(buffer: Tensor, group: AxisGroup, out: Tensor | None =
 
 
 def start_all_gather_(buffer: Tensor, group: AxisGroup) -> Pending:
-    """Fill a flat ``buffer``, of which each rank has its own equal piece, with the pieces of all ranks, in place."""
+    """Fill a flat ``buffer`` in place with the equal pieces of all ranks; each rank has written its own piece."""
     if group.size == 1:
         return done(buffer)
     operation = _begin(group, "all_gather", buffer)
@@ -95,12 +96,12 @@ def start_all_gather_(buffer: Tensor, group: AxisGroup) -> Pending:
 
 
 def own_piece(buffer: Tensor, group: AxisGroup) -> Tensor:
-    """This rank's equal piece of a flat buffer, a view."""
+    """This rank's equal piece of a flat buffer, as a view."""
     return _pieces(buffer, group)[group.rank]
 
 
 def _pieces(buffer: Tensor, group: AxisGroup) -> Tensor:
-    """A flat buffer as its equal pieces ``(size, n)``, a view."""
+    """A flat buffer as its equal pieces ``(size, n)``, as a view."""
     assert buffer.numel() % group.size == 0, f"{buffer.numel()} elements are not a multiple of {group.size}"
     return buffer.view(group.size, -1)
 
@@ -113,7 +114,7 @@ def start_all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Pending:
 
 
 def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
-    """The sum (``max``, ``min``) of every rank's ``x``, same shape, on every rank."""
+    """The sum (``max``, ``min``) of every rank's ``x``, in the same shape, on every rank."""
     return start_all_reduce(x, group, op).wait()
 
 
@@ -160,7 +161,7 @@ def broadcast(x: Tensor, group: AxisGroup, source: int = 0) -> Tensor:
 
 
 def _cut(x: Tensor, size: int, dim: int) -> Tensor:
-    """``x`` as (size, …): its ``size`` equal pieces along ``dim``, contiguous."""
+    """``x`` as its ``size`` equal pieces along ``dim``, contiguous, of shape ``(size, …)``."""
     dim = dim % x.dim()
     if dim == 0:
         return x.contiguous().view(size, x.shape[0] // size, *x.shape[1:])
@@ -173,7 +174,7 @@ def _join(pieces: Tensor, dim: int) -> Tensor:
     return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim)
 
 
-# The same for FSDP2, so that its communication is counted as well.
+# Collectives for FSDP2, so that its communication is counted as well.
 
 
 class _Collective:
@@ -187,10 +188,10 @@ class _Collective:
 
 
 class CountedGather(_Collective):
-    """The all-gather; its input already lies in its output.
+    """The all-gather; its input is already a part of its output.
 
-    Where waiting blocks the host, the wait comes when the parameters are used. On a GPU the gather runs on the stream
-    that FSDP2 has chosen, which waits at once.
+    Where waiting blocks the host, FSDP2 waits when the parameters are used. On a GPU the gather runs on the stream that
+    FSDP2 selected, which waits immediately.
     """
 
     def __call__(
@@ -204,7 +205,7 @@ class CountedGather(_Collective):
 
 
 class _Gathering(dist.Work):
-    """A gather in progress, as FSDP2 waits for one."""
+    """A gather in progress, with the interface that FSDP2 expects."""
 
     def __init__(self, pending: Pending) -> None:
         super().__init__()
@@ -216,7 +217,7 @@ class _Gathering(dist.Work):
 
 
 class CountedReduce(_Collective):
-    """The reduce-scatter, in the dtype of the communication."""
+    """The reduce-scatter, in the communication dtype."""
 
     def __call__(
         self,

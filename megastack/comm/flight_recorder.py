@@ -2,7 +2,7 @@
 
 Counters measure traffic; the recorder lets a hung rank report what it is waiting for, and on which peer. Operations are
 numbered from 1 in the order in which this rank starts them, collectives by group and messages by channel (source to
-destination), so the same number on two ranks is the same operation. Recording costs less than a microsecond an
+destination), so the same number on two ranks identifies the same operation. Recording costs less than a microsecond per
 operation. The recorder is never reset.
 """
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 KEPT = 32
-"""How many operations, and how many actions, are kept."""
+"""The number of operations, and of actions, that are kept."""
 MESSAGES = {"send": "receive", "receive": "send"}
 """Operations between two ranks, and the operation of the peer."""
 
@@ -56,7 +56,7 @@ def channel_of(axis: str, op: str, ranks: tuple[int, ...]) -> str:
 
 
 def _key(axis: str, op: str, ranks: tuple[int, ...]) -> tuple[Hashable, ...]:
-    """Identifies a group or channel; cheaper than its name."""
+    """A key of a group or channel; cheaper than its name."""
     return axis, op in MESSAGES and op, ranks[0], ranks[-1], len(ranks)
 
 
@@ -64,7 +64,7 @@ class FlightRecorder:
     """The last operations and actions of one rank.
 
     Attributes:
-        layer: the layer being computed, where that is known.
+        layer: the layer being computed, if it is known.
         waiting: the operation that this rank is blocked on; it stays set after a wait that failed.
         since: when (``time.monotonic``) the transport began to wait for it.
         moved: when this rank last started an operation, began to wait or finished waiting.
@@ -97,7 +97,7 @@ class FlightRecorder:
 
     @contextmanager
     def waits(self, operation: Operation) -> Iterator[None]:
-        """The context waits for an operation."""
+        """Context manager in which this rank waits for an operation."""
         self.begin_wait(operation)
         yield
         self.end_wait()
@@ -109,9 +109,9 @@ class FlightRecorder:
 
     @contextmanager
     def local_work(self) -> Iterator[None]:
-        """The context is local work inside an operation of several rounds, which this rank joins when it is done.
+        """Context manager for local work inside an operation of several rounds, which this rank joins afterwards.
 
-        Without effect where no operation is waited for.
+        Has no effect unless this rank is waiting for an operation.
         """
         operation = self.waiting
         if operation is None:

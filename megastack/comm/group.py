@@ -1,4 +1,4 @@
-"""The ranks that communicate along one axis (or several fused ones), as one small value."""
+"""The ranks that communicate along one axis (or several fused ones), as a small value."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class AxisGroup:
         rank: this rank's index among its peers, from 0.
         size: the number of peers, this rank included.
         ranks: their global ranks, in order.
-        group: torch's process group; ``None`` when ``size`` is 1, where nothing is ever communicated.
-        axis: the label of the group in counters and reports (``dp`` stands for fused ``dp·cp`` as well).
-        observer: what operations on this group are reported to.
+        group: torch's process group; ``None`` when ``size`` is 1 and nothing is ever communicated.
+        axis: the label of the group in counters and reports (``dp`` also stands for fused ``dp·cp``).
+        observer: receives the operations on this group.
     """
 
     rank: int
@@ -38,12 +38,12 @@ class AxisGroup:
         return self.observer.flight_recorder
 
     def begin(self, op: str, shape: tuple[int, ...] = (), payload_bytes: int | None = None) -> Operation | None:
-        """Report that a collective of this group starts; ``payload_bytes`` where this rank counts it."""
+        """Report that a collective of this group starts; without ``payload_bytes`` this rank does not count it."""
         return self.observer.on_operation(self.axis, op, self.ranks, shape, payload_bytes)
 
     @contextmanager
     def blocks(self, op: str, payload_bytes: int | None = None) -> Iterator[None]:
-        """Report a collective that the context runs and that blocks until it is complete."""
+        """Context manager that reports the blocking collective inside it."""
         self.observer.begin_wait(self.begin(op, (), payload_bytes))
         yield
         self.observer.end_wait()

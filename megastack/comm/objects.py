@@ -1,4 +1,4 @@
-"""Collectives on small Python values, for set-up and reports; not used inside a step."""
+"""Collectives on small Python values, for setup and reports; not used inside a step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def gather_objects(value: T, group: AxisGroup) -> list[T]:
 def average_by_key(values: Mapping[str, float], group: AxisGroup) -> dict[str, float]:
     """The mean of each key over the ranks that have it, on every rank of the group, with sorted keys.
 
-    For figures of your own, in a hook for example. Ranks may have different keys, in any order, or none. Every rank of
-    the group calls; one exchange whatever the keys.
+    Useful for your own metrics, in a hook for example. Ranks may have different keys, in any order, or none. Must be
+    called on every rank of the group. Communicates once, regardless of the keys.
     """
     collected: dict[str, list[float]] = {}
     for theirs in all_gather_objects(dict(values), group):

@@ -1,6 +1,6 @@
-"""What a rank reports about its communication, and who listens.
+"""Observers of a rank's communication.
 
-Every group of a mesh has one observer. Collectives and messages call it when they start, around the wait for them, and
+Every group of a mesh reports to one observer. Collectives and messages call it when they start and around their wait;
 the pipeline and the model call it when an action or a layer begins. A bare mesh has :data:`NO_OBSERVER`, which does
 nothing. A training run installs a :class:`RankObserver`, which counts traffic and feeds the flight recorder.
 """
@@ -15,43 +15,43 @@ from megastack.comm.traffic import Ledger
 
 
 class Observer(Protocol):
-    """Called for each operation of a rank. An implementation must be cheap, and must not communicate."""
+    """Called for each operation of a rank. Implementations must be cheap and must not communicate."""
 
     @property
     def ledger(self) -> Ledger:
-        """The communication counters; empty ones where nothing is counted."""
+        """The communication counters; empty if nothing is counted."""
 
     @property
     def flight_recorder(self) -> FlightRecorder:
-        """The flight recorder; an empty one where nothing is recorded."""
+        """The flight recorder; empty if nothing is recorded."""
 
     def on_operation(
         self, axis: str, op: str, ranks: tuple[int, ...], shape: tuple[int, ...], payload_bytes: int | None
     ) -> Operation | None:
-        """An operation starts on this rank.
+        """Called when an operation starts on this rank.
 
         Args:
             axis: the label of its group.
             op: the name of the operation, such as ``all_reduce`` or ``send``.
             ranks: the global ranks that take part; for a message, source and destination.
-            shape: the shape of its tensor; empty where there is none.
-            payload_bytes: the bytes to count; ``None`` where this rank does not count the operation.
+            shape: the shape of its tensor; empty if there is none.
+            payload_bytes: the bytes to count; ``None`` if this rank does not count the operation.
 
         Returns:
             A handle for :meth:`begin_wait`.
         """
 
     def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
-        """This rank blocks on an operation, whose time-out counts from ``since`` (``time.monotonic``) or from now."""
+        """Called when this rank blocks. The time-out counts from ``since`` (``time.monotonic``), or from now."""
 
     def end_wait(self) -> None:
-        """The operation is complete. Not called if the wait failed."""
+        """Called when the operation is complete, but not if the wait failed."""
 
     def on_action(self, action: object) -> None:
-        """An action of the pipeline schedule begins."""
+        """Called when an action of the pipeline schedule begins."""
 
     def on_layer(self, name: str | None) -> None:
-        """The forward of a layer begins."""
+        """Called when the forward of a layer begins."""
 
 
 class _NoObserver:
@@ -115,7 +115,7 @@ class RankObserver:
 
 
 class ObservedWork:
-    """Work of the backend whose wait is reported to an observer."""
+    """An operation of the backend whose waits are reported to an observer."""
 
     __slots__ = ("_observer", "_operation", "_started", "_work")
 
@@ -133,5 +133,5 @@ class ObservedWork:
         self._observer.end_wait()
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Whether :meth:`wait` would return immediately."""
         return bool(self._work.is_completed())

@@ -1,11 +1,11 @@
 """Point-to-point messages between pipeline ranks: one first-in-first-out channel per (source, destination).
 
-A send is posted and never blocks; its tensor is kept until the message is matched. A receive is posted into a new
+A send is posted and never blocks; its tensor is kept until the message is matched. A receive is posted with a new
 buffer and waited for at first use. Channels are ordered, so a receiver posts its receives in the sender's order;
 :func:`megastack.pipeline.check.check` proves that a schedule does.
 
 Channels to higher ranks of the axis use one process group and channels to lower ranks another. NCCL runs all operations
-of a pair of ranks in one group in sequence, where a send and a receive in opposite orders would deadlock.
+between two ranks of a group in sequence, so a send and a receive in opposite orders would deadlock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class P2PChannels:
     Args:
         group: the axis along which messages travel; peers are identified by their rank in it.
         backward: a second process group of the same ranks, for messages to lower ranks.
-        device: where message tensors live.
+        device: the device of message tensors.
     """
 
     def __init__(self, group: AxisGroup, backward: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class P2PChannels:
         self._posted: deque[tuple[ObservedWork, Tensor]] = deque()
 
     def send(self, x: Tensor, peer: int) -> None:
-        """Post ``x`` to a peer; it must not be modified afterwards."""
+        """Post a send of ``x`` to a peer; ``x`` must not be modified afterwards."""
         self._post(x.contiguous(), peer, x.numel() * x.element_size())
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
@@ -51,7 +51,7 @@ class P2PChannels:
         return Pending(self._observed("receive", buffer, work, peer), lambda: buffer)
 
     def send_header(self, value: Any, peer: int) -> None:
-        """Post a JSON value that describes the tensors to come; not counted."""
+        """Post a JSON value that describes the tensors to come; it is not counted."""
         text = json.dumps(value).encode()
         self._post(torch.tensor([len(text)], device=self._device), peer)
         self._post(torch.tensor(list(text), dtype=torch.uint8, device=self._device), peer)
@@ -69,7 +69,7 @@ class P2PChannels:
     def _observed(
         self, op: str, x: Tensor, work: dist.Work | None, peer: int, payload_bytes: int | None = None
     ) -> ObservedWork:
-        """The work of a message that was posted, reported to the observer."""
+        """A posted message whose waits are reported to the observer."""
         assert work is not None
         group, observer = self._group, self._group.observer
         ends = group.ranks[group.rank], group.ranks[peer]
@@ -80,7 +80,7 @@ class P2PChannels:
         return self._group.group if source < destination else self._backward
 
     def _release(self) -> None:
-        """Release the tensors of messages that were matched."""
+        """Release the tensors of matched messages."""
         while self._posted and self._posted[0][0].is_completed():
             self._posted.popleft()[0].wait()
 

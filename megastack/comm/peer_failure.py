@@ -1,7 +1,7 @@
-"""Which errors are secondary (peer) failures: another rank is gone or late, and its own report gives the cause.
+"""Detects secondary (peer) failures: another rank is gone or late, and that rank reports the cause.
 
-The transport has many texts for that, and some do not name a transport, so the text alone does not decide. An error is
-a peer failure by where it was raised: inside a collective, a message, a wait for either, or the store.
+Transports use many texts for such errors, and some do not name the transport, so the text alone is not sufficient. The
+place where an error was raised decides: inside a collective, a message, a wait for either, or the store.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from megastack.torch_private import DISPATCH_FILE, TRANSPORT_FILES
 
 _OWN = f"{Path(__file__).parent}/"
 _TEXTS = ("gloo/", "caused pair closure", "NCCL")
-"""For waits in code outside of torch and megastack, where the call itself leaves no frame."""
+"""Texts for waits in code outside of torch and megastack, where the call itself leaves no frame."""
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, only means that other ranks cannot be reached."""
+    """Whether an error, or one of its causes, only indicates that other ranks cannot be reached."""
     return any(_signals_peer_failure(cause) for cause in _causes(error))
 
 
 def _signals_peer_failure(error: BaseException) -> bool:
-    """An error of torch's class for it, or a plain ``RuntimeError`` of the transport.
+    """Whether an error has torch's class for peer failures, or is a plain ``RuntimeError`` of the transport.
 
     Subclasses of ``RuntimeError`` mean something else: out of memory, not implemented, a failed kernel.
     """

@@ -1,8 +1,8 @@
-"""Communication counters: how many operations a rank started on each axis, and how many bytes they move.
+"""Communication counters: the operations that a rank started on each axis, and the bytes that they move.
 
-Logical operations are counted, whatever the backend really sends. ``payload_bytes`` is the size of the tensor that the
-operation is about: the whole tensor of an all-reduce, the gathered side of an all-gather or a reduce-scatter, the
-message of a send. ``wire_bytes`` is the ring-nominal number of bytes that this rank sends for it:
+Logical operations are counted, whatever the backend actually sends. ``payload_bytes`` is the size of the tensor that
+the operation produces or moves: the whole tensor of an all-reduce, the gathered side of an all-gather or a
+reduce-scatter, the message of a send. ``wire_bytes`` is the ring-nominal number of bytes that this rank sends for it:
 
 =====================================  =====================
 operation on n ranks, S payload bytes  wire bytes
@@ -38,7 +38,7 @@ class Traffic:
 
 
 def wire_bytes(op: str, size: int, payload_bytes: int) -> int:
-    """Ring-nominal bytes that one rank of ``size`` sends for ``op`` (see the table of this module)."""
+    """Ring-nominal bytes that one rank of ``size`` sends for ``op`` (see the table in the module docstring)."""
     if op == "all_reduce":
         return 2 * (size - 1) * payload_bytes // size
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
@@ -69,7 +69,7 @@ class Ledger:
         return total
 
     def records(self) -> Mapping[tuple[str, str], Traffic]:
-        """Totals by (axis, operation), a copy."""
+        """A copy of the totals by (axis, operation)."""
         return dict(self._totals)
 
     def reset(self) -> None:

@@ -1,11 +1,12 @@
-"""Several sources drawn with weights, by a fixed rule with random access to any entry of the infinite sample stream.
+"""Blends: sources drawn by weight, with random access to any entry of the infinite sample stream.
 
 Weights become whole shares of a period of 65,536 entries. Within a period the k-th entry of a source is placed at time
-(k + 1/2) / share, so that at every point each source has had its fraction of the entries, up to a few. Entry j follows
-from j alone, and the k-th draw of a source is entry k of that source's own infinite order. Training keeps no counters.
+(k + 1/2) / share, so that at every point each source has received its fraction of the entries, to within a few. Entry j
+depends on j alone, and the k-th draw of a source is entry k of that source's own infinite order. Training keeps no
+counters.
 
-Weights may change at a resume. How far each source is consumed at a change follows from the changes before it, and the
-source continues there: no sample is repeated or skipped (:mod:`megastack.data.blend_weights` keeps the history).
+Weights may change when a run resumes. The consumption of each source at a change follows from the earlier changes, and
+the source continues there: no sample is repeated or skipped (:mod:`megastack.data.blend_weights` keeps the history).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def shares(weights: Sequence[float]) -> Int64s:
     missing = PERIOD - int(counts.sum())
     if missing > 0:
         counts[np.argsort(counts - ideal, kind="stable")[:missing]] += 1
-    while missing < 0:  # tiny weights were rounded up; the largest shares pay for it, and keep at least one
+    while missing < 0:  # tiny weights were rounded up; reduce the largest shares, to no less than one
         largest = counts.argmax()
         excess = min(-missing, int(counts[largest]) - 1)
         counts[largest] -= excess
@@ -46,7 +47,7 @@ class BlendOrder:
         counts: samples of each source, by digest.
         history: past and current weights; see :func:`megastack.data.blend_weights.extend_history`.
         seed: determines the order within each source.
-        cursors: positions of sources that were drawn before the history begins; they continue there.
+        cursors: positions of sources that were drawn before the history begins; the sources continue there.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class BlendOrder:
         }
 
     def draws(self, entries: Int64s) -> tuple[Int64s, Int64s]:
-        """The source of each entry, and how often that source was drawn before it."""
+        """The source of each entry, and the number of earlier draws from that source."""
         entries = np.asarray(entries, dtype=np.int64)
         sources, draws = np.empty_like(entries), np.empty_like(entries)
         which = self._begins.searchsorted(entries, "right") - 1
@@ -95,7 +96,7 @@ class BlendOrder:
 
 
 class _Pattern:
-    """The periodic pattern of sources under constant weights; entries are counted from its begin."""
+    """The periodic pattern of sources under constant weights; entries are counted from its beginning."""
 
     def __init__(self, weights: Sequence[float], consumed: Int64s) -> None:
         self._consumed, self._shares = consumed, shares(weights)

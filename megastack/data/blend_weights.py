@@ -1,7 +1,8 @@
-"""Weights of a blend, and how they changed over the resumes of a run.
+"""Weights of a blend, and their changes over the resumes of a run.
 
 A checkpoint stores the history: the entries of the sample stream at which the weights changed. Sources are identified
-by a digest of their content, not by name or path. Imports neither numpy nor torch, so that planning stays light.
+by a digest of their content, not by name or path. This module imports neither numpy nor torch, so that planning stays
+light.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def check_weights(weights: Sequence[float], counts: Sequence[int]) -> None:
-    """Raise :class:`DataError` if no source has a positive weight, or if one that has is without a training sample."""
+    """Raise :class:`DataError` if no weight is positive, or a source with a positive weight has no training sample."""
     if not max(weights) > 0 or min(weights) < 0:
         raise DataError(f"data.blend: weights {list(weights)}; use weights of at least 0, one of them above 0")
     if (drawn := sum(weight > 0 for weight in weights)) > PERIOD:
@@ -58,7 +59,7 @@ def extend_history(history: History, entry: int, weights: Mapping[str, float]) -
 
 
 def history_to_json(history: History) -> list[dict[str, Any]]:
-    """The history as it is stored in a checkpoint."""
+    """The history as a checkpoint stores it."""
     return [asdict(change) for change in history]
 
 
@@ -68,5 +69,5 @@ def history_from_json(record: Sequence[Mapping[str, Any]]) -> History:
 
 
 def missing_sources(history: History, present: Mapping[str, float]) -> int:
-    """How many sources of the history a run lacks; a source that is no longer drawn must stay, with weight 0."""
+    """Count the sources of the history that a run lacks; a source that is no longer drawn must stay, with weight 0."""
     return len({digest for change in history for digest in change.weights} - set(present))

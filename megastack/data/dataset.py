@@ -72,7 +72,7 @@ class Dataset:
 
     Attributes:
         sources: the sources; several make a blend.
-        vocab: ids are below it: the tokenizer's size, or the model's vocabulary where there are token files.
+        vocab: the ids are below it: the tokenizer's size, or the model's vocabulary for token files.
         blended: whether sources are drawn by weight, even if there is only one.
         later_phases: the data phases after the first; see :mod:`megastack.data.phases`.
     """
@@ -100,7 +100,7 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what a resume must keep; the sources of a blend are compared one by one instead."""
+        """A hash of everything that a resume must keep; the sources of a blend are compared one by one instead."""
         cut = [self.sources[0].train.samples.sequence_length, self.packed, self.document_mask]
         source = self.sources[0]
         digests = [source.train.stream.digest(), source.validation.stream.digest()]
@@ -143,15 +143,15 @@ class Dataset:
 
     def describe(self) -> str:
         """Documents, tokens and samples of both splits of every source; later phases list the training split only."""
-        lines = [line for source, title in self._titled for line in _described(source, title)]
+        lines = [line for source, title in self._titled_sources for line in _described(source, title)]
         for phase in self.later_phases:
-            for source, title in phase.data._titled:
+            for source, title in phase.data._titled_sources:
                 train, _ = _described(source, title)
                 lines.append(f"after step {phase.from_step}: {train}")
         return "\n".join(lines)
 
     @property
-    def _titled(self) -> list[tuple[Source, str]]:
+    def _titled_sources(self) -> list[tuple[Source, str]]:
         """Each source with a title: its name and its share of the samples; empty without a blend."""
         if not self.blended:
             return [(source, "") for source in self.sources]
@@ -164,7 +164,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class DataPhase:
-    """The data that a run trains on from step `from_step` on."""
+    """The data on which a run trains from step `from_step` on."""
 
     from_step: int
     data: Dataset
@@ -197,7 +197,7 @@ def build_dataset(
     streams: Streams | None = None,
     require_validation: bool = True,
 ) -> Dataset:
-    """Read, split, tokenize and cut. The arguments are the `data.*` keys of the same names, and:
+    """Read, split, tokenize and cut the data. The arguments are the `data.*` keys of the same names, and:
 
     Args:
         sequence_length: tokens of a sample (`batch.sequence_length`).
@@ -205,9 +205,10 @@ def build_dataset(
         streams: a cache of the streams that were read, shared by datasets with the same tokenizer and fraction.
         require_validation: whether a validation split without samples is an error, if the fraction is not 0.
 
-    Raises :class:`DataError` for an unusable source (see :func:`megastack.data.sources.read_documents` and
-    :func:`megastack.data.token_files.open_token_files`), for a tokenizer that cannot be loaded or does not fit `vocab`,
-    for a split with less than one sample, and for a training split without labels.
+    Raises:
+        DataError: a source is unusable (see :func:`megastack.data.sources.read_documents` and
+            :func:`megastack.data.token_files.open_token_files`), the tokenizer cannot be loaded or does not fit
+            `vocab`, a split has less than one sample, or the training split has no labels.
     """
     check_fraction(validation_fraction)
     specs = list(blend) or [DatasetSpec(source, paths)]

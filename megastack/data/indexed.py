@@ -12,8 +12,8 @@ The `.bin` file holds the ids of all sequences back to back and nothing else; th
     int64[d]  index of the first sequence of each document, then n
 
 all little-endian. Opening a pair reads the header and a few probes, whatever its size; no array is copied or scanned.
-The arrays are unaligned in the file, so `numpy.searchsorted` would copy them whole; `bisect` touches only the pages it
-needs.
+The arrays are unaligned in the file, so `numpy.searchsorted` would copy them completely; `bisect` touches only the
+pages it needs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class IndexedFile:
     Args:
         prefix: the path of both files without `.bin` and `.idx`.
 
-    Raises :class:`DataError` for a file that is missing or invalid, and for two files that do not match.
+    Raises:
+        DataError: a file is missing or invalid, or the two files do not match.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -90,16 +91,16 @@ class IndexedFile:
         return self.documents
 
     def read(self, begin: int, end: int) -> Ids:
-        """The ids of the tokens from `begin` to before `end`; a view of the file."""
+        """The ids of the tokens in [`begin`, `end`); a view of the file."""
         return self._ids[begin:end]
 
     def starts(self, begin: int, end: int) -> Int64s:
-        """The positions from `begin` to before `end` at which a document begins, each once."""
+        """The positions in [`begin`, `end`) at which a document begins, each once."""
         first, last = self._documents_before(begin), self._documents_before(end)
         return np.unique(self._pointers[self._bounds[first:last]] // self.dtype.itemsize)
 
     def count(self, begin: int, end: int) -> int:
-        """The number of documents that begin from `begin` to before `end`."""
+        """The number of documents that begin in [`begin`, `end`)."""
         return self._documents_before(end) - self._documents_before(begin)
 
     def next_boundary(self, position: int) -> int:
@@ -115,7 +116,7 @@ class IndexedFile:
         return bisect_left(range(self.documents), position, key=self._start)
 
     def _check(self, size: int) -> None:
-        """Check that both files match, by the header and a few probes; `size` is that of the `.bin` file."""
+        """Check that both files match, by the header and a few probes; `size` is the size of the `.bin` file."""
         n = len(self._sizes)
         if self._bounds[0] != 0 or self._bounds[-1] != n:
             raise DataError(f"{self.name}.idx: its documents do not cover its {counted(n, 'sequence')}; write it again")
@@ -160,7 +161,11 @@ class IndexedWriter:
             os.unlink(self._unfinished.name)
 
     def add(self, document: Ids) -> None:
-        """Append one document; raises :class:`DataError` for an id that the type cannot hold."""
+        """Append one document.
+
+        Raises:
+            DataError: the type cannot hold an id.
+        """
         limits = np.iinfo(self.dtype)
         if len(document) and not limits.min <= int(document.min()) <= int(document.max()) <= limits.max:
             raise DataError(

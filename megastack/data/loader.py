@@ -1,8 +1,8 @@
 """The microbatches of a step: the samples that this data-parallel rank reads, as tensors.
 
 Step s consumes the entries [s·N, (s+1)·N) of the infinite order (:mod:`megastack.data.order`), where N is the global
-batch size. Microbatch m of data-parallel rank r of d reads the b entries from s·N + (m·d + r)·b on. The samples of a
-step are therefore the same set on every layout. Everything is a function of the step number, so the loader has no
+batch size. Microbatch m of data-parallel rank r of d consists of the b entries from s·N + (m·d + r)·b on. The samples
+of a step are therefore the same set on every layout. Everything is a function of the step number, so the loader has no
 position to save.
 
 There are no read-ahead threads: cutting rows from arrays in memory costs a small fraction of a step. The number of
@@ -30,12 +30,13 @@ class Loader:
         samples: the training samples.
         global_size: samples in a step, over all data-parallel ranks and microbatches.
         micro_size: rows of a microbatch.
-        dp_rank, dp_size: this rank on the data-parallel axis, and the axis' size.
+        dp_rank, dp_size: the index of this rank on the data-parallel axis, and the size of the axis.
         seed: determines the order.
         vocab: ids must be below it (`model.vocab`).
         order: replaces the order over all samples that `seed` determines.
 
-    Raises :class:`DataError`, on every rank, if there are no samples or an id is outside the vocabulary.
+    Raises:
+        DataError: on every rank, if there are no samples or an id is outside the vocabulary.
     """
 
     def __init__(

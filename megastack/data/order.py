@@ -2,7 +2,7 @@
 
 Entry j of the stream is entry j mod N of the permutation for epoch j div N. A permutation is a function of (seed,
 epoch), evaluated only at the requested entries. The order is therefore the same on every layout, a resume needs only
-the step number, and no rank holds state. It shuffles sample numbers and knows nothing about the samples.
+the step number, and no rank holds state. The order permutes sample numbers and is independent of the samples.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cursor:
 class SampleOrder:
     """The infinite order over `count` samples that `seed` determines.
 
-    Entry 0 of this order is entry `skip` of the seed's, which may be negative.
+    Entry 0 of this order is entry `skip` of the seed's order; `skip` may be negative.
     """
 
     def __init__(self, count: int, seed: int, skip: int = 0) -> None:

@@ -1,10 +1,10 @@
 """Fixed-length samples cut from a token stream, with labels, positions and document numbers.
 
-Packed (the default): sample i holds the tokens [i·S, i·S + S] of the stream, S inputs and the same shifted by one as
-labels. Documents continue from sample to sample. With document masks, a row restarts its positions and increments a
-document number wherever a document begins, and the label after the last token of a document is ignored: predicting the
-end id is fair, predicting the start of an unrelated document is not. Not packed: every sample is one document, and a
-longer document makes several samples.
+Packed (the default): sample i holds the tokens [i·S, i·S + S] of the stream, S inputs and the same tokens shifted by
+one as labels. Documents continue from sample to sample. With document masks, a row restarts its positions and
+increments a document number wherever a document begins. The label after the last token of a document is ignored:
+predicting the end id is meaningful, predicting the start of an unrelated document is not. Not packed: every sample is
+one document, and a longer document is cut into several samples.
 
 Everything is vectorised over the requested rows; nothing is precomputed per sample of a packed stream.
 """
@@ -97,7 +97,7 @@ class PackedSamples:
 
 
 class SingleSamples:
-    """One document per sample, padded with ignored labels; a document of more than S+1 tokens makes several samples.
+    """One document per sample, padded with ignored labels; a document of more than S+1 tokens fills several.
 
     Consecutive pieces of a long document overlap by one token, the last label of one and the first input of the next,
     so that every token but the first is predicted once. A row holds one document and needs no document numbers.

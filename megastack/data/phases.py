@@ -1,10 +1,10 @@
-"""Data phases: a run whose data or sequence length change at given steps, as one infinite sample stream.
+"""Data phases: a run whose data or sequence length changes at given steps, as one infinite sample stream.
 
-A step reads the samples of the phase it belongs to. Entries of the stream are numbered across phases, so that dropout
-and everything else keyed by the sample number never sees a number twice. Within a phase each sample is drawn once an
-epoch. A source that an earlier phase drew from at the same sequence length continues where it was, in the same order;
-at another length it is cut into new samples and starts over. All of this follows from the phases and their steps, so
-there is no position to save.
+A step reads the samples of its phase. Entries of the stream are numbered across phases, so that dropout and everything
+else that is keyed by the sample number never sees a number twice. Within a phase each sample is drawn once per epoch. A
+source that an earlier phase drew from at the same sequence length continues at its position, in the same order; at
+another length it is cut into new samples and starts over. All of this follows from the phases and their steps, so there
+is no position to save.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PhasedLoader:
         self._begins = np.array(begins, dtype=np.int64)
 
     def at(self, step: int) -> Loader:
-        """The loader of the phase that the 0-based `step` belongs to."""
+        """The loader of the phase of the 0-based `step`."""
         return self.loaders[int(self._begins.searchsorted(step, "right")) - 1]
 
     def step(self, step: int) -> list[Microbatch]:

@@ -1,7 +1,7 @@
 """The data state in a checkpoint, and the check that a resumed run continues with the same data.
 
-Sample order and dropout follow from seed, batch and data, so a resume must keep them. Two things may change: the
-weights of a blend, from the resume on, and data phases that have not begun.
+Sample order and dropout depend on seed, batch and data, so a resume must keep them. Two things may change: the weights
+of a blend, from the resume on, and data phases that have not begun.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PHASES = "stages"
 
 
 def data_state(dataset: Dataset, *, seed: int, global_size: int, histories: BlendHistories = ()) -> dict[str, Any]:
-    """Seed, batch and data as a checkpoint records them: those of the first phase, then of any later ones."""
+    """Seed, batch and data as a checkpoint stores them, for the first phase and then for any later ones."""
     histories = histories or initial_histories(dataset, global_size)
     first, *rest = (
         {"data": phase.data.fingerprint} | ({"blend": history_to_json(history)} if phase.data.blended else {})
@@ -42,12 +42,12 @@ def resume_errors(trainer: Record, current: Record) -> list[str]:
     pairs |= {f"batch.{name}": (value, before.get(name)) for name, value in current["batch"].items()}
     errors = list(_changed_values(pairs))
     step = int(trainer.get("step", 0))
-    theirs, ours = _begun(trainer, step), _begun(current, step)
-    errors += _data_errors("data", trainer, current, over=bool(_begun(current, step + 1)))
+    theirs, ours = _begun_phases(trainer, step), _begun_phases(current, step)
+    errors += _data_errors("data", trainer, current, over=bool(_begun_phases(current, step + 1)))
     for at, (old, new) in enumerate(zip(theirs, ours, strict=False)):
         names, key = ("from_step", "sequence_length"), f"data.phases[{at}]"
         changed = list(_changed_values({f"{key}.{name}": (new[name], old.get(name)) for name in names}))
-        errors += changed or _data_errors(key, old, new, over=at + 1 < len(_begun(current, step + 1)))
+        errors += changed or _data_errors(key, old, new, over=at + 1 < len(_begun_phases(current, step + 1)))
     for extra in ours[len(theirs) :]:
         at, begin = ours.index(extra), extra["from_step"]
         rule = f"the checkpoint's run reached step {step} without this phase"
@@ -75,13 +75,13 @@ def restored_histories(dataset: Dataset, trainer: Record, global_size: int) -> B
 
 
 def _padded(trainer: Record, count: int) -> list[Record]:
-    """The records of the first `count` phases, empty where the checkpoint has none."""
+    """The records of the first `count` phases, empty if the checkpoint has none."""
     found: list[Record] = [trainer, *trainer.get(PHASES, ())]
     return (found + [{}] * count)[:count]
 
 
-def _begun(record: Record, step: int) -> list[Record]:
-    """The later phases in which a run has taken a step by the time it has completed `step` steps."""
+def _begun_phases(record: Record, step: int) -> list[Record]:
+    """The later phases in which a run has taken a step when it has completed `step` steps."""
     return [phase for phase in record.get(PHASES, ()) if phase["from_step"] < step]
 
 
@@ -92,7 +92,7 @@ def _changed_values(pairs: Mapping[str, tuple[object, object]]) -> Iterator[str]
 
 
 def _data_errors(key: str, old: Record, new: Record, *, over: bool) -> Iterator[str]:
-    """Errors in the data of a phase that has begun; `over` if a later phase has replaced it."""
+    """Errors in the data of a phase that has begun; `over` is whether a later phase has replaced it."""
     if old.get("data") != new["data"]:
         keys = f"{key}.*" if key == "data" else key
         yield f"{key}: not the samples of the checkpoint's run; use the same files, {keys} and sequence length"

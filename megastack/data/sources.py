@@ -1,9 +1,9 @@
 """Sources of documents: the built-in corpus, `.txt` files and `.jsonl` files, always in the same order.
 
-A document is bytes that were checked to be UTF-8. Running text (the built-in corpus and `.txt` files) is cut into
+A document is a byte string that is valid UTF-8. Running text (the built-in corpus and `.txt` files) is cut into
 documents of at most 4 KB at paragraph ends, without losing a byte, so that even a single long file can be split into
-training and validation. A line of a `.jsonl` file is one document, however long: use it for documents whose ends are
-known. Nothing here knows about tokens.
+training and validation. Each line of a `.jsonl` file is one document, however long: use it for documents with known
+ends. This module is independent of tokenizers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from megastack.errors import DataError
 
 DOCUMENT_BYTES = 4096
-"""The most bytes of running text in one document."""
+"""The maximum size of a document of running text, in bytes."""
 
 _CUTS = (b"\n\n", b"\n\r\n", b"\n", b" ")
 
@@ -24,11 +24,12 @@ _CUTS = (b"\n\n", b"\n\r\n", b"\n", b" ")
 def read_documents(source: str, paths: Sequence[str | Path] = ()) -> Iterator[bytes]:
     """The documents of `source` (`builtin`, `text` or `jsonl`), in the order of `paths` and of the files.
 
-    A folder stands for the `.txt` or `.jsonl` files below it, and a pattern (`texts/*.txt`) for the files that match
-    it, in the order of their names. Empty documents are left out.
+    A folder selects the `.txt` or `.jsonl` files below it, and a pattern (`texts/*.txt`) selects the files that match
+    it, in order of their names. Empty documents are skipped.
 
-    Raises :class:`DataError` for an unknown source, for missing or superfluous paths, and, with file and line, for a
-    file that is missing, unreadable, empty, not UTF-8 or not JSON.
+    Raises:
+        DataError: the source is unknown, or paths are missing or superfluous. For a file that is missing, unreadable,
+            empty, not UTF-8 or not JSON, the message names file and line.
     """
     if source == "builtin":
         _check_no_paths(paths)
@@ -92,7 +93,7 @@ def _files(reader: Callable[[Path], Iterable[bytes]], paths: Sequence[Path]) -> 
 
 
 def matching_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that a path stands for: itself, the files of a folder with these suffixes, or those of a pattern."""
+    """The files that a path selects: itself, the files of a folder with these suffixes, or the matches of a pattern."""
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
         rule = f"is a folder without {' or '.join(suffixes)} files"
@@ -125,7 +126,7 @@ def json_text(line: bytes, where: str, field: str = "text") -> bytes:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: {_utf8_error(error)}") from error
-    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer with thousands of digits
         raise DataError(f"{where}: is not JSON ({error}); {example}") from error
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         raise DataError(f'{where}: has no string field "{field}"; {example}')

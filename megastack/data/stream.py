@@ -1,16 +1,18 @@
-"""The tokens of one split as a stream with random access, and the rule that decides what is held out.
+"""The tokens of one split as a stream with random access, and the rule that decides which documents are held out.
 
-Text becomes a :class:`TokenStream` in memory: documents back to back in corpus order, each with its end id if the
-tokenizer has one, as ids of one, two or four bytes, whichever holds the tokenizer's largest. Boundaries are kept as
-indices and never inferred from ids, so text that contains an end id, and tokenizers without one, do no harm.
+Text becomes a :class:`TokenStream` in memory: documents back to back in corpus order, each followed by its end id if
+the tokenizer has one. Ids are stored in one, two or four bytes, as the tokenizer's largest id requires. Boundaries are
+stored as indices and never inferred from ids, so text that contains an end id and tokenizers without one are handled
+correctly.
 
 Token files become a :class:`FileStream`: ranges of the files, read on demand, without a list of documents or samples.
 
-Held out of text are the documents with a small hash. The decision depends on the bytes and the fraction alone, never
+From text, the documents with a small hash are held out. The decision depends on the bytes and the fraction alone, never
 on a seed, a position or the other documents. Runs with different seeds therefore share one validation set, equal
-documents are never in both splits, and a growing corpus keeps its documents where they were. Held out of token files
-are blocks of whole documents: each file is divided into up to 64 parts, and the last fraction of each part is held out,
-with both ends moved to the next document start. That takes two bisections a block, however long the file.
+documents are never in both splits, and the documents of a growing corpus stay in their splits. From token files, blocks
+of whole documents are held out: each file is divided into up to 64 parts, and the last fraction of each part is held
+out, with both ends moved to the next document start. This takes two bisections per block, whatever the length of the
+file.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from megastack.errors import DataError
 Int64s = npt.NDArray[np.int64]
 
 MAX_BLOCKS = 64
-"""The most blocks of a file that are held out."""
+"""The maximum number of blocks of a file that are held out."""
 
 _BATCH = 1024  # documents tokenized at a time
 _DOCUMENTS_PER_BLOCK = 4
@@ -55,10 +57,10 @@ class Stream(Protocol):
         """Row and offset (1 to size) of each document start among the `size` tokens after each begin."""
 
     def check_ids(self, vocab: int, sample_of: Callable[[int], int]) -> None:
-        """Raise :class:`DataError` for an id outside 0..vocab-1, as far as it can be found before reading."""
+        """Raise :class:`DataError` for an id outside 0..vocab-1, as far as this can be found before reading."""
 
     def digest(self) -> str:
-        """Equal for equal tokens and boundaries."""
+        """A hash that is equal for equal tokens and boundaries."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class TokenRange:
-    """The tokens of a file from `begin` to before `end`; a document begins at `begin`."""
+    """The tokens of a file in [`begin`, `end`); a document begins at `begin`."""
 
     file: TokenFile
     begin: int
@@ -215,10 +217,10 @@ def split_file(file: TokenFile, fraction: float) -> tuple[list[TokenRange], list
         train.append(TokenRange(file, before, low))
         held.append(TokenRange(file, low, high))
         before = high
-    return _nonempty(train), _nonempty(held)
+    return _nonempty_ranges(train), _nonempty_ranges(held)
 
 
-def _nonempty(ranges: Sequence[TokenRange]) -> list[TokenRange]:
+def _nonempty_ranges(ranges: Sequence[TokenRange]) -> list[TokenRange]:
     return [each for each in ranges if each.begin < each.end]
 
 

@@ -1,12 +1,12 @@
-"""Token files for `data.source=bin`: how to find them, what samples need of one, and whether their ids fit.
+"""Token files for `data.source=bin`: finding them, their interface for samples, and the check of their ids.
 
-A file is accessed at random and never read through. It reports where documents begin within a range, so neither opening
-it nor cutting samples from it takes time that grows with the corpus.
+A file is accessed at random and never read completely. It reports where documents begin within a range, so neither
+opening it nor cutting samples from it takes time that grows with the corpus.
 
 The check of ids before a run reads a bounded number of tokens, however large the files are. A file whose id type fits
-in the vocabulary is not read. A file within the bound is read whole, so that the answer is certain. A larger file is
-read in evenly spread pieces, together with the largest id that ``megastack tokenize`` recorded. An id that only a later
-sample contains is found when that sample is read.
+in the vocabulary is not read. A file within the bound is read completely, so the result is exact. A larger file is read
+in evenly spread pieces, together with the largest id that ``megastack tokenize`` recorded. An invalid id in any other
+sample is found when that sample is read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Ids = npt.NDArray[np.integer]
 Int64s = npt.NDArray[np.int64]
 
 LARGEST_VOCAB = 1 << 31
-"""The most that `model.vocab` may be."""
+"""The largest `model.vocab`."""
 
 MAX_TOKENS_READ = 1 << 28
-"""The most tokens that the check of ids reads, over all files: about a gigabyte of four-byte ids."""
+"""The maximum number of tokens that the check of ids reads, over all files: about a gigabyte of four-byte ids."""
 
 _SUFFIXES = (".idx", ".npy")
 _BOUNDARY_TOKENS = 4096  # between two boundaries of an array without documents
@@ -57,20 +57,20 @@ class TokenFile(Protocol):
     def dtype(self) -> np.dtype[np.integer]: ...
 
     def read(self, begin: int, end: int) -> Ids:
-        """The ids of the tokens from `begin` to before `end`."""
+        """The ids of the tokens in [`begin`, `end`)."""
 
     def starts(self, begin: int, end: int) -> Int64s:
-        """The positions from `begin` to before `end` at which a document begins, each once, ascending."""
+        """The positions in [`begin`, `end`) at which a document begins, each once, ascending."""
 
     def count(self, begin: int, end: int) -> int:
-        """The number of documents that begin from `begin` to before `end`."""
+        """The number of documents that begin in [`begin`, `end`)."""
 
     def next_boundary(self, position: int) -> int:
         """The first boundary at or after `position`; the end of the file if there is none."""
 
 
 class ArrayFile:
-    """A `.npy` array of ids: two dims hold a document in each row; one dim is running text with boundaries anywhere."""
+    """A `.npy` array of ids: two dims hold one document per row; one dim is running text with boundaries anywhere."""
 
     def __init__(self, path: str | Path) -> None:
         self.name = str(path)
@@ -106,7 +106,8 @@ class ArrayFile:
 def open_token_files(paths: Sequence[str | Path]) -> list[TokenFile]:
     """The token files that `data.paths` names, in order: prefixes, `.bin`, `.idx` or `.npy` files, folders, patterns.
 
-    Raises :class:`DataError` for a file that is missing, empty, damaged or named twice.
+    Raises:
+        DataError: a file is missing, empty, damaged or named twice.
     """
     if not paths:
         raise DataError("data.paths=[]: data.source=bin reads token files; use data.paths=[PREFIX,…]")
@@ -135,7 +136,7 @@ def _found(path: Path) -> list[Path]:
 
 
 def check_ids(file: TokenFile, vocab: int, begin: int, end: int) -> None:
-    """Raise :class:`DataError` for an id outside 0..vocab-1 from `begin` to before `end`."""
+    """Raise :class:`DataError` for an id outside 0..vocab-1 in [`begin`, `end`)."""
     ids = file.read(begin, end)
     outside = np.flatnonzero((ids < 0) | (ids >= vocab))
     if len(outside):
@@ -149,9 +150,10 @@ def id_violations(files: Sequence[TokenFile], vocab: int, *, limit: int = MAX_TO
     """A violation for each file with ids above the vocabulary, and for each with ids below 0.
 
     Args:
-        files: each once.
+        files: the files, each once.
         vocab: ids must be from 0 to below it (`model.vocab`).
-        limit: the most tokens to read; small files are read whole first, larger ones share the rest.
+        limit: the maximum number of tokens to read; small files are read completely first, and larger ones share the
+            rest.
     """
     left, found = limit, {}
     by_size = sorted(range(len(files)), key=lambda at: files[at].tokens)
@@ -200,7 +202,7 @@ def _recorded_largest(file: TokenFile) -> int:
 
 
 def read_sidecar(name: str) -> dict[str, object]:
-    """The record that `megastack tokenize` wrote beside a file; empty for other files."""
+    """The record that `megastack tokenize` wrote next to a file; empty for other files."""
     path = Path(f"{name}.json")
     if not path.is_file():
         return {}

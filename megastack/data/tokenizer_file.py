@@ -1,9 +1,9 @@
 """A `tokenizer.json`, read with the optional `tokenizers` package: the ids of a text and nothing else.
 
-Such a file may carry state that changes the ids of a text. Truncation, padding, the random merges of BPE dropout and
+Such a file may contain state that changes the ids of a text. Truncation, padding, the random merges of BPE dropout and
 the special tokens that a post-processor adds (BOS or EOS) are switched off.
 
-Text that spells a special token stays text. The package matches special tokens before it runs the model; that is
+Text that spells a special token remains text. The package matches special tokens before it runs the model; this is
 switched off too. Some models still have the token in their own vocabulary (WordLevel, Unigram). Text that would become
 such a guarded token is cut after the token's first character, and the two parts are encoded separately. The id of
 unknown text is not guarded.
@@ -34,8 +34,8 @@ _EXCERPT = 40
 class FileTokenizer:
     """The tokenizer of a `tokenizer.json`, without the state described above.
 
-    The end id is the id of `eos_token` in a `tokenizer_config.json` beside the file; null means no end id. Without that
-    entry it is the first well-known name in the vocabulary (`<|endoftext|>`, `</s>`, …), else there is none.
+    The end id is the id of `eos_token` in a `tokenizer_config.json` next to the file; null means no end id. Without
+    that entry it is the first well-known name in the vocabulary (`<|endoftext|>`, `</s>`, …), or none.
 
     Args:
         path: the file.
@@ -129,7 +129,7 @@ def _guarded(tokenizer: hf.Tokenizer, end: int | None) -> list[int]:
     """The ids that text must not become: special tokens and the end id, but not the unknown token."""
     added = tokenizer.get_added_tokens_decoder()
     if end in added and not added[end].special:
-        tokenizer.add_special_tokens([added[end].content])  # otherwise it would be matched like any added word
+        tokenizer.add_special_tokens([added[end].content])  # otherwise it would be matched like any added token
     special = {i for i, token in added.items() if token.special} | ({end} if end is not None else set())
     return sorted(special - {_unknown(tokenizer)})
 
@@ -145,7 +145,7 @@ def _unknown(tokenizer: hf.Tokenizer) -> int | None:
 
 
 def _end(path: Path, ids: Mapping[str, int]) -> int | None:
-    """The end id: the configured one, none if that is null, or the first well-known one."""
+    """The end id: the configured one, none if that is null, or else the first well-known one."""
     config = _config_beside(path)
     if "eos_token" not in config:
         return next((ids[name] for name in END_NAMES if name in ids), None)
@@ -163,7 +163,7 @@ def _end(path: Path, ids: Mapping[str, int]) -> int | None:
 
 
 def _config_beside(path: Path) -> Mapping[str, object]:
-    """The content of `tokenizer_config.json` beside a tokenizer; empty if there is none."""
+    """The content of `tokenizer_config.json` next to a tokenizer; empty if there is none."""
     beside = path.with_name("tokenizer_config.json")
     if not beside.is_file():
         return {}

@@ -1,7 +1,7 @@
 """Text to ids: bytes by default, or any `tokenizer.json` (:mod:`megastack.data.tokenizer_file`).
 
 A tokenizer may mark the end of a document with an end id. The byte tokenizer needs no 257th id for that: 0xFF never
-occurs in UTF-8 text, so it ends documents, and a vocabulary of 256 is enough. Document boundaries are never inferred
+occurs in UTF-8 text, so it ends documents, and a vocabulary of 256 suffices. Document boundaries are never inferred
 from ids (see :mod:`megastack.data.stream`), so a tokenizer without an end id works as well.
 """
 
@@ -71,7 +71,7 @@ def append_end(ids: Ids, end: int | None) -> Ids:
 
 
 def least_vocab(name: str | Path = "byte") -> int:
-    """The smallest legal `model.vocab` for the tokenizer that `data.tokenizer` names."""
+    """The smallest valid `model.vocab` for the tokenizer that `data.tokenizer` names."""
     return load_tokenizer(name).size
 
 

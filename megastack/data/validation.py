@@ -1,7 +1,7 @@
-"""Validation: every sample once over the data-parallel ranks, and the bigram baseline that a model should beat.
+"""Validation: every sample once over the data-parallel ranks, and a bigram baseline that a model should beat.
 
 All ranks must run the same number of microbatches of the same shape, or a pipeline hangs. The last microbatches are
-therefore padded with rows of ignored labels, which cost time and change neither the sum of losses nor the token count.
+therefore padded with rows of ignored labels, which take time but change neither the sum of losses nor the token count.
 The validation loss is the sum over all tokens divided by their number, so a short last batch has its exact weight.
 
 The baseline is a bigram model, counted on the training split and scored on the validation labels: p(b | a) = (n(a, b) +
@@ -39,11 +39,12 @@ class ValidationBatches:
         samples: the validation split.
         microbatches: microbatches in a batch, which is one run of the schedule.
         micro_size: rows of a microbatch.
-        dp_rank, dp_size: this rank on the data-parallel axis, and the axis' size.
+        dp_rank, dp_size: the index of this rank on the data-parallel axis, and the size of the axis.
         vocab: ids must be below it (`model.vocab`).
         limit: samples to use, spread evenly over the split; None uses all.
 
-    Raises :class:`DataError`, on every rank, for an id outside the vocabulary.
+    Raises:
+        DataError: on every rank, if an id is outside the vocabulary.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ def bigram_loss(train: Samples, validation: Samples, vocab: int, *, chosen: Int6
     Args:
         vocab: the tokenizer's size, not the model's padded vocabulary.
 
-    Returns None beyond :data:`MAX_BASELINE_VOCAB` or :data:`MAX_BASELINE_TOKENS`, or if there is nothing to score.
+    Returns:
+        None beyond :data:`MAX_BASELINE_VOCAB` or :data:`MAX_BASELINE_TOKENS`, or if there is nothing to score.
     """
     if vocab > MAX_BASELINE_VOCAB or len(train) * train.sequence_length > MAX_BASELINE_TOKENS:
         return None

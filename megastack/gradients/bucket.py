@@ -1,10 +1,10 @@
 """One flat bucket, the local shard of it that this rank updates, and the all-gathers of ZeRO-1.
 
 A bucket holds parameters that are reduced and updated together. Without ZeRO a rank updates the whole bucket. Under
-ZeRO-1 (Rajbhandari et al. 2020) the ranks of a shard group update one shard each and hold main parameters and moments
-for it only: a reduce-scatter leaves each rank the sum of its shard, and after the update an all-gather restores the
-parameters. Shards ignore where parameters begin: one may hold the end of a parameter and the start of the next, so its
-content is described by boxes of the parameters, each contiguous in the shard.
+ZeRO-1 (Rajbhandari et al. 2020) each rank of a shard group updates one shard and holds main parameters and moments for
+that shard only. A reduce-scatter leaves each rank the sum of its shard, and after the update an all-gather restores the
+parameters. Shards ignore parameter boundaries: one shard may hold the end of a parameter and the start of the next. Its
+content is therefore described by boxes of the parameters, each contiguous in the shard.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Bucket:
     """The flat buffers of parameters that are reduced and updated together.
 
     Attributes:
-        parameters: the parameters, flat; the modules' own are views of it.
-        gradients: their gradients, flat, at the same offsets.
-        local_parameters, local_gradients: the shards that this rank updates, views.
+        parameters: the flat parameters; the modules' own parameters are views of this buffer.
+        gradients: the flat gradients, at the same offsets.
+        local_parameters, local_gradients: the shards that this rank updates, as views.
         slots: name, shape and offset of each parameter.
         reduction: the groups over which the gradients are summed.
         group: the optimizer group; ``None`` if none was given.
-        decay: whether the placements allow weight decay (``group`` decides where it is given).
+        decay: whether the placements allow weight decay (``group`` takes precedence).
         reduce_dtype: the dtype in which gradients are summed over the data group.
     """
 
@@ -62,12 +62,12 @@ class Bucket:
 
     @property
     def is_rounded(self) -> bool:
-        """Always false: modules compute with these very values."""
+        """Always false: modules compute with these values directly."""
         return False
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the local shard is less than the bucket."""
+        """Whether the local shard is smaller than the bucket."""
         return self.reduction.data.is_sharded
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -75,12 +75,12 @@ class Bucket:
         return ((slot.name, slot.view(flat)) for slot in self.slots)
 
     def parts(self, local: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
-        """The boxes of each parameter, by global name, in a flat tensor of the local shard's layout; some have none."""
+        """The boxes of each parameter, by global name, in a flat tensor of the local shard's layout; may be empty."""
         start = self.reduction.data.shard.rank * local.numel()
         return ((slot.name, tuple(_boxes(slot, local, start))) for slot in self.slots)
 
     def start_reduction(self) -> Pending:
-        """Start the sum over the data group (or a shard group); once waited for, it is in :attr:`local_gradients`."""
+        """Start the sum over the data group (or a shard group); after the wait it is in :attr:`local_gradients`."""
         data = self.reduction.data
         if not data.is_sharded:
             return self._start_sum(data.replicas)
@@ -90,11 +90,11 @@ class Bucket:
         return summing.then(self.local_gradients.copy_)
 
     def start_replica_sum(self) -> Pending:
-        """Start the sum of the shards over their replicas, which a reduce-scatter leaves open."""
+        """Start the sum of the shards over their replicas, which a reduce-scatter does not include."""
         return self._start_sum(self.reduction.data.replicas)
 
     def start_gather(self) -> Pending:
-        """Start to fill the parameters from the shards of all ranks of the shard group."""
+        """Start to gather the parameters from the shards of all ranks of the shard group."""
         return start_all_gather_(self.parameters, self.reduction.data.shard)
 
     def _start_sum(self, group: AxisGroup) -> Pending:
@@ -132,11 +132,11 @@ class ParameterGathers:
     """The all-gathers of sharded buckets, which overlap with the next forward, and the hooks that wait for them.
 
     They start right after the update, in the order in which a forward uses the parameters. The forward of a stage waits
-    for the parameters that the stage may use directly; a unit, a module that is used only by calling it (a block),
+    for the parameters that the stage may use directly. A unit, a module that is used only by calling it (a block),
     waits for its own parameters when it is called. Without units a stage waits for all its parameters.
 
     Args:
-        buckets: all buckets of the rank; those that are not sharded are skipped.
+        buckets: all buckets of the rank; buckets that are not sharded are skipped.
         modules: this rank's stages in order.
         units: their sub-modules that are used only by calling them, in order of use.
     """

@@ -1,10 +1,10 @@
-"""Which parameters share a flat bucket, and where each lies in it.
+"""The layout of flat buckets: which parameters share a bucket, and the offset of each.
 
-The layout is planned once and is identical on all ranks that reduce together. Parameters are taken in reverse order of
-use (the last module's last parameter first), which is roughly the order in which a backward completes their gradients.
-Parameters with the same dtype, reduction and optimizer group share buckets, which are closed at a size. Buckets are
-ordered by their last slot, so that the bucket that completes first comes first. Tied parameters are ordered by name
-instead: the stages that share them use them in opposite orders but must agree on the layout.
+The layout is planned once and is identical on all ranks that reduce together. Parameters are assigned in reverse order
+of use (the last module's last parameter first), which is roughly the order in which a backward completes their
+gradients. Parameters with the same dtype, reduction and optimizer group share buckets, and a bucket is closed at a
+given size. Buckets are ordered by their last slot, so that the bucket that completes first comes first. Tied parameters
+are ordered by name instead: the stages that share them use them in opposite orders but must agree on the layout.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class BucketKey:
-    """What the parameters of one bucket have in common.
+    """The properties that all parameters of a bucket share.
 
     Attributes:
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
         reduction: how their gradients are reduced.
-        group: the optimizer group; ``None`` where the buckets were made without groups.
-        decay: whether their placements allow weight decay; ``True`` where ``group`` decides.
+        group: the optimizer group; ``None`` for buckets without groups.
+        decay: whether their placements allow weight decay; ``True`` if ``group`` decides.
     """
 
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class ParameterSlot:
         name: its global name.
         shape: its shape on this rank.
         offset: its first element in the bucket's flat buffers.
-        parameters: the tensors of this name; several where more than one stage of this rank holds it.
+        parameters: the tensors of this name; several if more than one stage of this rank holds it.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ParameterSlot:
 
     @property
     def numel(self) -> int:
-        """The elements of the parameter on this rank."""
+        """The number of elements on this rank."""
         return prod(self.shape)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """The content of one bucket: what its parameters share, where each lies, and the total number of elements."""
+    """The content of one bucket: its key, its slots, and the total number of elements."""
 
     key: BucketKey
     slots: tuple[ParameterSlot, ...]
@@ -85,13 +85,13 @@ def make_bucket_specs(
     gradient_dtype: Callable[[torch.dtype], torch.dtype],
     bucket_bytes: int,
 ) -> list[BucketSpec]:
-    """The buckets of one rank, in the order in which their reductions start.
+    """Plan the buckets of one rank, in the order in which their reductions start.
 
     Args:
         parameters: trained parameters by global name, in reverse order of use; a name may occur more than once.
-        key_of: the key of a parameter; two parameters may share a bucket if theirs are equal.
-        gradient_dtype: the dtype of the gradients of a parameter's dtype.
-        bucket_bytes: the size of gradients at which a bucket is closed; a larger parameter has a bucket to itself.
+        key_of: returns the key of a parameter; parameters with equal keys may share a bucket.
+        gradient_dtype: returns the dtype of the gradient of a parameter of a given dtype.
+        bucket_bytes: the size of gradients at which a bucket is closed; a larger parameter has its own bucket.
     """
     members_of: dict[BucketKey, list[tuple[int, list[NamedParameter]]]] = {}
     for place, same in enumerate(_by_name(parameters)):
@@ -107,7 +107,7 @@ def make_bucket_specs(
 
 
 def _by_name(parameters: Iterable[NamedParameter]) -> list[list[NamedParameter]]:
-    """The parameters of each name, at the place of the last: they are complete only when all of them are."""
+    """Group parameters by name, at the position of the last one: a name is complete only when all of them are."""
     names: dict[str, list[NamedParameter]] = {}
     for named in parameters:
         names[named[0]] = [*names.pop(named[0], []), named]
@@ -121,7 +121,7 @@ def _by_name(parameters: Iterable[NamedParameter]) -> list[list[NamedParameter]]
 def _split(
     key: BucketKey, members: Sequence[tuple[int, list[NamedParameter]]], limit: int, align: int
 ) -> list[tuple[int, BucketSpec]]:
-    """The buckets of one key, each with the place of its last member."""
+    """The buckets of one key, each with the position of its last member."""
     specs: list[tuple[int, BucketSpec]] = []
     slots: list[ParameterSlot] = []
     last, numel = 0, 0

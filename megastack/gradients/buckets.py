@@ -1,20 +1,20 @@
 """Flat gradient buckets, whose reductions overlap with the last backward of a step.
 
-A bucket is two flat buffers: each of its parameters becomes a view of one, its ``.grad`` a view of the other, so
+A bucket is two flat buffers. Each of its parameters becomes a view of one, and its ``.grad`` a view of the other, so
 autograd accumulates microbatches in place and the optimizer updates whole buckets. Gradients accumulate in
-``promote_types(dtype, fp32)``; where that is not the parameter's dtype a hook adds each new gradient to the buffer.
-Under ZeRO-1 the sum over the data group is a reduce-scatter, each rank updates its local shard of every bucket, and
+``promote_types(dtype, fp32)``; if that is not the parameter's dtype, a hook adds each new gradient to the buffer. Under
+ZeRO-1 the sum over the data group is a reduce-scatter, each rank updates its local shard of every bucket, and
 :meth:`~GradientBuckets.gather_parameters` restores the parameters.
 
 A step runs ``backward…``, :meth:`~GradientBuckets.mark_last_backward` right before the last backward of a stage, that
 backward, :meth:`~GradientBuckets.finish`, clip, update, :meth:`~GradientBuckets.zero_`. Where backwards are split, the
 last backward is the last one that computes weight gradients. A bucket is ready when all its gradients were accumulated
-after their stage was marked; it starts when it *and all buckets before it* are ready. All ranks therefore start the
-same collectives in the same order, whatever the order of their backwards, and an unused parameter only costs overlap:
-:meth:`~GradientBuckets.finish` starts the remaining buckets.
+after their stage was marked; its reduction starts when it *and all buckets before it* are ready. All ranks therefore
+start the same collectives in the same order, whatever the order of their backwards. An unused parameter only reduces
+the overlap: :meth:`~GradientBuckets.finish` starts the remaining buckets.
 
 Only the sum over the data group overlaps with the backward. The small sums over model axes, over tied stages and over
-the replicas of shards run in :meth:`~GradientBuckets.finish`: started from a hook, they could fall between the
+the replicas of shards run in :meth:`~GradientBuckets.finish`. If a hook started them, they could run between the
 backward's own collectives on ``tp`` in a different order on each rank.
 """
 
@@ -46,7 +46,7 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class _Accumulator:
-    """Where the gradients of a parameter accumulate: the number of its bucket, its view, the stages that use it."""
+    """Accumulates the gradients of a parameter: the index of its bucket, its view, the stages that use it."""
 
     bucket: int
     parameter: nn.Parameter
@@ -67,27 +67,27 @@ class _Accumulator:
 class GradientBuckets:
     """The gradients of this rank's stages.
 
-    All ranks of a pipeline must build theirs at the same time (tied parameters are found by their common name).
+    All ranks of a pipeline must construct this object together, since tied parameters are found by their common name.
 
     Args:
-        modules: this rank's stages in order; each parameter is declared by a ``placements()``.
+        modules: this rank's stages in order; a ``placements()`` must declare each parameter.
         mesh: the mesh; gradients are summed over the data group, and over other axes as the placement declares.
-        zero: the ZeRO level, 0 or 1; 2 and 3 are :class:`megastack.gradients.fully_shard.FullyShardedGradients`.
-        shard_size: the adjacent data ranks that share a bucket under ZeRO-1; ``None`` for all.
-        units: sub-modules that are used only by calling them, in order of use; under ZeRO-1 each waits for its own
-            parameters only.
-        groups: the optimizer group of each global name; ``None`` where only the placement's ``decay`` differs.
+        zero: the ZeRO level, 0 or 1; levels 2 and 3 are :class:`megastack.gradients.fully_shard.FullyShardedGradients`.
+        shard_size: the number of adjacent data ranks that share a bucket under ZeRO-1; ``None`` for all.
+        units: sub-modules that are used only by calling them, in order of use; under ZeRO-1 each waits only for its own
+            parameters.
+        groups: the optimizer group of each global name; ``None`` if only the placement's ``decay`` differs.
         bucket_bytes: the size of gradients at which a bucket is closed.
-        reduce_dtype: the dtype in which gradients are summed over the data group; ``None`` is
+        reduce_dtype: the dtype in which gradients are summed over the data group; by default
             ``promote_types(dtype, fp32)``. Gradients accumulate in the wider of the two.
 
     Attributes:
-        buckets: in the order in which they are reduced.
+        buckets: the buckets, in the order in which they are reduced.
         differ_over_data: whether ranks that differ only in dp and cp hold different shards.
 
     Raises:
-        ConfigError: another ZeRO level, or a shard size that does not divide dp·cp.
-        PlacementError: a parameter has no placement, or one that does not fit.
+        ConfigError: the ZeRO level is not 0 or 1, or the shard size does not divide dp·cp.
+        PlacementError: a parameter has no placement, or one that does not match it.
     """
 
     _finished: bool
@@ -136,8 +136,8 @@ class GradientBuckets:
 
         Args:
             stage: the index of the module.
-            pending: the parameters whose gradients are not complete yet; those of all others are. ``None`` where that
-                is unknown.
+            pending: the parameters whose gradients are not complete yet; all other gradients are. ``None`` if this is
+                unknown.
         """
         self._marked.add(stage)
         if pending is None:
@@ -148,7 +148,7 @@ class GradientBuckets:
         self._start_ready()
 
     def finish(self) -> None:
-        """Complete all reductions of the step: afterwards the local shards hold gradients of the global batch."""
+        """Complete all reductions of the step; afterwards the local shards hold gradients of the global batch."""
         assert not self._finished, "finish() runs once per step; call zero_() before the next one"
         while len(self._reductions) < len(self.buckets):
             self._start_next()
@@ -170,8 +170,8 @@ class GradientBuckets:
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Each trained parameter's gradient on this rank by global name, as views; reduced after :meth:`finish`.
 
-        Under ZeRO-1 each call gathers the shards then, a collective over the data group. It is meant for inspection; a
-        step does not need it.
+        Under ZeRO-1 each call after :meth:`finish` gathers the shards, a collective over the data group. This is meant
+        for inspection; a step does not need it.
         """
         if self._finished:
             _wait(start_all_gather_(bucket.gradients, bucket.reduction.data.shard) for bucket in self.buckets)
@@ -204,10 +204,10 @@ class GradientBuckets:
     def _register_hooks(self) -> None:
         for index, accumulator in enumerate(self._accumulators):
             accumulator.attach()
-            accumulator.parameter.register_post_accumulate_grad_hook(_AccumulationHook(self, index))
+            accumulator.parameter.register_post_accumulate_grad_hook(_BucketHook(self, index))
 
     def _accumulated(self, index: int) -> None:
-        """The hook of each parameter, called in each microbatch, so it does little."""
+        """The hook of each parameter. It is called in each microbatch, so it must be cheap."""
         accumulator = self._accumulators[index]
         assert not self._finished, "a gradient was accumulated after finish(); call zero_() before the next step"
         assert accumulator.bucket >= len(self._reductions), (
@@ -221,7 +221,7 @@ class GradientBuckets:
             self._start_ready()
 
     def _start_ready(self) -> None:
-        """Start each bucket that is ready, up to the first that is not."""
+        """Start the reduction of each bucket that is ready, up to the first that is not."""
         while len(self._reductions) < len(self.buckets) and not self._incomplete[len(self._reductions)]:
             self._start_next()
 
@@ -229,8 +229,8 @@ class GradientBuckets:
         self._reductions.append(self.buckets[len(self._reductions)].start_reduction())
 
 
-class _AccumulationHook(AccumulationHook):
-    """Holds the buckets weakly: Python's garbage collector cannot see a cycle through autograd."""
+class _BucketHook(AccumulationHook):
+    """The hook of one parameter. Holds the buckets weakly, since gc cannot see a cycle through autograd."""
 
     def __init__(self, buckets: GradientBuckets, index: int) -> None:
         self._buckets, self._index = weakref.ref(buckets), index
@@ -248,7 +248,7 @@ def _wait(operations: Iterable[Pending]) -> None:
 
 
 def _trained(modules: Sequence[nn.Module]) -> list[NamedParameter]:
-    """The trained parameters of all modules in reverse order of use; one that modules share under its first name."""
+    """The trained parameters of all modules in reverse order of use; a shared one under its first name."""
     found: dict[nn.Parameter, tuple[str, Placement]] = {}
     for module in modules:
         placements = placements_of(module)

@@ -1,14 +1,14 @@
 """FSDP units: how FSDP2's ``fully_shard`` is applied to them, and ranks that skip one.
 
-``fully_shard`` is applied to the units of a stage and then to the stage, each on the shard group of its parameters. One
-FSDP2 group has one dtype and one shard group, so modules of a unit whose parameters differ from the others in either
-(norms that are kept in fp32) become groups inside the unit, and are gathered with it.
+``fully_shard`` is applied to the units of a stage and then to the stage, each over the shard group of its parameters.
+An FSDP2 group has a single dtype and shard group. Modules of a unit whose parameters differ in either (norms that are
+kept in fp32) therefore become groups inside the unit and are gathered with it.
 
-FSDP2 gathers a unit when it is called and reduces its gradients behind its backward. A branch that depends on the data
-may skip a unit on some ranks, which would then start other collectives than the rest. Here a skipped unit acts as the
-identity: FSDP2's own hooks for it run on the tensors that go to the next unit, so its gather and its reduction, of
-zeros, happen when they do on the other ranks. A unit that is called but uses no parameter, where nothing before it is
-trained, gets an output that requires a gradient, for the same reason.
+FSDP2 gathers a unit when it is called and reduces its gradients after its backward. A data-dependent branch may skip a
+unit on some ranks, which would then start other collectives than the rest. Here a skipped unit acts as the identity:
+FSDP2's hooks for it run on the tensors that are passed to the next unit, so its gather, and its reduction of zeros,
+happen at the same time as on the other ranks. For the same reason, a unit that is called but uses no parameter gets an
+output that requires a gradient if nothing before it is trained.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ from megastack.torch_private import after_forward, before_forward
 
 
 def shard_dim(shape: Sequence[int], ranks: int) -> int:
-    """The dim that is sharded: the first if the ranks divide its size, since joining the shards copies nothing then;
-    else the last that they divide; else the first, whose last shards are smaller and padded for communication."""
+    """The dim to shard.
+
+    It is the first dim if the number of ranks divides its size, since joining the shards then copies nothing. Otherwise
+    it is the last dim whose size they divide, or else the first, whose last shards are smaller and padded.
+    """
     even = [dim for dim, size in enumerate(shape) if size % ranks == 0]
     return 0 if not even or even[0] == 0 else even[-1]
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What the parameters of one FSDP2 group have in common: the dtype in which modules use them, the shard group."""
+    """The properties that all parameters of an FSDP2 group share: the compute dtype and the shard group."""
 
     dtype: torch.dtype
     shard: AxisGroup
@@ -52,10 +55,10 @@ class UnitSharder:
     """Applies ``fully_shard`` to stages, with one :class:`Compute` in each FSDP2 group.
 
     Args:
-        compute: of each parameter; what was sharded already is no longer among the parameters of its module.
-        default: of a stage without parameters.
-        device: where they are.
-        reduce_dtype: the dtype in which gradients are communicated; ``None`` for that in which they accumulate.
+        compute: the :class:`Compute` of each parameter. Parameters that are already sharded have left their module.
+        default: the :class:`Compute` of a stage without parameters.
+        device: the device of the parameters.
+        reduce_dtype: the dtype in which gradients are communicated; ``None`` for the dtype in which they accumulate.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class UnitSharder:
 
         Args:
             stage: the stage.
-            units: its units in order of use, and possibly those of other stages, each with its reshard policy.
+            units: its units in order of use, each with its reshard policy; units of other stages are ignored.
             gather: whether parameters are gathered once per ``step`` or for each ``microbatch``.
         """
         here = set(stage.modules())
@@ -90,16 +93,16 @@ class UnitSharder:
         for unit in inner:
             if units[unit] is ReshardPolicy.FORWARD_ONLY:
                 cast(FSDPModule, unit).set_unshard_in_backward(False)
-        _gather_ahead(inner, stage, inside)
+        _set_prefetch(inner, stage, inside)
         UnitCalls(stage, inner)
         paths = {module: path for path, module in stage.named_modules()}
         for module, groups in inside.items():
             require_calls(module, groups, paths)
 
     def _shard(self, unit: nn.Module, *, reshard_after_forward: bool) -> list[nn.Module]:
-        """Shard the parameters of a unit that are still whole; returns the modules that became groups inside it.
+        """Shard the parameters of a unit that are not sharded yet. Returns the modules that became groups inside it.
 
-        The group of the unit itself has the narrowest dtype, and the shard group of its first parameter of that dtype.
+        The unit's own group has the narrowest dtype, and the shard group of its first parameter of that dtype.
         """
         found, groups = self._computes(unit), []
         if len(found) > 1:
@@ -113,7 +116,7 @@ class UnitSharder:
         return groups
 
     def _computes(self, module: nn.Module, *, recurse: bool = True) -> list[Compute]:
-        """The different ones among the parameters of a module, in order."""
+        """The distinct :class:`Compute` values of a module's parameters, in order."""
         return list(dict.fromkeys(self._compute[p] for p in module.parameters(recurse) if p in self._compute))
 
     def _apply(self, module: nn.Module, reshard_after_forward: bool) -> None:
@@ -164,13 +167,13 @@ def _placement(parameter: nn.Parameter, *, ranks: int) -> Shard:
     return Shard(shard_dim(parameter.shape, ranks))
 
 
-def _gather_ahead(
+def _set_prefetch(
     units: Sequence[nn.Module], stage: nn.Module, inside: Mapping[nn.Module, Iterable[nn.Module]]
 ) -> None:
     """Let each unit, in order of use, gather the next one during its forward and the previous one during its backward.
 
-    FSDP2 itself prefetches the unit whose forward came before, which with several microbatches is the end of another
-    microbatch: a useless gather. Groups inside a unit are gathered with it, called or not.
+    FSDP2 itself prefetches the unit that ran before in the forward. With several microbatches that is the end of
+    another microbatch, a useless gather. Groups inside a unit are gathered with it, whether they are called or not.
     """
     order = [cast(FSDPModule, module) for module in (*units, stage)]
     for previous, module in zip([order[0], *order], order, strict=False):
@@ -182,7 +185,7 @@ def _gather_ahead(
 
 
 class UnitCalls:
-    """Hooks that let skipped units of a sharded stage take part in its collectives.
+    """Hooks that make skipped units of a sharded stage take part in its collectives.
 
     Args:
         stage: the stage; it is called for every microbatch.
@@ -217,7 +220,7 @@ class UnitCalls:
 
 
 def require_calls(module: nn.Module, groups: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> None:
-    """Register hooks that raise if a forward skips an FSDP2 group inside a unit, since their order is unknown.
+    """Register hooks that raise if a forward skips an FSDP2 group inside a unit; the order of such groups is unknown.
 
     Args:
         module: a stage or a unit.
@@ -225,7 +228,7 @@ def require_calls(module: nn.Module, groups: Sequence[nn.Module], names: Mapping
         names: the global name of each module.
 
     Raises:
-        PlacementError: later, in the module's forward and on the rank that skips a group.
+        PlacementError: later, in the module's forward, on the rank that skips a group.
     """
     called: set[nn.Module] = set()
 
@@ -252,7 +255,7 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _skip(units: Sequence[nn.Module], value: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Run FSDP2's hooks of skipped units on the arguments, which otherwise stay unchanged."""
+    """Run FSDP2's hooks of skipped units on the arguments, whose values stay unchanged."""
     for unit in units:
         value = before_forward(unit, *value)
         if _is_trained(unit):
@@ -266,7 +269,7 @@ def _require_gradient(unit: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _with_gradient(value: Any) -> Any:
-    """The same values; if grad mode is on and no tensor requires a gradient, one of them does now."""
+    """The same values; if grad mode is on and no tensor requires a gradient, make one of them require it."""
     tensors = _tensors(value)
     if not torch.is_grad_enabled() or any(x.requires_grad for x in tensors):
         return value

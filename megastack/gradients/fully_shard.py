@@ -1,12 +1,12 @@
 """ZeRO-2 and 3: parameters, gradients and optimizer state sharded over the data group, by torch's FSDP2.
 
 ``fully_shard`` replaces each parameter by this rank's shard, gathers the parameters of a unit when it is called and
-reduce-scatters its gradients behind its backward (Rajbhandari et al. 2020; Zhao et al. 2023). It is applied to the
-units of each stage and to the stage, on the data group; it treats a tensor-parallel shard as the whole parameter. What
-FSDP2 does not know is done here, on shards, after the backward: sums over the replicas of hybrid sharding, over
-``tp`` and over tied stages, and zeros for parameters without a gradient.
+reduce-scatters its gradients after its backward (Rajbhandari et al. 2020; Zhao et al. 2023). It is applied to the units
+of each stage and to the stage, over the data group; it treats a tensor-parallel shard as the whole parameter. This
+module adds the reductions that FSDP2 does not know, on shards, after the backward: sums over the replicas of hybrid
+sharding, over ``tp`` and over tied stages, and zeros for parameters without a gradient.
 
-When parameters are gathered and gradients reduced is a choice (M microbatches):
+The keys ``gather`` and ``reduce`` determine when parameters are gathered and gradients reduced (M microbatches):
 
 ==============================  =========================================  =====================================
 ``gather`` / ``reduce``         gathers of a unit, held …                  reductions of a unit, held meanwhile
@@ -19,8 +19,8 @@ Under ``gather=microbatch`` the reshard policy of a unit saves gathers: a unit t
 backward reads no parameter, is gathered once per microbatch. A stage's own parameters, which belong to no unit, are
 always kept from a forward to its backward. Level 2 is ``gather=step``.
 
-Gathers and reductions go through :mod:`megastack.comm.collectives` by FSDP2's interface for custom communication, so
-the communication counters hold the bytes that are really sent, padding included.
+Gathers and reductions use :mod:`megastack.comm.collectives` through FSDP2's interface for custom communication, so the
+communication counters include exactly the bytes that are sent, padding included.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from megastack.placement.module import ReshardPolicy, placements_of
 
 
 class FullyShardedGradients:
-    """The gradients of this rank's stages, whose parameters it shards over the data group when it is built.
+    """The gradients of this rank's stages. The constructor shards their parameters over the data group.
 
-    All ranks of a pipeline must build theirs at the same time. Afterwards a parameter is whole only while its unit
+    All ranks of a pipeline must construct this object together. Afterwards a parameter is whole only while its unit
     computes; :meth:`weights` returns the shards.
 
     Args:
-        modules: this rank's stages in order; each parameter is declared by a ``placements()``. Parameters below fp32
-            are sharded as fp32 main parameters, and rounded to their former dtype for gathers and computation.
+        modules: this rank's stages in order; a ``placements()`` must declare each parameter. Parameters below fp32 are
+            sharded as fp32 main parameters, and rounded to their former dtype for gathers and computation.
         mesh: the mesh, with several ranks in a shard group.
-        shard_size: the adjacent data ranks that share a parameter; ``None`` for all.
+        shard_size: the number of adjacent data ranks that share a parameter; ``None`` for all.
         units: the sub-modules whose parameters are used only by calling them, in order of use, each with its reshard
             policy.
         gather: ``step`` or ``microbatch``.
         reduce: ``step`` or ``microbatch``.
-        groups: the optimizer group of each global name; ``None`` where only the placement's ``decay`` differs.
-        reduce_dtype: the dtype in which gradients are summed over a shard group; ``None`` for that in which they
+        groups: the optimizer group of each global name; ``None`` if only the placement's ``decay`` differs.
+        reduce_dtype: the dtype in which gradients are summed over a shard group; ``None`` for the dtype in which they
             accumulate.
 
     Attributes:
@@ -70,8 +70,8 @@ class FullyShardedGradients:
         differ_over_data: whether ranks that differ only in dp and cp hold different shards.
 
     Raises:
-        PlacementError: a parameter that cannot be sharded: a scalar, one that two stages of this rank share, or one
-            beside another of its module in another dtype.
+        PlacementError: a parameter cannot be sharded: a scalar, a parameter that two stages of this rank share, or a
+            parameter whose module has another one in a different dtype.
     """
 
     _finished: bool
@@ -137,7 +137,7 @@ class FullyShardedGradients:
         self._set(self._stages[stage], last=True)
 
     def finish(self) -> None:
-        """Complete all reductions of the step: afterwards the shards hold gradients of the global batch."""
+        """Complete all reductions of the step; afterwards the shards hold gradients of the global batch."""
         assert not self._finished, "finish() runs once per step; call zero_() before the next one"
         self.wait_parameters()
         for shard in self.buckets:
@@ -157,12 +157,12 @@ class FullyShardedGradients:
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Each trained parameter's gradient on this rank by global name, after :meth:`finish`.
 
-        Each call gathers them, a collective over the data group. It is meant for inspection.
+        Each call gathers them, a collective over the data group. This is meant for inspection.
         """
         return ((shard.name, shard.whole(shard.local_gradients)) for shard in self.buckets)
 
     def weights(self) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
-        """This rank's shard of each parameter by global name; a rounded copy where modules use a lower precision."""
+        """This rank's shard of each parameter by global name; a rounded copy if modules use a lower precision."""
         self.wait_parameters()
         for shard in self._shards.values():
             shard.rounded = shard.local.to(shard.compute) if shard.is_rounded else None
@@ -170,7 +170,7 @@ class FullyShardedGradients:
 
     @torch.no_grad()
     def copy_model_to_main(self, names: Collection[str] | None = None) -> None:
-        """Copy what :meth:`weights` returned last into the main parameters (those of ``names``)."""
+        """Copy the last result of :meth:`weights` into the main parameters (only ``names``, if given)."""
         for shard in self._shards.values():
             if shard.rounded is not None and (names is None or shard.name in names):
                 shard.local.copy_(shard.rounded)
@@ -179,7 +179,7 @@ class FullyShardedGradients:
         """Does nothing: units gather their parameters when they are called."""
 
     def wait_parameters(self) -> None:
-        """Free gathered parameters, which are about to become stale, or were gathered for a validation."""
+        """Free gathered parameters that are about to become stale, or were gathered for a validation."""
         for module in self._fsdp_modules:
             module.reshard()
 
@@ -197,7 +197,7 @@ class FullyShardedGradients:
 class ParameterShard:
     """This rank's shard of a parameter: equal parts of one dim over the shard group, inside the tensor-parallel shard.
 
-    It is a box of the local parameter, contiguous in memory; :func:`shard_dim` chooses the dim.
+    It is a box of the local parameter, contiguous in memory. :func:`shard_dim` chooses the dim.
 
     Args:
         name: the global name.
@@ -210,7 +210,7 @@ class ParameterShard:
 
     Attributes:
         gradient: set when a step is finished.
-        rounded: the shard in ``compute``, between :meth:`FullyShardedGradients.weights` and the end of the step.
+        rounded: the shard in the dtype ``compute``, from :meth:`FullyShardedGradients.weights` to the end of the step.
     """
 
     def __init__(
@@ -233,17 +233,17 @@ class ParameterShard:
 
     @property
     def local_parameters(self) -> Tensor:
-        """The values, flat."""
+        """The flat values."""
         return self.local.view(-1)
 
     @property
     def as_used(self) -> Tensor:
-        """The values as modules use them, flat: ``rounded``, or the values themselves."""
+        """The flat values as modules use them: ``rounded``, or the values themselves."""
         return self.local_parameters if self.rounded is None else self.rounded.view(-1)
 
     @property
     def local_gradients(self) -> Tensor:
-        """The gradient, flat."""
+        """The flat gradient."""
         assert self.gradient is not None, f"{self.name}: its gradient exists after finish()"
         return self.gradient.view(-1)
 
@@ -263,7 +263,7 @@ class ParameterShard:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the parameter has no elements; every rank holds the whole of it then."""
+        """Whether the parameter has no elements; every rank then holds the whole parameter."""
         return not prod(self.shape)
 
     @property
@@ -272,12 +272,12 @@ class ParameterShard:
         return -(-self.shape[self.dim] // self.reduction.data.shard.size)
 
     def parts(self, local: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
-        """The one box in a tensor of the shard's layout; none where other ranks hold all elements."""
+        """The box in a tensor of the shard's layout; none if other ranks hold all elements."""
         box = self.box
         yield self.name, ((box, local.view(box.size)),) if box.numel or self.is_empty else ()
 
     def whole(self, local: Tensor) -> Tensor:
-        """The local parameter's shape, gathered from a tensor of the shard's layout on each rank of the shard group."""
+        """Gather a tensor of the shard's layout from the shard group, in the shape of the local parameter."""
         if self.is_empty:
             return local.view(self.shape)
         padded = local.new_zeros([self._length if dim == self.dim else size for dim, size in enumerate(self.shape)])
@@ -287,7 +287,7 @@ class ParameterShard:
 
 
 def _sum_shards(shards: Iterable[tuple[ParameterShard, AxisGroup]]) -> None:
-    """Sum gradients over the group of each, those of one group and dtype in one collective."""
+    """Sum each gradient over its group, with one collective per group and dtype."""
     together: dict[tuple[AxisGroup, torch.dtype], list[Tensor]] = {}
     for shard, group in shards:
         if group.size > 1 and shard.local_gradients.numel():
@@ -321,7 +321,7 @@ def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def _local(x: Tensor) -> Tensor:
-    """This rank's shard of a tensor, or the whole of one without elements; a view."""
+    """This rank's shard of a tensor, as a view; the whole tensor if it has no elements."""
     if not x.numel():
         return x.detach()
     assert isinstance(x, DTensor)

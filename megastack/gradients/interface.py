@@ -1,4 +1,4 @@
-"""The interface between gradients and the rest of a training step, whichever ZeRO level reduces them.
+"""The interface between gradients and the rest of a training step, independent of the ZeRO level.
 
 Two classes implement it: :class:`~megastack.gradients.buckets.GradientBuckets` (flat buckets, ZeRO levels 0 and 1) and
 :class:`~megastack.gradients.fully_shard.FullyShardedGradients` (torch's FSDP2, levels 2 and 3). The norm, the
@@ -35,7 +35,7 @@ class LocalShard(Protocol):
 
     @property
     def local_gradients(self) -> Tensor:
-        """Their gradients at the same offsets; those of the global batch once a step is finished."""
+        """Their gradients at the same offsets; gradients of the global batch once a step is finished."""
 
     @property
     def group(self) -> ParameterGroup | None:
@@ -43,14 +43,14 @@ class LocalShard(Protocol):
 
     @property
     def decay(self) -> bool:
-        """Whether the placements allow weight decay (``group`` decides where it is given)."""
+        """Whether the placements allow weight decay (``group`` takes precedence)."""
 
     @property
     def is_rounded(self) -> bool:
         """Whether ``local_parameters`` are main parameters, which modules use in a lower precision."""
 
     def parts(self, local: Tensor) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
-        """The boxes of each parameter, by global name, in a flat tensor of the shard's layout; some have none."""
+        """The boxes of each parameter, by global name, in a flat tensor of the shard's layout; may be empty."""
 
 
 class Gradients(Protocol):
@@ -58,7 +58,7 @@ class Gradients(Protocol):
 
     Attributes:
         mesh: the mesh.
-        differ_over_data: whether ranks that differ only in dp and cp hold shards of different elements. The same on
+        differ_over_data: whether ranks that differ only in dp and cp hold shards of different elements. Identical on
             all ranks.
     """
 
@@ -74,7 +74,7 @@ class Gradients(Protocol):
 
         Args:
             stage: the index of the module.
-            pending: the parameters whose gradients are not complete yet; ``None`` where that is unknown.
+            pending: the parameters whose gradients are not complete yet; ``None`` if this is unknown.
         """
 
     def finish(self) -> None:
@@ -89,11 +89,12 @@ class Gradients(Protocol):
     def weights(self) -> Iterator[tuple[str, tuple[BoxView, ...]]]:
         """This rank's boxes of each parameter, frozen ones included, by global name and as modules compute with it.
 
-        They are views; where a shard is rounded, copies, which :meth:`copy_model_to_main` reads after they were loaded.
+        They are views; for a rounded shard they are copies, which :meth:`copy_model_to_main` reads after values were
+        loaded.
         """
 
     def copy_model_to_main(self, names: Collection[str] | None = None) -> None:
-        """Copy what :meth:`weights` returned last into the main parameters (those of ``names``)."""
+        """Copy the last result of :meth:`weights` into the main parameters (only ``names``, if given)."""
 
     def gather_parameters(self) -> None:
         """Start to gather the parameters after an update."""

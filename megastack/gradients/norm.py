@@ -1,13 +1,13 @@
-"""The norm of the whole gradient over all axes, each element once, and clipping by it.
+"""The norm of the whole gradient over all axes, each element counted once, and clipping by it.
 
-Every rank adds the squares of the shards that it owns, and one scalar is summed over ranks: over ``pp`` and ``tp`` as
-long as the ranks of dp and cp hold identical gradients, over all ranks otherwise (ZeRO). Ranks without a parameter take
-part with zero. Squares are summed in rows of 1024 elements in the gradients' dtype and the rows in fp64: a plain fp32
-sum over a large bucket is wrong by 1e-4 of the norm, this one by 1e-9. An fp32 gradient beyond 1e19, whose square
-overflows, counts as non-finite.
+Every rank adds the squares of the shards that it owns, and one scalar is summed over ranks: over ``pp`` and ``tp`` if
+the ranks of dp and cp hold identical gradients, over all ranks otherwise (ZeRO). Ranks without a parameter contribute
+zero. Squares are summed in rows of 1024 elements in the gradients' dtype, and the rows in fp64. A plain fp32 sum over a
+large bucket has a relative error of 1e-4, this one of 1e-9. An fp32 gradient beyond 1e19, whose square overflows,
+counts as non-finite.
 
-A non-finite value anywhere, even in a replica that is not counted, makes the norm non-finite on every rank. Nothing
-here reads a tensor on the host.
+A non-finite value anywhere, even in a replica that is not counted, makes the norm non-finite on every rank. This module
+reads no tensor on the host.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 
 EPSILON = 1e-6
-"""Added to the norm before it divides, as in ``torch.nn.utils.clip_grad_norm_``."""
+"""Added to the norm in the denominator, as in ``torch.nn.utils.clip_grad_norm_``."""
 _ROW = 1024
 
 
 def grad_norm(buckets: Gradients, mesh: Mesh) -> Tensor:
     """The 2-norm of the gradient of all parameters of the model: an fp64 scalar, identical on every rank.
 
-    One all-reduce of 8 bytes over ``pp·tp``, or over all ranks where data ranks hold different shards. Every rank
-    calls, after :meth:`Gradients.finish`.
+    Communicates one all-reduce of 8 bytes over ``pp·tp``, or over all ranks if data ranks hold different shards. Must
+    be called on every rank, after :meth:`Gradients.finish`.
     """
     among_data = buckets.differ_over_data
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -40,13 +40,13 @@ def grad_norm(buckets: Gradients, mesh: Mesh) -> Tensor:
 
 
 def clip_gradients_(buckets: Gradients, max_norm: float | None, mesh: Mesh) -> Tensor:
-    """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, torch's formula; returns the norm before.
+    """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, torch's formula. Returns the norm before clipping.
 
-    A non-finite norm leaves the gradients unchanged: the step is to be skipped (:func:`is_nonfinite`).
+    A non-finite norm leaves the gradients unchanged; the step must then be skipped (:func:`is_nonfinite`).
 
     Args:
-        buckets: after :meth:`Gradients.finish`.
-        max_norm: the largest norm; ``None`` only computes it.
+        buckets: the gradients, after :meth:`Gradients.finish`.
+        max_norm: the largest norm; with ``None`` the norm is only computed.
         mesh: the mesh.
     """
     norm = grad_norm(buckets, mesh)
@@ -60,7 +60,7 @@ def clip_gradients_(buckets: Gradients, max_norm: float | None, mesh: Mesh) -> T
 
 
 def is_nonfinite(norm: Tensor) -> Tensor:
-    """1.0 where the norm is not finite, else 0.0: the ``found_inf`` argument of :meth:`Optimizer.step`."""
+    """1.0 if the norm is not finite, else 0.0: the ``found_inf`` argument of :meth:`Optimizer.step`."""
     return (~torch.isfinite(norm)).to(torch.float32)
 
 

@@ -1,7 +1,7 @@
 """The settings that each parameter is trained with: weight decay, groups by pattern, frozen parameters.
 
-A pattern is a regular expression searched in the global parameter name (``blocks.17.attention_norm.weight``), so
-``norm`` matches every norm, ``^blocks\\.3\\.`` one block, ``mlp\\.(up|down)`` two weights of each block. This module
+A pattern is a regular expression that is searched in the global parameter name (``blocks.17.attention_norm.weight``),
+so ``norm`` matches every norm, ``^blocks\\.3\\.`` one block, ``mlp\\.(up|down)`` two weights of each block. This module
 works on names, identically on every rank. A pattern that matches nothing is an error; pass the names of the whole
 model, since a single pipeline stage may hold no match.
 """
@@ -26,7 +26,7 @@ class ParameterGroup:
 
     Attributes:
         lr_scale: multiplies the learning rate of the step.
-        weight_decay: the decay of these parameters; 0 where none applies.
+        weight_decay: the decay of these parameters; 0 for none.
     """
 
     lr_scale: float = 1.0
@@ -54,17 +54,17 @@ def assign_groups(
 
     A parameter decays if its placement allows it and its name matches no ``no_decay`` pattern; a rule changes how much
     it decays, never whether. The first rule that matches wins. A ``no_decay`` pattern may match nothing (a model
-    without biases), a rule may not.
+    without biases), but a rule must match a name.
 
     Args:
         decays: ``Placement.decay`` of this rank's parameters by global name.
         weight_decay: the decay of parameters that no rule matches.
         no_decay: patterns of parameters that never decay.
         rules: settings by pattern.
-        names: all names of the model, against which the rules are checked; those of ``decays`` by default.
+        names: all names of the model, against which the rules are checked; the names in ``decays`` by default.
 
     Raises:
-        ConfigError: a rule matches no name (with near names), or a pattern is not a regular expression.
+        ConfigError: a rule matches no name (similar names are listed), or a pattern is not a regular expression.
     """
     check_patterns("optim.groups", [rule.pattern for rule in rules], decays if names is None else names)
     exempt = [_compile("optim.no_decay", pattern) for pattern in no_decay]
@@ -80,14 +80,14 @@ def assign_groups(
 def freeze(
     modules: Iterable[nn.Module], patterns: Sequence[str], *, names: Collection[str] | None = None
 ) -> tuple[str, ...]:
-    """Freeze the parameters that a pattern matches (``requires_grad=False``); returns their global names.
+    """Freeze the parameters that a pattern matches (``requires_grad=False``). Returns their global names.
 
     Call it before the buckets are built: a frozen parameter is in no bucket, norm or optimizer.
 
     Args:
         modules: this rank's stages.
         patterns: regular expressions searched in global names.
-        names: all names of the model, against which the patterns are checked; those of ``modules`` by default.
+        names: all names of the model, against which the patterns are checked; the names in ``modules`` by default.
 
     Raises:
         ConfigError: a pattern matches no name, or is not a regular expression.
@@ -105,10 +105,10 @@ def check_patterns(key: str, patterns: Sequence[str], names: Collection[str]) ->
     """Check that each pattern of the configuration key ``key`` matches one of ``names``.
 
     Raises:
-        ConfigError: one line for each pattern that does not, with the names nearest to it.
+        ConfigError: one line for each pattern that does not, with similar names.
     """
     errors = [
-        Violation(key, pattern, "matches no parameter", tuple(_near(pattern, names)))
+        Violation(key, pattern, "matches no parameter", tuple(_similar_names(pattern, names)))
         for pattern in patterns
         if not any(map(_compile(key, pattern).search, names))
     ]
@@ -123,7 +123,7 @@ def _compile(key: str, pattern: str) -> re.Pattern[str]:
         raise ConfigError(f"{key}={pattern}: must be a regular expression ({error}); use e.g. ^blocks\\.3\\.") from None
 
 
-def _near(pattern: str, names: Collection[str]) -> list[str]:
+def _similar_names(pattern: str, names: Collection[str]) -> list[str]:
     """The names most similar to the pattern, as a whole or by one of their components."""
     plain = re.sub(r"[\\^$*+?()\[\]|]", "", pattern).strip(".")
 

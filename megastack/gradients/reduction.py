@@ -1,14 +1,14 @@
 """The process groups over which the gradient of each parameter is summed.
 
 The axes come from :func:`megastack.placement.placement.replication_of`; this module opens the groups. Every gradient is
-summed over the data group first. Under ZeRO that sum is sharded: the ranks of a **shard group** hold one shard each, of
-the optimizer state or (levels 2 and 3) of parameters and gradients too. The shard group is the whole data group, or
-``shard_size`` adjacent ranks of it (hybrid sharding, HSDP): then gradients are also summed over the **replicas**, the
-ranks that hold the same shard in the other shard groups. Without ZeRO the shard group is this rank alone and the whole
-data group are replicas, so all levels share one code path. The other sums, over ``tp`` and over tied stages, run on
-local shards.
+summed over the data group first. Under ZeRO that sum is sharded: each rank of a **shard group** holds one shard of the
+optimizer state and, at levels 2 and 3, of parameters and gradients. The shard group is the whole data group, or
+``shard_size`` adjacent ranks of it (hybrid sharding, HSDP). In the latter case gradients are also summed over the
+**replicas**, the ranks that hold the same shard in the other shard groups. Without ZeRO the shard group is this rank
+alone and all ranks of the data group are replicas, so all levels share one code path. The other sums, over ``tp`` and
+over tied stages, run on local shards.
 
-A parameter is tied when the same global name, with the same shape, lives on several pipeline coordinates.
+A parameter is tied if the same global name, with the same shape, is present on several pipeline coordinates.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DataSharding:
     """How the ranks of a data group share the state of a parameter.
 
     Attributes:
-        shard: the ranks that hold one shard each; this rank alone where nothing is sharded.
+        shard: the ranks that hold one shard each; only this rank if nothing is sharded.
         replicas: the ranks that hold the same shard.
     """
 
@@ -52,7 +52,7 @@ class DataSharding:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds less than the whole."""
+        """Whether this rank holds less than the whole state."""
         return self.shard.size > 1
 
 
@@ -63,7 +63,7 @@ class Reduction:
     Attributes:
         data: the data group, over which every gradient is summed first.
         partial_over: the groups over which it is summed next, each with its axis.
-        replication: the pure value that the groups follow from.
+        replication: the value from which the groups are derived.
     """
 
     data: DataSharding
@@ -75,7 +75,7 @@ class Reduction:
         return dict(self.partial_over).get(axis)
 
     def is_owner(self, *, among_data: bool) -> bool:
-        """Whether this rank represents all replicas of its elements, those on data ranks only if ``among_data``."""
+        """Whether this rank owns its elements among all replicas, including data ranks if ``among_data``."""
         return self.replication.owns_replica and not (among_data and self.data.replicas.rank)
 
 
@@ -91,10 +91,10 @@ _R = TypeVar("_R", bound=Reduced)
 
 
 def partial_sums(shards: Sequence[_R], name_of: Callable[[_R], str]) -> list[list[tuple[_R, AxisGroup]]]:
-    """The sums over partial gradients that follow the data group: rounds, each of shards with their groups.
+    """The sums over partial gradients after the sum over the data group: rounds of shards with their groups.
 
-    A round runs over one axis, innermost axes first. Over ``pp`` shards are ordered by name, since the stages that hold
-    a tied parameter use it in opposite orders.
+    Each round runs over one axis, innermost axes first. Over ``pp`` shards are ordered by name, since the stages that
+    hold a tied parameter use it in opposite orders.
     """
     rounds = []
     for axis in reversed(Axis):
@@ -121,7 +121,7 @@ class Reductions:
 def make_reductions(
     parameters: Sequence[NamedParameter], mesh: Mesh, *, zero: int = 0, shard_size: int | None = None
 ) -> Reductions:
-    """Open the groups over which this rank's gradients are summed. All ranks of the mesh call together.
+    """Open the groups over which this rank's gradients are summed. Must be called on all ranks of the mesh.
 
     With several stages, two small collectives over ``pp`` find the tied parameters.
 
@@ -129,7 +129,7 @@ def make_reductions(
         parameters: this rank's parameters, in the same order on all ranks of the stage.
         mesh: the mesh.
         zero: the ZeRO level.
-        shard_size: the adjacent ranks of a data group that share a parameter under ZeRO; ``None`` for all.
+        shard_size: the number of adjacent ranks of a data group that share a parameter under ZeRO; ``None`` for all.
 
     Raises:
         ConfigError: the shard size does not divide the size of a data group.
@@ -162,7 +162,7 @@ def make_reductions(
 def data_sharding(
     mesh: Mesh, axes: tuple[Axis, ...] = DATA_AXES, zero: int = 0, shard_size: int | None = None
 ) -> DataSharding:
-    """The shard group and the replicas of this rank in its data group along ``axes``; all ranks of the group call.
+    """The shard group and the replicas of this rank in its data group along ``axes``. Must be called on all its ranks.
 
     Raises:
         ConfigError: the shard size does not divide the size of the data group.
@@ -197,7 +197,7 @@ def reduction_of(
 
 @dataclass(frozen=True)
 class TrainedParameter:
-    """A trained parameter as pipeline stages describe it to each other.
+    """A trained parameter as pipeline stages exchange it.
 
     Attributes:
         name: its global name.
@@ -211,13 +211,13 @@ class TrainedParameter:
 
     @property
     def fingerprint(self) -> int:
-        """A number that depends on all three; its lowest bit is ``differs``."""
+        """A number that depends on all three attributes; its lowest bit is ``differs``."""
         digest = hashlib.blake2b(f"{self.name} {self.shape}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big", signed=True) & ~1 | self.differs
 
 
 def agree_over_stages(trained: Sequence[TrainedParameter], mesh: Mesh) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """Find the parameters that several pipeline coordinates hold. All ranks of a pipeline group call.
+    """Find the parameters that several pipeline coordinates hold. Must be called on all ranks of a pipeline group.
 
     Two small collectives over ``pp``, once, when buckets are built.
 
@@ -230,7 +230,7 @@ def agree_over_stages(trained: Sequence[TrainedParameter], mesh: Mesh) -> tuple[
         over data ranks.
 
     Raises:
-        PlacementError: on every rank, when two parameters are tied over different sets of stages that overlap.
+        PlacementError: on every rank, if two parameters are tied over different sets of stages that overlap.
     """
     stages = mesh[Axis.PP]
     if stages.size == 1:
@@ -249,7 +249,7 @@ def agree_over_stages(trained: Sequence[TrainedParameter], mesh: Mesh) -> tuple[
 def _check_overlap(
     sets: set[tuple[int, ...]], names: Mapping[int, str], holders: Mapping[int, tuple[int, ...]]
 ) -> None:
-    """With overlapping sets of stages, ranks would open the groups in different orders and deadlock."""
+    """Raise if sets of stages overlap: ranks would open the groups in different orders and deadlock."""
     for one, other in itertools.combinations(sorted(sets), 2):
         if set(one) & set(other):
             tied = [name for number, name in names.items() if holders[number] in (one, other)]

@@ -1,7 +1,7 @@
 """Evaluation of a model on texts, on any parallel layout: mean nats per token, each token counted once.
 
 The forward and the sum are the same as in a validation during training. Windows of ``sequence_length`` tokens follow
-one another, so a token attends to the tokens before it in its own window.
+one another, so a token attends to the earlier tokens in its own window.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Generation of texts from prompts, with the same ids on every tensor- and pipeline-parallel layout.
 
-Every rank runs the same loop over tokens. A token passes through the stages as a microbatch does in a forward
+Every rank runs the same loop over tokens. A token passes through the stages like a microbatch in a forward
 (:meth:`megastack.pipeline.runtime.Pipeline.infer`), the last stage's logits are gathered over tp, one rank chooses, and
 the ids are broadcast to all ranks, which therefore stop together. Prompts of different lengths form one batch, padded
-at the end; :mod:`megastack.layers.cache` explains why the padding does no harm.
+at the end; :mod:`megastack.layers.cache` explains why the padding has no effect.
 
-Each call creates its own caches and discards them at its end. Not here: loading weights, text, the command line.
+Each call creates its own caches and discards them at its end. This module does not load weights, tokenize text or parse
+a command line.
 
 Shapes: B rows, S tokens of a row in one call, V vocabulary of this rank.
 """
@@ -94,8 +95,8 @@ class Generator:
         max_positions: the number of positions of the model; None for no limit.
 
     Attributes:
-        uncached_because: why the whole row is run for every token, with the module's name; None if every layer on
-            every rank reads earlier tokens from a cache. Updated by every call, since hooks come and go.
+        uncached_because: the reason why the whole row is run for every token, with the module's name; None if every
+            layer on every rank reads earlier tokens from a cache. Updated by every call, since hooks may change.
         cache_entries: the number of layers in this rank's caches after the last call.
     """
 
@@ -135,7 +136,7 @@ class Generator:
 
         Args:
             prompts: the ids of each prompt.
-            max_new_tokens: the limit at which a text without an end id is cut.
+            max_new_tokens: the length at which a text without an end id is cut.
             sampling: how tokens are chosen.
             end: the id that ends a text; None for none.
             cache: whether to use caches if the layers support it.
@@ -222,7 +223,7 @@ class _Rows:
         self.samples = range(first_sample, first_sample + len(ids))
 
     def append(self, ids: Sequence[int]) -> list[int | None]:
-        """Append a token to each text that has not ended; returns what was appended to each."""
+        """Append a token to each text that has not ended. Returns the token of each text, or None."""
         added: list[int | None] = [None if over else i for i, over in zip(ids, self.ended, strict=True)]
         for row, i in enumerate(added):
             if i is not None:

@@ -2,8 +2,8 @@
 
 The random number of a choice is a function of (seed, sample, position), not the state of a generator. A prompt is
 therefore continued identically on every layout, alone or in a batch. Probabilities are computed in fp64 and accumulated
-in the order of ids, not of probability: if rounding swaps two nearly equal probabilities, an interval border moves only
-as far as the logits did. Among equal logits the lowest id wins.
+in the order of ids, not of probability: if rounding swaps two nearly equal probabilities, an interval boundary moves
+only as far as the logits did. Among equal logits the lowest id wins.
 
 Shapes: B rows, V the real vocabulary.
 """
@@ -29,7 +29,7 @@ class Sampling:
     """How tokens are chosen.
 
     Args:
-        temperature: the divisor of the logits; 0 takes the most probable token (greedy).
+        temperature: the divisor of the logits; 0 selects the most probable token (greedy).
         top_k: choose among this many most probable tokens; None for all.
         top_p: choose among the fewest most probable tokens that together have this probability; None for all.
         seed: determines the random numbers.

@@ -42,15 +42,15 @@ class ParallelAttention(ParallelModule):
 
     Attributes:
         uses_cache: a subclass that overrides a method sets it to True if generation may call it with only the new
-            tokens: :meth:`attend` then gets their queries, and the keys and values of all tokens, earlier ones from
-            ``context.cache``, and takes its mask from the context. The built-in class does not set it.
+            tokens. :meth:`attend` then receives their queries, and the keys and values of all tokens, including earlier
+            ones from ``context.cache``, and uses the mask of the context. The built-in class does not set it.
 
     Args:
         hidden: D.
         heads: H, a multiple of t.
         mesh: the ranks to split over.
-        kv_groups: G, which divides H; t divides G or G divides t. None is one group per head.
-        head_dim: K; None is D / H.
+        kv_groups: G, which divides H; t divides G or G divides t. None means one group per head.
+        head_dim: K; None means D / H.
         rope: rotary frequencies; None disables rotation.
         qk_norm: normalise queries and keys before the rotation.
         bias: biases in all projections.
@@ -59,7 +59,7 @@ class ParallelAttention(ParallelModule):
         attention_dropout: drop probability of attention weights (the slower path).
         norm_eps: added to the mean square in the query and key norms.
         init: initial values of the query, key and value projections.
-        out_init: initial values of the output projection; None is ``init``.
+        out_init: initial values of the output projection; None means ``init``.
 
     Raises:
         ConfigError: heads, groups, head dim and rotation are inconsistent.
@@ -175,7 +175,7 @@ class ParallelAttention(ParallelModule):
 
 
 def _check(spec: AttentionSpec, rope: Rope | None, tp: int) -> None:
-    """Raise for sizes that are inconsistent with each other, the rotation or the degree."""
+    """Raise for sizes that are inconsistent with each other, with the rotation or with the degree."""
     if found := spec.size_violations():
         raise ConfigError.of(found)
     if rope is not None and rope.head_dim != spec.width:

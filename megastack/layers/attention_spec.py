@@ -32,17 +32,17 @@ class AttentionSpec(LayerSpec):
     Args:
         hidden: D.
         heads: H.
-        kv_groups: G; None is one group per head.
-        head_dim: K; None is D / H.
-        rotary: queries and keys are rotated.
-        qk_norm: queries and keys are normalised before the rotation.
+        kv_groups: G; None means one group per head.
+        head_dim: K; None means D / H.
+        rotary: whether queries and keys are rotated.
+        qk_norm: whether queries and keys are normalised before the rotation.
         bias: biases in all projections.
         sequence_parallel: input and output are split along the sequence over tp.
         qkv_bias: biases in the query, key and value projections only.
         attention_dropout: drop probability of attention weights.
         norm_eps: added to the mean square in the query and key norms.
         init: initial values of the query, key and value projections.
-        out_init: initial values of the output projection; None is ``init``.
+        out_init: initial values of the output projection; None means ``init``.
     """
 
     hidden: int
@@ -105,7 +105,7 @@ class AttentionSpec(LayerSpec):
         }
 
     def saved(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
-        """Queries, keys and values, what ``attend`` saves, and its output, which the output projection reads."""
+        """Queries, keys and values, the tensors saved in ``attend``, and its output for the output projection."""
         q, kv, width = self._q_shape(microbatch), self._kv_shape(microbatch), microbatch.width
         items = []
         if self.qk_norm:
@@ -116,7 +116,7 @@ class AttentionSpec(LayerSpec):
         return [*items, *self._saved_in_attend(microbatch), SavedTensor("attended", q, width)]
 
     def _saved_in_attend(self, microbatch: LocalMicrobatch) -> Iterator[SavedTensor]:
-        """Between queries and attended values: one number per row, or all weights where some of them are dropped."""
+        """The tensors saved inside ``attend``: one number per row, or all weights if some of them are dropped."""
         length = microbatch.sequence
         square = (microbatch.batch, self.heads // microbatch.tp, length, length)
         if not self.attention_dropout:
@@ -142,7 +142,7 @@ class AttentionSpec(LayerSpec):
     def shared(self, microbatch: LocalMicrobatch, *, documents: bool, recompute: bool) -> list[SavedTensor]:
         """The tensors that all attention layers of a stage share: rotary tables, and the mask of documents.
 
-        Fused attention saves the mask as numbers; recompute holds it in both forms for the second run.
+        Fused attention saves the mask as numbers; recompute keeps both forms for the second run.
         """
         batch, length = microbatch.batch, microbatch.sequence
         angles, mask = (batch, length, self.width // 2), (batch, 1, length, length)
@@ -169,14 +169,14 @@ class AttentionSpec(LayerSpec):
         return 2 * self.matmul_parameters + (scores // 2 if causal else scores)
 
     def split_errors(self, tp: int) -> Iterator[str]:
-        """Heads are split whole; each rank holds whole groups or a copy of one."""
+        """Each rank holds whole heads, and whole groups or a copy of one group."""
         if self.heads % tp:
             yield f"must divide model.heads={self.heads}"
         if self.groups % tp and tp % self.groups:
             yield f"must divide model.kv_groups={self.groups} or be a multiple of it"
 
     def size_violations(self) -> list[Violation]:
-        """Query heads, key and value groups and head dim fit each other and the rotation."""
+        """Query heads, groups and head dim must be consistent with each other and with the rotation."""
         found = []
         if self.kv_groups is not None and self.heads % self.kv_groups:
             rule = f"must divide model.heads={self.heads}"

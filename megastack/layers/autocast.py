@@ -1,6 +1,6 @@
 """``torch.autocast`` for custom autograd functions.
 
-Autocast acts on each torch operation where it is called. A ``torch.autograd.Function`` that calls several operations
+Autocast acts on each torch operation when it is called. A ``torch.autograd.Function`` that calls several operations
 would mix dtypes in its backward, which usually runs without autocast. Operands are therefore cast before they enter
 such a function, by operations that autograd records, and autocast is off inside the function in both directions.
 Gradients then have the dtypes of the inputs, as with torch's own layers.
@@ -21,7 +21,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matrix product with ``x``: autocast's where it is on and applies to ``x``, else that of ``x``."""
+    """The dtype of a matrix product with ``x``: autocast's if it is on and applies to ``x``, else ``x.dtype``."""
     if not is_on(x.device.type) or not x.is_floating_point() or x.dtype == torch.float64:
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)

@@ -1,6 +1,6 @@
 """Key-value cache of one pipeline stage, so that generating a token computes one token.
 
-A token is stored at the index of its position, so rows of different lengths need no shifting: the padding after a short
+A token is stored at the index of its position, so rows of different lengths need no shifting. The padding after a short
 prompt occupies entries that the row's own tokens overwrite before any query can see them, and a query sees entries up
 to its own position. The cache is independent of the number of layers and groups: an attention layer creates its entry
 with its first keys, in their shape on this rank.
@@ -24,7 +24,7 @@ class KeyValueCache:
     """Keys and values of the attention layers of one stage for a batch of rows.
 
     Args:
-        capacity: positions of a row: the longest prompt plus the generated tokens.
+        capacity: positions per row: the longest prompt plus the generated tokens.
         seen: positions visible to queries of this call, one more than its largest position.
         entries: keys and values, each ``(B, capacity, G, K)``, by layer.
     """

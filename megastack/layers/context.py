@@ -4,7 +4,7 @@ Every layer is called as ``forward(hidden_BSD, context=None)``. Without a contex
 row, positions count from 0 and dropout is off, so that a layer can be tested alone. A context is immutable: a
 recomputed forward with the same context repeats its rotations, mask and dropout.
 
-Not here: tokens and labels (:mod:`megastack.batch`); the shape legend is B microbatch size, S sequence, K head dim.
+Tokens and labels are in :mod:`megastack.batch`. Shapes: B microbatch size, S sequence, K head dim.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Context:
         samples_B: global sample numbers, which dropout draws from.
         step: the 0-based optimizer step.
         seed: the seed of the run.
-        scope: prefix of the names under which layers draw dropout, like ``blocks.17``.
+        scope: prefix of the names under which layers draw dropout, such as ``blocks.17``.
         rotary: rotary tables of these positions.
         mask_B1SS: True where a query (third dim) may see a key (fourth dim); None for a causal mask.
-        bias_B1SS: the mask as numbers to add to the scores, computed once so that no layer saves its own copy.
-        cache: keys and values of earlier tokens, in generation; layers add theirs to it.
+        bias_B1SS: the mask as a bias that is added to the scores, computed once so that no layer saves its own copy.
+        cache: keys and values of earlier tokens, in generation; layers add their own to it.
         recomputing: this forward recomputes activations for the backward; skip counters and other side effects.
     """
 
@@ -74,7 +74,7 @@ class Context:
         return cls(positions_BS, documents_BS, samples_B, step, seed, "", rotary, mask, bias, cache)
 
     def within(self, scope: str) -> Context:
-        """The same context for a part of the model, whose name becomes part of the names of dropout."""
+        """The same context for a part of the model, whose name is added to the scope."""
         return replace(self, scope=f"{self.scope}.{scope}" if self.scope else scope)
 
     def mask_for(self, dtype: torch.dtype) -> Tensor | None:

@@ -1,9 +1,10 @@
 """Dropout that does not depend on the parallel layout: an element's mask depends on its global index, not on its rank.
 
-The mask is a function of (seed, step, sample number, site, position, feature), see
+The mask is a function of (seed, step, sample number, site, position, feature); see
 :func:`megastack.random.dropout_mask`. Replicas along tp therefore drop the same elements, a slice of the sequence drops
-what the whole sequence would have dropped there, data-parallel ranks differ, and a recomputed forward repeats its
-masks. No generator is advanced, so there is no state to save or restore."""
+the elements that the whole sequence would have dropped there, data-parallel ranks differ, and a recomputed forward
+repeats its masks. No generator is advanced, so there is no state to save or restore.
+"""
 
 from __future__ import annotations
 

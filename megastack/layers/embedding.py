@@ -1,10 +1,10 @@
 """The two ends of a language model: token embedding, learned positions, and output head.
 
-Embedding and head own a weight ``(V, D)``, split over tp along V. Rows beyond the vocabulary pad it to a multiple of
-``vocab_multiple``, which does not depend on the layout. Padded rows are zero, get no gradient and are in no checkpoint.
-The two placements are equal, so one parameter can serve as both (tied embeddings).
+Embedding and head own a weight ``(V, D)``, split over tp along V. It is padded with rows to a multiple of
+``vocab_multiple``, which does not depend on the layout. Padded rows are zero, receive no gradient and are not stored in
+checkpoints. The two placements are equal, so one parameter can serve as both (tied embeddings).
 
-The loader checks token ids; here an id that no rank holds would give zeros.
+The loader checks token ids. In this module an id that no rank holds would produce zeros.
 
 Learned positions are a table with one row per position, replicated over tp. Under sequence parallelism each rank looks
 up its own slice of the positions, so the gradient is partial over tp. Rotary positions are in
@@ -38,7 +38,7 @@ from megastack.weight_gradients import GradientTarget, target_of
 
 
 class _VocabParallel(ParallelModule):
-    """A weight ``(V, D)`` split along the padded vocabulary, its own or another layer's."""
+    """A weight ``(V, D)`` split along the padded vocabulary; it may belong to another layer."""
 
     SPEC: ClassVar[type[VocabularySpec]]
     weight: nn.Parameter
@@ -166,14 +166,14 @@ class _RowSums:
     rows: int
 
     def begin(self) -> None:
-        """Nothing is needed from other ranks."""
+        """Does nothing: no data is needed from other ranks."""
 
     def gradient(self) -> Tensor:
         """``(rows, D)``."""
         return sum_rows(self.ids_BS, self.grad_BSD, self.rows)
 
     def add_to(self, gradient: Tensor) -> None:
-        """Row by row where that is deterministic."""
+        """Add row by row where that is deterministic."""
         add_rows_(gradient, self.ids_BS.flatten(), rows_of(self.grad_BSD))
 
 
@@ -181,7 +181,7 @@ class VocabParallelHead(_VocabParallel):
     """Logits of this rank's part of the vocabulary: a column-parallel product with a weight ``(V, D)``.
 
     Communicates like a column-parallel layer. The logits are never gathered; the loss is
-    :func:`megastack.layers.loss.vocab_parallel_cross_entropy`. The columns of padded rows are not tokens.
+    :func:`megastack.layers.loss.vocab_parallel_cross_entropy`. The columns of padded rows do not represent tokens.
 
     Args:
         vocab: V, the number of tokens.

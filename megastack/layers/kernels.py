@@ -1,6 +1,6 @@
-"""Elementwise and indexed operations whose fastest form depends on the device. Elsewhere the mathematics reads plain.
+"""Elementwise and indexed operations whose fastest implementation depends on the device.
 
-On a CPU torch's vectorised ``exp`` and ``tanh`` cost more than several passes over memory, so equal functions are
+On a CPU torch's vectorised ``exp`` and ``tanh`` cost more than several passes over memory, so equivalent functions are
 computed from cheaper ones. On other devices torch's own kernels are used.
 """
 
@@ -33,7 +33,7 @@ def gelu(x: Tensor) -> Tensor:
 def add_rows_(table: Tensor, index_T: Tensor, rows_TD: Tensor) -> Tensor:
     """Add rows to the rows of a table that ``index_T`` selects, in place and in a fixed order.
 
-    On a CPU they are added one by one; on a GPU ``index_add_`` has no fixed order, so their sum is added as a table.
+    On a CPU they are added one by one. On a GPU ``index_add_`` has no fixed order, so their sum is added as a table.
     """
     if table.is_cpu:
         return table.index_add_(0, index_T, rows_TD)
@@ -46,13 +46,13 @@ def sum_rows(index: Tensor, rows: Tensor, size: int) -> Tensor:
 
 
 _SLOPES = {dtype: torch.tensor(_SLOPE, dtype=dtype) for dtype in (torch.float32, torch.float64)}
-"""The constant of `_SLOPE` as operations on the CPU take it; making one takes as long as a small pass."""
+"""The constant `_SLOPE` as CPU tensors; creating one takes as long as a small pass."""
 
 
 class _LogisticGELU(torch.autograd.Function):
-    """``x sigmoid(2 sqrt(2/pi) (x + 0.044715 x³))``, which equals the tanh form; only x is kept.
+    """``x sigmoid(2 sqrt(2/pi) (x + 0.044715 x³))``, which equals the tanh form; only x is saved.
 
-    Four passes forward and seven backward. Forward needs no tensor besides its output; backward has one besides the
+    Forward takes four passes and allocates only its output. Backward takes seven, and allocates one tensor besides the
     gradient that it returns.
     """
 

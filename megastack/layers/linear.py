@@ -1,11 +1,11 @@
 """Linear layers split over the tensor-parallel axis: by output features (column) and by input features (row).
 
-A pair of them, column first, forms attention or an MLP with a single reduction. These modules own parameters; the
+A pair of them, column first, forms attention or an MLP with a single reduction. These modules own the parameters; the
 products and their communication are in :mod:`megastack.layers.linear_ops`.
 
 A column-parallel weight may have several output dims, one of which is split: a query weight ``(H, K, D)`` on H, a
 gate-and-up weight ``(2, F, D)`` on F. The output has the same dims, so no reshape depends on the layout. With
-``copies`` the split dim is divided into t / copies parts, each held by ``copies`` adjacent ranks (kv groups fewer than
+``copies`` the split dim is divided into t / copies parts, each held by ``copies`` adjacent ranks (fewer kv groups than
 t).
 
 Shapes: B microbatch, S sequence, t tensor-parallel degree.
@@ -70,16 +70,16 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Forward sends nothing, or with ``sequence_parallel`` all-gathers the sequence. Backward all-reduces the input
     gradient, or with ``sequence_parallel`` reduce-scatters it and gathers the input again; both overlap with the matrix
-    products. Use :func:`column_parallel` where several layers share an input.
+    products. Use :func:`column_parallel` if several layers share an input.
 
     Args:
         in_features: the last dim of the input.
         out_features: the output features, or the shape of several output dims.
         mesh: the ranks to split over.
-        bias: add a bias, split like the output, zero at the start, without weight decay.
+        bias: add a bias, split like the output, initialised to zero, without weight decay.
         sequence_parallel: the input is split along the sequence over tp.
         shard_dim: which output dim is split.
-        copies: how many adjacent ranks hold the same slice.
+        copies: the number of adjacent ranks that hold the same slice.
         init: the weight's initial values.
 
     Raises:
@@ -141,7 +141,7 @@ def _can_share(layer: nn.Module) -> TypeGuard[ColumnParallelLinear]:
 
 
 def _called(layer: nn.Module, x_BSD: Tensor, product: Tensor | None) -> Any:
-    """The result of calling the layer, whose product may already be computed."""
+    """The result of calling the layer, whose product may have been computed already."""
     if product is None:
         return layer(x_BSD)
     return through_forward_hooks(layer, x_BSD, product) if has_forward_hooks(layer) else product
@@ -172,14 +172,14 @@ class RowParallelLinear(_ParallelLinear):
     """``x @ weight.T + bias`` with the input features split over tp, like the output of a column-parallel layer.
 
     Forward all-reduces the output, or with ``sequence_parallel`` reduce-scatters it along the sequence. Backward sends
-    nothing, or with ``sequence_parallel`` all-gathers the output gradient. The bias is replicated and added
-    after the reduction; with ``sequence_parallel`` each rank sees only its rows, so its gradient is partial over tp.
+    nothing, or with ``sequence_parallel`` all-gathers the output gradient. The bias is replicated and added after the
+    reduction; with ``sequence_parallel`` each rank sees only its rows, so its gradient is partial over tp.
 
     Args:
         in_features: the input features over all ranks.
         out_features: the output features.
         mesh: the ranks to split over.
-        bias: add a bias, zero at the start, without weight decay.
+        bias: add a bias, initialised to zero, without weight decay.
         sequence_parallel: split the output along the sequence over tp.
         init: the weight's initial values.
 

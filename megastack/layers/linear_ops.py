@@ -1,11 +1,11 @@
 """The two products of tensor parallelism as functions of plain tensors and a group.
 
-:func:`column_product` splits the output features of its weights over the group, :func:`row_product` the input features
-of its weight, so that one after the other needs a single reduction (Megatron-LM, Shoeybi et al. 2019). Under sequence
-parallelism (Korthikanti et al. 2022) hidden states between such pairs are split along the sequence: a column product
-gathers them and a row product scatters them. Weights are matrices here; parameters and placements are in
-:mod:`megastack.layers.linear`. In a training step weight gradients are accumulated in place or, where the pipeline
-splits backwards, deferred together with the gather of their input (:mod:`megastack.weight_gradients`).
+:func:`column_product` splits the output features of its weights over the group, and :func:`row_product` splits the
+input features of its weight, so that a pair of them needs a single reduction (Megatron-LM, Shoeybi et al. 2019). Under
+sequence parallelism (Korthikanti et al. 2022) hidden states between such pairs are split along the sequence: a column
+product gathers them and a row product scatters them. Weights are matrices here; parameters and placements are in
+:mod:`megastack.layers.linear`. In a training step weight gradients are accumulated in place. If the pipeline splits
+backwards, they are deferred together with the gather of their input (:mod:`megastack.weight_gradients`).
 
 Shapes: inputs and outputs are ``(…, S, features)``; B microbatch, S sequence, D hidden, t the size of the group.
 """
@@ -53,10 +53,10 @@ def column_product(
 
     Args:
         x: ``(…, S, in)``, replicated over the group, or ``(…, S/t, in)`` with ``sequence_parallel``.
-        weights: matrices ``(out/t, in)``; frozen ones cost no product in backward.
+        weights: matrices ``(out/t, in)``; frozen ones need no product in backward.
         biases: a vector ``(out/t,)`` or ``None`` for each weight.
 
-    Parameters are cast to the dtype of ``x``, or all operands to the dtype of ``torch.autocast`` where it is on.
+    Parameters are cast to the dtype of ``x``. If ``torch.autocast`` is on, all operands are cast to its dtype.
 
     Returns:
         One ``(…, S, out/t)`` per weight.
@@ -120,7 +120,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def check_dims(x: Tensor, expected: str, *, least: int) -> None:
-    """Raise PlacementError for an input with fewer dims than a layer needs; ``expected`` is its shape in words."""
+    """Raise PlacementError for an input with fewer dims than a layer needs; ``expected`` describes its shape."""
     if x.dim() < least:
         raise PlacementError(
             f"input of shape {tuple(x.shape)}: must have at least {least} dim{'s' * (least > 1)}; use {expected}"
@@ -141,7 +141,7 @@ def check_sequence(length: int, group: AxisGroup) -> None:
 
 
 def _local_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of one rank."""
+    """The product on one rank."""
     target = target_of(weight)
     if target is None:
         return F.linear(x, weight, bias)
@@ -226,7 +226,7 @@ class _ColumnProduct(torch.autograd.Function):
 class _Input:
     """The input of weight-gradient products, gathered along the sequence if a group is given.
 
-    Only this rank's slice is held until then.
+    Only this rank's slice is kept until the gather.
     """
 
     def __init__(self, x: Tensor, group: AxisGroup | None = None) -> None:
@@ -234,7 +234,7 @@ class _Input:
         self._whole: Pending | None = None
 
     def begin(self) -> None:
-        """Start the gather; more calls do nothing."""
+        """Start the gather; further calls do nothing."""
         if self._whole is None and self._group is not None:
             self._whole = start_all_gather(self._x, self._group, SEQUENCE_DIM)
 
@@ -246,13 +246,13 @@ class _Input:
 
 @dataclass(eq=False, slots=True)
 class _WeightProduct:
-    """The gradient of a weight: ``grad.T @ input``, of the output's gradient ``(tokens, out)``."""
+    """The gradient of a weight, ``grad.T @ input``, from the output gradient ``(tokens, out)``."""
 
     grad_TO: Tensor
     source: _Input
 
     def begin(self) -> None:
-        """Start what is needed from other ranks."""
+        """Start the communication that the product needs."""
         self.source.begin()
 
     def gradient(self) -> Tensor:
@@ -261,12 +261,12 @@ class _WeightProduct:
             return self.grad_TO.T @ self.source.rows()
 
     def add_to(self, gradient: Tensor) -> None:
-        """Without a tensor for the product."""
+        """Accumulate without a temporary tensor for the product."""
         gradient.addmm_(self.grad_TO.T, self.source.rows())
 
 
 def _weight_gradient(target: GradientTarget | None, product: _WeightProduct) -> Tensor | None:
-    """What a backward returns for a weight."""
+    """The gradient that a backward returns for a weight."""
     return product.gradient() if target is None else target.accumulate(product)
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary that is split over tp; the logits are never gathered.
 
 Each rank reduces its columns to two or three numbers per token: the log of the sum of exponentials, the target's logit
-(zero where another rank holds it) and, for label smoothing, the sum of the logits. One all-gather of these numbers lets
+(zero if another rank holds it) and, for label smoothing, the sum of the logits. One all-gather of these numbers lets
 every rank compute the same loss; backward needs no communication. Only the logits and one number per token are saved
 for backward, which writes the probabilities directly into the gradient.
 
@@ -9,11 +9,11 @@ With l = log Σ exp(x) over the V real columns, target y and smoothing ε, as in
 
     loss = l - (1 - ε) x_y - ε / V · Σ x        z-loss = z · l²  (Chowdhery et al. 2022)
 
-Forward has one temporary as large as the columns; the only one of backward is the gradient, in the wider dtype first.
+Forward allocates one temporary as large as the columns. Backward allocates only the gradient, in the wider dtype first.
 
-Columns beyond the vocabulary (padding) are excluded from the sums and get a zero gradient. Tokens labelled
-:data:`IGNORED` do not count. The loader checks labels. The computation is in ``promote_types(dtype, fp32)``; the
-gradient has the logits' dtype.
+Columns beyond the vocabulary (padding) are excluded from the sums and have a zero gradient. Tokens labelled
+:data:`IGNORED` are excluded from the loss. The loader checks labels. The loss is computed in
+``promote_types(dtype, fp32)``; the gradient has the logits' dtype.
 
 Shapes: B microbatch, S sequence, V the columns of this rank.
 """
@@ -38,7 +38,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 
 IGNORED = -100
-"""The label of tokens that do not count, as in torch."""
+"""The label of tokens that are excluded from the loss, as in torch."""
 
 
 def vocab_parallel_cross_entropy(
@@ -50,13 +50,13 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The loss summed over the tokens that count, z-loss included, and their number; identical on all tp ranks.
+    """The loss summed over the tokens with a label, including z-loss, and their number; identical on all tp ranks.
 
     Sends 2 numbers per token (3 with label smoothing) to every other tp rank in one all-gather, and none in backward.
 
     Args:
         logits_BSV: this rank's columns ``(B, S, V/t)``, the whole sequence.
-        labels_BS: the target of each token, :data:`IGNORED` where it does not count.
+        labels_BS: the target of each token, or :data:`IGNORED`.
         mesh: the ranks.
         vocab: the real vocabulary; columns from here on are padding.
         label_smoothing: the fraction ε of the target's weight that is spread evenly over the vocabulary.
@@ -178,7 +178,7 @@ def _over_ranks(
 
 
 def _log_sum_exp(real_BSV: Tensor, wide: torch.dtype) -> Tensor:
-    """``torch.logsumexp`` over the columns; there may be none."""
+    """``torch.logsumexp`` over the columns, which may be empty."""
     if not real_BSV.shape[-1]:
         return real_BSV.new_full(real_BSV.shape[:-1], -math.inf, dtype=wide)
     top_BS = real_BSV.amax(-1).to(wide)

@@ -1,7 +1,7 @@
 """The feed-forward layer with its inner features split over the tensor-parallel axis.
 
-``swiglu`` (Shazeer 2020) multiplies an up projection by the SiLU of a gate: one weight ``(2, F, D)``, gate first,
-split on F so that each rank holds matching features of both. ``gelu`` has one projection ``(F, D)`` and GPT-2's tanh
+``swiglu`` (Shazeer 2020) multiplies an up projection by the SiLU of a gate: one weight ``(2, F, D)``, gate first, split
+on F so that each rank holds matching features of both. ``gelu`` has one projection ``(F, D)`` and GPT-2's tanh
 approximation of the GELU. Nothing is communicated between the two projections. Parameters, saved tensors, FLOPs and
 rules are in :mod:`megastack.layers.mlp_spec`.
 
@@ -37,7 +37,7 @@ class ParallelMLP(ParallelModule):
 
     Attributes:
         uses_cache: a subclass that overrides a method sets it to True if generation may call it with only the new
-            tokens: its output for a token depends on no other token. The built-in class does not set it.
+            tokens, that is, if its output for a token depends on no other token. The built-in class does not set it.
 
     Args:
         hidden: D.
@@ -47,7 +47,7 @@ class ParallelMLP(ParallelModule):
         bias: biases in both projections.
         sequence_parallel: input and output are split along the sequence over tp.
         init: initial values of the up projection.
-        out_init: initial values of the down projection; None is ``init``.
+        out_init: initial values of the down projection; None means ``init``.
 
     Raises:
         ConfigError: the activation is unknown.

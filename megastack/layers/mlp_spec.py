@@ -28,7 +28,7 @@ class MLPSpec(LayerSpec):
         bias: biases in both projections.
         sequence_parallel: input and output are split along the sequence over tp.
         init: initial values of the up projection.
-        out_init: initial values of the down projection; None is ``init``.
+        out_init: initial values of the down projection; None means ``init``.
     """
 
     hidden: int
@@ -41,7 +41,7 @@ class MLPSpec(LayerSpec):
 
     @property
     def gated(self) -> bool:
-        """Whether the up projection makes a gate and a value."""
+        """Whether the up projection produces a gate and a value."""
         return GATED[self.activation]
 
     @property
@@ -95,12 +95,12 @@ class MLPSpec(LayerSpec):
         return 4 * self.ffn
 
     def split_errors(self, tp: int) -> Iterator[str]:
-        """Inner features are split evenly."""
+        """Inner features must be split evenly."""
         if self.ffn % tp:
             yield f"must divide model.ffn={self.ffn}"
 
     def size_violations(self) -> list[Violation]:
-        """The activation is one of the built-in ones."""
+        """The activation must be a built-in one."""
         if self.activation in GATED:
             return []
         return [Violation("model.activation", self.activation, "unknown", (*GATED, "a subclass of ParallelMLP"))]

@@ -1,6 +1,6 @@
 """Normalisation over the last dim, with replicated parameters.
 
-Nothing is communicated here. Where the input is split over tp (along the sequence, or by heads for the query and key
+Nothing is communicated here. If the input is split over tp (along the sequence, or by heads for the query and key
 norms), each rank sees only a part of it, so the placement declares the gradients partial over tp.
 
 fp32 and fp64 inputs are normalised in their own dtype, lower precisions in fp32; the output has the input's dtype.
@@ -55,7 +55,7 @@ class RMSNorm(_Norm):
 
     Args:
         hidden: the size of the last dim.
-        mesh: the ranks that hold a copy of the weight.
+        mesh: the ranks that hold a replica of the weight.
         eps: added to the mean square.
         sequence_parallel: the input is split over tp, so the gradient is partial over it.
     """
@@ -73,7 +73,7 @@ class LayerNorm(_Norm):
 
     Args:
         hidden: the size of the last dim.
-        mesh: the ranks that hold a copy of the weight and the bias.
+        mesh: the ranks that hold a replica of the weight and the bias.
         eps: added to the variance.
         sequence_parallel: the input is split over tp, so both gradients are partial over it.
     """
@@ -90,7 +90,7 @@ class LayerNorm(_Norm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Unlike torch's, this one does not also save the normalised input."""
+    """RMSNorm that, unlike torch's, does not save the normalised input."""
 
     @staticmethod
     @in_own_dtypes
@@ -132,11 +132,11 @@ class _LayerNorm(torch.autograd.Function):
     @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, scale = ctx.saved_tensors
-        dtype, wanted = mean.dtype, list(ctx.needs_input_grad[:3])
+        dtype, needs_grad = mean.dtype, list(ctx.needs_input_grad[:3])
         grads = torch.ops.aten.native_layer_norm_backward(
-            grad.to(dtype), x.to(dtype), weight.shape, mean, scale, weight.to(dtype), bias.to(dtype), wanted
+            grad.to(dtype), x.to(dtype), weight.shape, mean, scale, weight.to(dtype), bias.to(dtype), needs_grad
         )
-        inputs = zip(grads, (x, weight, bias), wanted, strict=True)
+        inputs = zip(grads, (x, weight, bias), needs_grad, strict=True)
         return *(g.to(like.dtype) if needed else None for g, like, needed in inputs), None
 
 

@@ -2,17 +2,17 @@
 
 Two shortcuts are correct only for the package's own functions. Attention computes several projections of one input in
 one product, from the projections' parameters, instead of calling each module. Generation calls layers with only the new
-tokens and reads earlier ones from a cache. Both check here first, and otherwise call the module in full.
+tokens and reads earlier ones from a cache. Both check this module first, and otherwise call the module in full.
 
-The package's functions are marked with :func:`built_in`. The check is made on the function that would run: a method of
-a subclass or a mixin, an attribute of the instance, a function that replaces or wraps the class's own, and a module of
-another class in the place of a built-in one are all overrides. Hooks are checked separately.
+The package's functions are marked with :func:`built_in`. The check inspects the function that would run. A method of a
+subclass or a mixin, an attribute of the instance, a function that replaces or wraps the class's own, and a module of
+another class in place of a built-in one are all overrides. Hooks are checked separately.
 
-Generation may use a cache of earlier tokens (:func:`cache_obstacle`) where the package's own functions run, and where a
-class sets ``uses_cache = True``. The declaration covers the methods of that class and of the classes after it in the
-method resolution order; a subclass or mixin before it that overrides a method needs its own declaration. It covers
-neither hooks nor submodules, which are checked separately. torch's own modules, such as an ``nn.Linear``, belong to the
-class that holds them.
+Generation may use a cache of earlier tokens (:func:`cache_obstacle`) if the package's own functions run, or if a class
+sets ``uses_cache = True``. The declaration covers the methods of that class and of the classes after it in the method
+resolution order; a subclass or mixin before it that overrides a method needs its own declaration. It covers neither
+hooks nor submodules, which are checked separately. torch's own modules, such as an ``nn.Linear``, are treated as part
+of the class that holds them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MARK = "_megastack_built_in"
 def built_in(function: _Function) -> _Function:
     """Mark a method of the package.
 
-    A marked method may be replaced by an equivalent computation, and computes the same for new tokens with a cache of
-    earlier ones as for the whole row. ``functools.wraps`` copies the mark to a wrapper, where it is ignored.
+    A marked method may be replaced by an equivalent computation. With a cache of earlier tokens it computes the same
+    for new tokens as for the whole row. ``functools.wraps`` copies the mark to a wrapper, where it is ignored.
     """
     setattr(function, _MARK, function.__code__)
     return function
@@ -52,7 +52,7 @@ def runs_built_in(module: nn.Module, *methods: str) -> bool:
 
 
 def method_is_built_in(module: nn.Module, name: str) -> bool:
-    """Whether this method of the module currently is the package's own."""
+    """Whether this method of the module is currently the package's own."""
     method = getattr(module, name, None)
     return getattr(method, "__self__", None) is module and is_built_in(getattr(method, "__func__", None))
 
@@ -86,7 +86,7 @@ METHODS = (
     *("forward", "attend", "activate", "_positioned", "_attend_with_dropout", "_drop"),
     *("infer", "_run", "_context", "_embed", "_logits"),
 )
-"""The methods of this package that see hidden states; those that a module has are checked."""
+"""The methods of this package that receive hidden states; a module's own methods among them are checked."""
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList)
 
 
@@ -96,11 +96,11 @@ def cache_obstacle(stage: nn.Module) -> str | None:
 
 
 def _obstacles(name: str, module: nn.Module, *, declared: bool) -> Iterator[str]:
-    """The reasons of a module and its submodules; ``declared``: the parent's class sets ``uses_cache``."""
+    """The reasons of a module and its submodules; ``declared`` is whether the parent's class sets ``uses_cache``."""
     reason = _own_obstacle(module, declared=declared)
     if reason is not None:
         yield f"{name or 'the stage'} ({type(module).__qualname__}) {reason}"
-    covers = declared if _is_torchs(module) else _declaration(module)[1] is True
+    covers = declared if _is_torch_class(module) else _declaration(module)[1] is True
     for child_name, child in module.named_children():
         yield from _obstacles(f"{name}.{child_name}" if name else child_name, child, declared=covers)
 
@@ -113,7 +113,7 @@ def _own_obstacle(module: nn.Module, *, declared: bool) -> str | None:
     place, declares = _declaration(module)
     if declares is False:
         return "sets uses_cache = False"
-    if _is_torchs(module):
+    if _is_torch_class(module):
         own = not declared or "forward" in vars(module) or not is_called_plainly(module)
         return "is a torch module in a layer that does not set uses_cache = True" if own else None
     if declares is None and not is_called_plainly(module):
@@ -144,7 +144,7 @@ def _first_class(module: nn.Module, name: str) -> int:
     return next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def _is_torch_class(module: nn.Module) -> bool:
     """Whether the class is one of torch's, whose ``forward`` may be replaced on the instance."""
     kinds, place = type(module).__mro__, _first_class(module, "forward")
     return kinds[place].__module__.split(".")[0] == "torch"

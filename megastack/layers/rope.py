@@ -6,7 +6,8 @@ Llama 3.1.
 
 Tables are computed from positions in fp64, once per microbatch and stage (see :mod:`megastack.layers.context`). There
 are no buffers: nothing stays uninitialised after construction on the meta device, nothing is saved, and positions have
-no upper limit. Learned positions are in :mod:`megastack.layers.embedding`."""
+no upper limit. Learned positions are in :mod:`megastack.layers.embedding`.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ SCALINGS = ("none", "linear", "llama3")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies as a value; two attention layers with equal ones share the tables of a microbatch.
+    """Rotary frequencies as a value; attention layers with equal frequencies share the tables of a microbatch.
 
     Args:
         head_dim: K, the width of a head; even.
         theta: base of the geometric series of frequencies.
         scaling: ``none``, ``linear`` (all frequencies divided by ``factor``) or ``llama3``.
-        factor: how many times longer the context becomes (``linear``, ``llama3``).
-        low_freq_factor: ``llama3`` divides in full where the wavelength exceeds ``original_max_positions`` over this.
-        high_freq_factor: ``llama3`` changes nothing where the wavelength is below ``original_max_positions`` over this.
+        factor: the factor by which the context is extended (``linear``, ``llama3``).
+        low_freq_factor: ``llama3`` divides in full if the wavelength exceeds ``original_max_positions`` over this.
+        high_freq_factor: ``llama3`` changes nothing if the wavelength is below ``original_max_positions`` over this.
         original_max_positions: the context length before the stretching (``llama3``).
 
     Raises:
@@ -67,7 +68,7 @@ class Rope:
         return self._llama3(frequencies) if self.scaling == "llama3" else frequencies
 
     def _llama3(self, frequencies: Tensor) -> Tensor:
-        """Long wavelengths are stretched, short ones kept, and those between them blended."""
+        """Stretch long wavelengths, keep short ones, and blend those in between."""
         turns = self.original_max_positions * frequencies / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
@@ -81,7 +82,7 @@ class Rope:
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines, each (B, S, K/2), and the frequencies they belong to."""
+    """Cosines and sines, each (B, S, K/2), and their frequencies."""
 
     rope: Rope
     cos: Tensor

@@ -1,6 +1,6 @@
-"""The degrees of tensor parallelism over which all layers of a model can be split; torch-free.
+"""The tensor-parallel degrees over which all layers of a model can be split; torch-free.
 
-Each layer's spec states its own rules. This module asks them together and names the degrees that every layer accepts.
+Each layer's spec defines its own rules. This module combines them and lists the degrees that satisfy all layers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megastack.layers.spec import LayerSpec, divisors
 def split_violations(
     attention: AttentionSpec, others: Sequence[LayerSpec], tp: int, *, sequence: int | None = None
 ) -> list[Violation]:
-    """The rules that splitting these layers over ``tp`` ranks breaks, each with the degrees that satisfy all rules.
+    """The rules that a split of these layers over ``tp`` ranks violates, each with the degrees that satisfy all rules.
 
     Args:
         attention: the attention layer; no degree exceeds its number of heads.
         others: the other layers.
         tp: the degree.
-        sequence: S where hidden states are split along the sequence, else None.
+        sequence: S if hidden states are split along the sequence, else None.
     """
     layers = (attention, *others)
     legal = tuple(degree for degree in divisors(attention.heads) if not any(_split_errors(layers, degree, sequence)))

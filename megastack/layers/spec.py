@@ -1,8 +1,9 @@
 """A layer as a value: its parameters, the tensors it saves for backward, its FLOPs and its rules.
 
-Each layer is built from its spec, and parameter counts, memory estimates, the split over stages and the rules of the
-configuration add up the same specs. So a fact about a layer is stated once. Specs hold no tensor and import no torch.
-This module has the base class and the specs of the two layers that others are made of, linear layers and norms.
+Each layer is built from its spec. Parameter counts, memory estimates, the split over stages and the rules of the
+configuration add up the same specs, so each fact about a layer is stated once. Specs hold no tensor and import no
+torch. This module defines the base class and the specs of the two layers that others consist of, linear layers and
+norms.
 
 Shapes: B microbatch, S sequence, D hidden, t tensor-parallel degree.
 """
@@ -29,7 +30,7 @@ class LocalMicrobatch:
     Attributes:
         batch: B.
         sequence: S.
-        rows: S/t where hidden states are split along the sequence, else S.
+        rows: S/t if hidden states are split along the sequence, else S.
         tp: t.
         width: bytes of an activation.
     """
@@ -42,7 +43,7 @@ class LocalMicrobatch:
 
     @property
     def wide(self) -> int:
-        """Bytes of a value that is never below fp32."""
+        """Bytes of a value that is in fp32 or wider."""
         return max(self.width, 4)
 
 
@@ -54,8 +55,8 @@ class SavedTensor:
         name: a description, unique in its unit.
         shape: the shape of this rank's part.
         width: bytes of an element.
-        module: the module inside which it is saved, by its name in the block; "" is the block itself.
-        in_attend: it is saved inside ``attend``, which selective recompute runs again.
+        module: the name of the module in the block inside which it is saved; "" is the block itself.
+        in_attend: whether it is saved inside ``attend``, which selective recompute runs again.
     """
 
     name: str
@@ -66,7 +67,7 @@ class SavedTensor:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return prod(self.shape) * self.width
 
     def within(self, module: str) -> SavedTensor:
@@ -75,11 +76,11 @@ class SavedTensor:
 
 
 class LayerSpec(ABC):
-    """What a layer states about itself; a layer overrides what is not zero or empty for it."""
+    """Base class of layer specs; a subclass overrides the methods whose result is not zero or empty."""
 
     @abstractmethod
     def placements(self, tp: int = 1) -> dict[str, Placement]:
-        """The parameters by name within the layer; ``tp`` decides how many copies of a kv group there are."""
+        """The parameters by name within the layer; ``tp`` determines the number of copies of a kv group."""
 
     def saved(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
         """The tensors saved for backward in order of use, without the layer's input, which its parent counts."""
@@ -96,7 +97,7 @@ class LayerSpec(ABC):
 
     @property
     def elements(self) -> int:
-        """Elements of element-wise passes per token, a rough figure for the split over stages."""
+        """Elements of element-wise passes per token, a rough estimate for the split over stages."""
         return 0
 
     def flops(self, sequence: int, *, causal: bool = True) -> int:
@@ -104,11 +105,11 @@ class LayerSpec(ABC):
         return 2 * self.matmul_parameters
 
     def split_errors(self, tp: int) -> Iterator[str]:
-        """The rules that degree ``tp`` breaks, in words."""
+        """The rules that degree ``tp`` violates, as text."""
         yield from ()
 
     def size_violations(self) -> list[Violation]:
-        """The rules that the sizes break on any number of ranks."""
+        """The rules that the sizes violate on any number of ranks."""
         return []
 
 
@@ -118,15 +119,15 @@ Spec = TypeVar("Spec", bound=LayerSpec)
 def spec_of(kind: type[Spec], options: object, **others: Any) -> Spec:
     """A spec whose fields come from attributes of the same names, except for the ``others``.
 
-    A field that ``options`` does not have keeps its default, so a new option of a layer needs a field of its spec and a
-    configuration key of the same name.
+    A field that ``options`` does not have keeps its default. A new option of a layer therefore needs a field of its
+    spec and a configuration key of the same name.
     """
     found = {each.name: getattr(options, each.name) for each in fields(kind) if hasattr(options, each.name)}  # type: ignore[arg-type]
     return kind(**found | others)
 
 
 def named(prefix: str, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Placements under the name of a submodule."""
+    """Placements with the name of a submodule as prefix."""
     return {f"{prefix}.{name}": placement for name, placement in placements.items()}
 
 
@@ -143,7 +144,7 @@ class LinearSpec(LayerSpec):
         in_features: the last dim of the input over all ranks.
         out_shape: the output dims over all ranks.
         shard: the dim of the weight ``(*out, in)`` that is split; the last one for a row-parallel layer.
-        bias: whether there is a bias, zero at the start, without weight decay.
+        bias: whether there is a bias, initialised to zero, without weight decay.
         sequence_parallel: the input of a column-parallel layer, or the output of a row-parallel one, is split along the
             sequence over tp.
         init: the weight's initial values.
@@ -197,7 +198,7 @@ class NormSpec(LayerSpec):
     sequence_parallel: bool = False
 
     def placements(self, tp: int = 1) -> dict[str, Placement]:
-        """The weight, one at the start, and the bias, zero at the start; neither decays."""
+        """The weight, initialised to one, and the bias, initialised to zero, both without weight decay."""
         partial, shape = sequence_partial(self.sequence_parallel), (self.hidden,)
         declared = {"weight": Placement(shape, partial=partial, init=Ones(), decay=False)}
         if self.norm == "layer":
@@ -216,5 +217,5 @@ class NormSpec(LayerSpec):
 
 
 def sequence_partial(sequence_parallel: bool) -> frozenset[Axis]:
-    """The axes over which the gradient of a replicated parameter is partial if it sees a split sequence."""
+    """The axes over which the gradient of a replicated parameter is partial, if its input is a split sequence."""
     return frozenset({Axis.TP} if sequence_parallel else ())

@@ -45,7 +45,7 @@ class VocabularySpec(LayerSpec):
         }
 
     def split_errors(self, tp: int) -> Iterator[str]:
-        """Padded rows are split evenly."""
+        """Padded rows must be split evenly."""
         if self.padded % tp:
             yield f"must divide model.vocab={self.vocab} padded to {self.padded} by model.vocab_multiple"
 
@@ -54,7 +54,7 @@ class EmbeddingSpec(VocabularySpec):
     """The token embedding: rows of the weight by token id."""
 
     def saved(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
-        """On several ranks, the ids that this one looks up and which ones others hold."""
+        """On several ranks, the ids that this rank looks up and the mask of ids that others hold."""
         row = (microbatch.batch, microbatch.sequence)
         if microbatch.tp == 1:
             return []
@@ -73,7 +73,7 @@ class EmbeddingSpec(VocabularySpec):
 
 
 class HeadSpec(VocabularySpec):
-    """The output projection with the loss; where embeddings are tied, its weight is the embedding's."""
+    """The output projection with the loss; with tied embeddings its weight is the embedding's."""
 
     def saved(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
         """The logits and one number per token."""
@@ -99,7 +99,7 @@ class HeadSpec(VocabularySpec):
 
 @dataclass(frozen=True)
 class LearnedPositionsSpec(LayerSpec):
-    """A table with one row per position, the same on every tensor-parallel rank.
+    """A table with one row per position, identical on every tensor-parallel rank.
 
     Args:
         max_positions: rows of the table.

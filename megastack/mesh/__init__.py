@@ -1,1 +1,1 @@
-"""The grid of ranks: its shape as a value, and its live process groups."""
+"""The device mesh: its shape as a value, and its process groups."""

@@ -1,9 +1,9 @@
-"""The device of a rank: choosing it, and keeping freed host memory.
+"""Device selection for a rank, and an allocator setting that keeps freed host memory.
 
-By default the C library returns free memory at the end of its heap to the system, and maps large blocks one by one. A
-step allocates and frees the same activations for every microbatch, so every page would be returned, mapped again and
-zeroed: 5 % of the CPU time of a small model. A rank that computes on the host keeps freed memory for the next
-microbatch.
+By default glibc returns free memory at the end of its heap to the system, and maps each large block separately. A step
+allocates and frees the same activations for every microbatch, so every page would be returned, mapped again and zeroed.
+This costs 5 % of the CPU time of a small model. A rank that computes on the CPU therefore keeps freed memory for the
+next microbatch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megastack.torch_private import is_in_bad_fork
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameters of ``mallopt`` (glibc's ``malloc.h``)."""
-_NEVER = 2**31 - 1
+_MAX_THRESHOLD = 2**31 - 1
 _LARGEST_ON_THE_HEAP = 32 * 2**20
-"""The largest threshold that glibc accepts; larger blocks are mapped one by one."""
+"""The largest threshold that glibc accepts; larger blocks are mapped separately."""
 
 
 def pick_device(device: str) -> torch.device:
@@ -57,10 +57,10 @@ def pick_device(device: str) -> torch.device:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Keep the memory that a rank frees, if it computes on the CPU with glibc; else do nothing."""
+    """Keep the memory that a rank frees if it computes on the CPU with glibc; otherwise do nothing."""
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return
     library = ctypes.CDLL(None)
-    library.mallopt(_TRIM_THRESHOLD, _NEVER)
+    library.mallopt(_TRIM_THRESHOLD, _MAX_THRESHOLD)
     library.mallopt(_MMAP_THRESHOLD, _LARGEST_ON_THE_HEAP)
     library.mallopt(_TOP_PAD, _LARGEST_ON_THE_HEAP)

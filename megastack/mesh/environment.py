@@ -1,15 +1,15 @@
-"""The rank variables of the environment, read and validated in one place.
+"""Reads and validates the rank variables of the environment, in one place.
 
 torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. A
-numeric ``SLURM_STEP_ID`` marks a task of srun, whose variables are translated to the same value; torch's variables take
-precedence. :func:`read_environment` returns ``None`` without a launcher, and raises one error that lists every invalid
-variable.
+numeric ``SLURM_STEP_ID`` identifies an srun task, whose variables are translated to the same values; torch's variables
+take precedence. :func:`read_environment` returns ``None`` without a launcher, and raises one error that lists every
+invalid variable.
 
-The port of a Slurm step is derived from its job and step ids, so all nodes derive the same one. It comes from a fixed
-range, :data:`PORTS`, rather than from the kernel's settings, since these may differ between nodes. The range is above
-the well-known ports and the services of Slurm, below torchrun's default (29500), and below Linux's default range of
-ephemeral ports (32768-60999), from which an outgoing connection could occupy the port first. On a cluster whose
-ephemeral ports start lower, set ``MASTER_PORT`` or reserve the range (``net.ipv4.ip_local_reserved_ports``).
+The port of a Slurm step is derived from its job and step ids, so all nodes derive the same one. It lies in a fixed
+range, :data:`PORTS`, because kernel settings may differ between nodes. The range is above the well-known ports and the
+services of Slurm, below torchrun's default (29500), and below Linux's default range of ephemeral ports (32768-60999),
+from which an outgoing connection could occupy the port first. On a cluster whose ephemeral ports start lower, set
+``MASTER_PORT`` or reserve the range (``net.ipv4.ip_local_reserved_ports``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megastack.errors import MeshError, RankEnvironmentError, Violation
 from megastack.mesh.hostlist import first_host
 
 PORTS = range(20000, 29500)
-"""Ports of Slurm steps."""
+"""The range of ports for Slurm steps."""
 _SPECIAL_STEPS = 0xFFFFFFF0
 """Slurm numbers the batch, external and interactive steps of a job from the top of 32 bits."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -33,12 +33,12 @@ _START = "start with torchrun or srun"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The rank variables of this process; ``None`` for what the launcher does not set.
+    """The rank variables of this process; ``None`` for variables that the launcher does not set.
 
     Attributes:
         rank: this rank.
         world_size: the number of ranks.
-        local_rank: this rank's number on its machine.
+        local_rank: the index of this rank on its machine.
         local_world_size: the number of ranks on its machine.
         address: the machine of rank 0.
         port: the port at which rank 0 listens.
@@ -53,7 +53,7 @@ class RankEnvironment:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The variables that are missing for a rendezvous."""
+        """The variables that a rendezvous needs and the launcher does not set."""
         found = {"MASTER_ADDR": self.address, "MASTER_PORT": self.port}
         return tuple(name for name, value in found.items() if value is None)
 
@@ -93,9 +93,9 @@ def read_environment(environment: Mapping[str, str] | None = None) -> RankEnviro
     env = os.environ if environment is None else environment
     reader = _Reader(env)
     if "RANK" not in env and in_slurm_step(env):
-        found = _of_slurm(reader)
+        found = _from_slurm(reader)
     elif "RANK" in env or "WORLD_SIZE" in env:
-        found = _of_torch(reader)
+        found = _from_torchrun(reader)
     else:
         return None
     reader.require_valid()
@@ -121,27 +121,27 @@ def agent_serves_store(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def local_rank(environment: Mapping[str, str] | None = None) -> int | None:
-    """This rank's number on its machine; ``None`` if no variable has it.
+    """The index of this rank on its machine; ``None`` if no variable is set.
 
     Raises:
         RankEnvironmentError: a variable is invalid.
     """
     found = read_environment(environment)
-    return _alone("LOCAL_RANK", 0, environment) if found is None else found.local_rank
+    return _read_single("LOCAL_RANK", 0, environment) if found is None else found.local_rank
 
 
 def local_world_size(environment: Mapping[str, str] | None = None) -> int | None:
-    """The number of ranks on this machine; ``None`` if no variable has it.
+    """The number of ranks on this machine; ``None`` if no variable is set.
 
     Raises:
         RankEnvironmentError: a variable is invalid.
     """
     found = read_environment(environment)
-    return _alone("LOCAL_WORLD_SIZE", 1, environment) if found is None else found.local_world_size
+    return _read_single("LOCAL_WORLD_SIZE", 1, environment) if found is None else found.local_world_size
 
 
-def _alone(name: str, least: int, environment: Mapping[str, str] | None) -> int | None:
-    """A variable of a process whose process group was not opened from the environment."""
+def _read_single(name: str, least: int, environment: Mapping[str, str] | None) -> int | None:
+    """Read one variable of a process without a launcher."""
     reader = _Reader(os.environ if environment is None else environment)
     value = reader.number(name, least, optional=True)
     reader.require_valid()
@@ -159,7 +159,7 @@ class _Reader:
         self._errors.append(Violation(name, self.env.get(name, ""), rule, advice))
 
     def number(self, name: str, least: int = 0, most: int | None = None, *, optional: bool = False) -> int | None:
-        """A whole number; ``None`` if the variable is not set or not valid, which is an error unless ``optional``."""
+        """Read an integer; ``None`` if it is unset or invalid. An unset variable is an error unless ``optional``."""
         if name not in self.env:
             if not optional:
                 self._errors.append(f"{name}: is not set; {_START}, or set {name}")
@@ -173,7 +173,7 @@ class _Reader:
         return None
 
     def pair(self, rank: str, size: str) -> tuple[int | None, int | None]:
-        """A rank and its number of ranks."""
+        """A rank and the number of ranks."""
         place, count = self.number(rank), self.number(size, 1)
         if place is not None and count is not None and place >= count:
             self.reject(rank, f"must be less than {size}={count}", f"0 to {count - 1}")
@@ -184,7 +184,7 @@ class _Reader:
             raise RankEnvironmentError("\n".join(map(str, self._errors)))
 
 
-def _of_torch(reader: _Reader) -> RankEnvironment | None:
+def _from_torchrun(reader: _Reader) -> RankEnvironment | None:
     env = reader.env
     if ("RANK" in env) != ("WORLD_SIZE" in env):
         here, absent = ("RANK", "WORLD_SIZE") if "RANK" in env else ("WORLD_SIZE", "RANK")
@@ -199,10 +199,10 @@ def _of_torch(reader: _Reader) -> RankEnvironment | None:
     elif (most := local_size or size) is not None and local is not None and local >= most:
         name = "WORLD_SIZE" if local_size is None else "LOCAL_WORLD_SIZE"
         reader.reject("LOCAL_RANK", f"must be less than {name}={most}", f"0 to {most - 1}")
-    return _place(reader, rank, size, local, local_size)
+    return _rank_environment(reader, rank, size, local, local_size)
 
 
-def _of_slurm(reader: _Reader) -> RankEnvironment | None:
+def _from_slurm(reader: _Reader) -> RankEnvironment | None:
     rank, size = reader.pair("SLURM_PROCID", "SLURM_NTASKS")
     local = reader.number("LOCAL_RANK" if "LOCAL_RANK" in reader.env else "SLURM_LOCALID", optional=True) or 0
     if "LOCAL_WORLD_SIZE" in reader.env:
@@ -210,11 +210,11 @@ def _of_slurm(reader: _Reader) -> RankEnvironment | None:
         if here is not None and local >= here:
             reader.reject("LOCAL_WORLD_SIZE", f"must exceed the local rank {local}", f"{local + 1} or more")
     else:
-        here = max(local + 1, _tasks_here(reader))
-    return _place(reader, rank, size, local, here)
+        here = max(local + 1, _tasks_on_node(reader))
+    return _rank_environment(reader, rank, size, local, here)
 
 
-def _place(
+def _rank_environment(
     reader: _Reader, rank: int | None, size: int | None, local: int | None, local_size: int | None
 ) -> RankEnvironment | None:
     address, port = _address(reader), _port(reader)
@@ -249,8 +249,8 @@ def _port(reader: _Reader) -> int | None:
     return PORTS[((job or 0) * 31 + (step or 0)) % len(PORTS)]
 
 
-def _tasks_here(reader: _Reader) -> int:
-    """Tasks on this node, from e.g. ``4(x2),3``; only the division of threads depends on it."""
+def _tasks_on_node(reader: _Reader) -> int:
+    """The number of tasks on this node, from e.g. ``4(x2),3``; it only affects the number of threads."""
     env = reader.env
     name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_NTASKS_PER_NODE"
     counts, node = list[int](), reader.number("SLURM_NODEID", optional=True) or 0

@@ -18,7 +18,7 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def hosts(text: str) -> Iterator[str]:
-    """The hosts of a list, in its order; the whole list is checked before the first host is returned.
+    """Iterate over the hosts of a list. The whole list is validated before the first host is returned.
 
     Raises:
         MeshError: the list is malformed.
@@ -28,7 +28,7 @@ def hosts(text: str) -> Iterator[str]:
 
 
 def first_host(text: str) -> str:
-    """The first host of a list.
+    """Return the first host of a list.
 
     Raises:
         MeshError: the list is malformed.

@@ -1,10 +1,10 @@
 """A live mesh: a shape, this rank's coordinates, and the process groups along its axes.
 
-A mesh is a value that is passed; two can exist in one process. Groups come from torch's ``DeviceMesh``, so that FSDP2
-and distributed checkpoints use the same objects; axes of size 1 exist and communicate nothing.
+A mesh is passed as a value; two can exist in one process. Groups come from torch's ``DeviceMesh``, so that FSDP2 and
+distributed checkpoints use the same objects. Axes of size 1 exist and communicate nothing.
 
-Creating a group is collective. The groups that training needs are created with the mesh, by all ranks of the world.
-:meth:`Mesh.subgroup` is called by the members alone, regardless of the other groups that each of them has.
+Creating a process group is a collective. All ranks of the world create the groups that training needs when they
+create the mesh. Only the members of a group call :meth:`Mesh.subgroup`, whatever other groups each of them has created.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from megastack.mesh.store import open_store
 from megastack.torch_private import group_names, set_timeout
 
 _FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
-"""The fused axes that training needs groups of."""
+"""The fused axes for which training needs groups."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = distributed_c10d.default_pg_timeout.total_seconds()
 
 
 class Mesh:
-    """This rank's view of a grid of ranks.
+    """This rank's view of the device mesh.
 
     ``mesh[Axis.TP]`` is the group along one axis, ``mesh[Axis.DP, Axis.CP]`` a fused one. Use :meth:`single` for one
-    rank without any process group, :meth:`from_environment` for a worker of torchrun, Slurm or megastack's launcher.
+    rank without a process group, and :meth:`from_environment` for a worker of torchrun, Slurm or megastack's launcher.
 
     Attributes:
         shape: the degrees.
         rank: this rank.
         device: the device of its tensors.
         coordinates: this rank's coordinate on every axis.
-        device_mesh: torch's view of the axes larger than 1; ``None`` without any.
-        observer: what operations on all groups of this mesh are reported to.
+        device_mesh: torch's view of the axes larger than 1; ``None`` if there are none.
+        observer: receives the operations on all groups of this mesh.
         backward_channels: a second group of the ``pp`` ranks, for messages to lower ranks (see
-            :mod:`megastack.comm.p2p`). ``None`` where ``pp`` is 1.
+            :mod:`megastack.comm.p2p`). ``None`` if ``pp`` is 1.
     """
 
     def __init__(
@@ -80,23 +80,24 @@ class Mesh:
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> Mesh:
-        """A mesh of one rank, without an observer; it needs no process group and never communicates."""
+        """A mesh of one rank without an observer; it needs no process group and never communicates."""
         return cls(MeshShape(), 0, torch.device(device), None)
 
     @classmethod
     def from_environment(
         cls, shape: MeshShape, *, device: str = "auto", timeout_s: float | None = None, observer: Observer | None = None
     ) -> Mesh:
-        """The mesh of a worker that a launcher started.
+        """Create the mesh of a worker that a launcher started.
 
-        Uses the default process group if there is one, else opens it from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-        ``MASTER_PORT``, or from Slurm's variables in a task of srun. Without these variables a shape of one rank needs
-        no process group. A rank stops waiting for another after ``timeout_s`` seconds (default: torch's), in this call
-        as well. Without an ``observer`` the mesh gets a :class:`~megastack.comm.observer.RankObserver` of its own.
+        Uses the default process group if there is one. Otherwise opens it from ``RANK``, ``WORLD_SIZE``,
+        ``MASTER_ADDR`` and ``MASTER_PORT``, or from Slurm's variables in a task of srun. Without these variables a
+        shape of one rank needs no process group. A rank stops waiting for another after ``timeout_s`` seconds (default:
+        torch's), in this call as well. Without an ``observer`` the mesh creates its own
+        :class:`~megastack.comm.observer.RankObserver`.
 
         Raises:
             MeshError: the shape's world size is not the number of ranks, or there is no launcher or no such device.
-            RankEnvironmentError: the variables are invalid, or rank 0 cannot be reached at the address that they give.
+            RankEnvironmentError: the variables are invalid, or rank 0 cannot be reached at the given address.
         """
         target, observer = pick_device(device), observer or RankObserver()
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -111,12 +112,12 @@ class Mesh:
 
     @property
     def ledger(self) -> Ledger:
-        """The communication counters of this rank, over all groups of this mesh; empty on a mesh without observer."""
+        """The communication counters of this rank, over all groups of this mesh; empty without an observer."""
         return self.observer.ledger
 
     @property
     def flight_recorder(self) -> FlightRecorder:
-        """The flight recorder of this rank; empty on a mesh without observer."""
+        """The flight recorder of this rank; empty without an observer."""
         return self.observer.flight_recorder
 
     @property
@@ -129,21 +130,21 @@ class Mesh:
         if known is not None:  # layers look it up at every call
             return known
         named = (axes,) if isinstance(axes, str) else axes
-        wanted = tuple(axis for axis in DENSE_AXES if axis in named)
-        if len(wanted) != len(set(named)):
+        requested = tuple(axis for axis in DENSE_AXES if axis in named)
+        if len(requested) != len(set(named)):
             raise MeshError(f"{named}: must be axes among {', '.join(DENSE_AXES)}")
-        real = tuple(axis for axis in wanted if self.shape.size(axis) > 1)
-        key = (wanted,)
+        real = tuple(axis for axis in requested if self.shape.size(axis) > 1)
+        key = (requested,)
         if key not in self._groups:
-            self._groups[key] = self._axis_group(real, _label(wanted, real))
+            self._groups[key] = self._axis_group(real, _label(requested, real))
         self._groups[(axes,)] = self._groups[key]
         return self._groups[key]
 
     def subgroup(self, axis: Axis | tuple[Axis, ...], indices: Sequence[int]) -> AxisGroup:
-        """The members of this rank's ``axis`` group at the given coordinates; only they call this, and all of them.
+        """The group of this rank's ``axis`` peers at the given coordinates. Must be called on exactly these ranks.
 
         Raises:
-            MeshError: this rank is not one of them, or a coordinate is out of range.
+            MeshError: this rank is not among them, or a coordinate is out of range.
         """
         whole, chosen = self[axis], tuple(sorted(set(indices)))
         if whole.rank not in chosen:
@@ -188,11 +189,11 @@ class Mesh:
 
 
 def _name_by_ranks(ranks: list[int], names: Collection[str]) -> str:
-    """The name of a process group that only its members make, from what all of them know.
+    """A name for a process group that is created by its members only, identical on all of them.
 
-    Torch's own name also holds how many groups the maker has made. Members that made different numbers of groups (two
-    tied stages, where the stages between take no part) would wait for each other forever. This name holds how many
-    groups of the same ranks exist, which is equal on all of them.
+    Torch's default name includes the number of groups that the process has created. Members that created different
+    numbers of groups (two tied stages, where the stages between take no part) would wait for each other forever. This
+    name includes the number of groups of the same ranks instead, which is equal on all of them.
     """
     name = f"megastack_{'_'.join(map(str, ranks))}:"
     return f"{name}{sum(other.startswith(name) for other in names)}"
@@ -228,13 +229,13 @@ def _require_size(shape: MeshShape, ranks: int) -> None:
 
 
 def _new_group(shape: MeshShape, axes: tuple[Axis, ...], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:
-    """The group of ``rank`` along ``axes``; all ranks of the world call this and take part in creating every group."""
+    """The group of ``rank`` along ``axes``. All ranks call this, and each takes part in creating every group."""
     made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in shape.groups(*axes)]
     return next(group for ranks, group in made if rank in ranks)
 
 
 def _device_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | None) -> DeviceMesh | None:
-    """Torch's mesh, from groups that are created here, because groups that it creates ignore the time-out."""
+    """Torch's mesh over groups that are created here, since ``DeviceMesh`` ignores the time-out for its own."""
     axes = [axis for axis in DENSE_AXES if shape.size(axis) > 1]
     if not axes:
         return None
@@ -248,7 +249,7 @@ def _device_mesh(shape: MeshShape, device: torch.device, timeout: timedelta | No
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
 
-def _label(wanted: tuple[Axis, ...], real: tuple[Axis, ...]) -> str:
+def _label(requested: tuple[Axis, ...], real: tuple[Axis, ...]) -> str:
     """The label of a group: ``dp`` stands for ``dp·cp``; other fused axes join their names."""
-    names = (Axis.DP if axis is Axis.CP and Axis.DP in wanted else axis for axis in real or wanted)
+    names = (Axis.DP if axis is Axis.CP and Axis.DP in requested else axis for axis in real or requested)
     return "_".join(dict.fromkeys(names))

@@ -1,9 +1,9 @@
 """The grid of ranks as a value: axis names, degrees, and the arithmetic between ranks and coordinates.
 
-It needs neither torch nor processes, so it describes 16,384 ranks as easily as one. From outermost to innermost the
-axes are ``pp, dp, cp, tp``: tensor-parallel peers are adjacent, pipeline peers far apart. ``ep`` is not a factor of the
-world size: the expert view regroups the ``dp x cp`` ranks of a stage as ``edp x ep`` with ``ep`` adjacent, so each rank
-also has an ``ep`` coordinate.
+It needs neither torch nor processes, so describing 16,384 ranks is as cheap as describing one. From outermost to
+innermost the axes are ``pp, dp, cp, tp``: tensor-parallel peers are adjacent, pipeline peers far apart. ``ep`` is not a
+factor of the world size. The expert view regroups the ``dp x cp`` ranks of a stage as ``edp x ep`` with ``ep``
+adjacent, so each rank also has an ``ep`` coordinate.
 """
 
 from __future__ import annotations
@@ -100,24 +100,24 @@ class MeshShape:
         ``groups(Axis.TP)`` lists the tensor-parallel groups, ``groups(Axis.DP, Axis.CP)`` the fused ones. ``Axis.EP``
         cannot be fused: its groups are adjacent members of the fused data- and context-parallel groups.
         """
-        wanted = {Axis(axis) for axis in axes}
-        if Axis.EP in wanted:
-            return self._expert_groups(wanted)
+        requested = {Axis(axis) for axis in axes}
+        if Axis.EP in requested:
+            return self._expert_groups(requested)
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
-            members.setdefault(tuple(at[axis] for axis in DENSE_AXES if axis not in wanted), []).append(rank)
+            members.setdefault(tuple(at[axis] for axis in DENSE_AXES if axis not in requested), []).append(rank)
         return list(members.values())
 
-    def _expert_groups(self, wanted: set[Axis]) -> list[list[int]]:
-        if wanted != {Axis.EP}:
+    def _expert_groups(self, requested: set[Axis]) -> list[list[int]]:
+        if requested != {Axis.EP}:
             raise MeshError("ep: expert groups cannot be fused with another axis")
         fused = self.groups(Axis.DP, Axis.CP)
         cuts = [group[i : i + self.ep] for group in fused for i in range(0, len(group), self.ep)]
         return sorted(cuts)
 
     def table(self, limit: int = 16) -> str:
-        """The grid as text: a line per rank with its coordinates; beyond ``limit`` ranks the middle is omitted."""
+        """Format the grid with one line per rank and its coordinates; beyond ``limit`` ranks the middle is omitted."""
         axes = [axis for axis in Axis if axis in (Axis.PP, Axis.DP, Axis.TP) or self.size(axis) > 1]
         width = max(4, len(str(self.world_size - 1)))
         head = " " * max(0, width - 4) + "rank  " + "  ".join(f"{axis:>4}" for axis in axes)
@@ -142,6 +142,6 @@ class MeshShape:
 
 
 def describe_coordinates(coordinates: Mapping[Axis, int]) -> str:
-    """Coordinates as written in logs and errors, e.g. ``pp1 dp0 tp1``."""
+    """Format coordinates for logs and errors, e.g. ``pp1 dp0 tp1``."""
     shown = (Axis.PP, Axis.DP, Axis.TP)
     return " ".join(f"{axis}{at}" for axis, at in coordinates.items() if axis in shown or (at and axis is Axis.CP))

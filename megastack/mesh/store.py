@@ -1,8 +1,8 @@
 """The store for the rendezvous of ranks: rank 0 listens at ``MASTER_ADDR:MASTER_PORT`` and the others connect.
 
-For a port in use, torch's constructor raises an error with a C++ trace; a client waits without limit for a listener
-that accepts connections but is not a store. Here each of these is an error that names the variable, and no wait exceeds
-the time-out.
+If the port is in use, torch's constructor raises an error with a C++ trace. If a listener accepts connections but is
+not a store, torch's client waits without limit. Here both cases raise an error that names the variable, and no wait
+exceeds the time-out.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from megastack.errors import RankEnvironmentError
 from megastack.mesh.environment import RankEnvironment, agent_serves_store
 
 RESOLVES_S = 20.0
-"""How long to wait for the name of a machine that may still be starting to appear in DNS."""
+"""Seconds to wait until the name of a machine, which may still be starting, appears in DNS."""
 RETRY_S = 0.5
 
 
 def open_store(launched: RankEnvironment, timeout_s: float) -> dist.TCPStore | None:
-    """The store of a job, served by rank 0 or by torchrun's agent. Waits only for the server.
+    """Open the store of a job, which rank 0 or torchrun's agent serves. Waits only for the server.
 
     Args:
         launched: the environment of this rank.
-        timeout_s: how long to wait for the store to answer, and later for any of its keys.
+        timeout_s: seconds to wait for the store to answer, and later for any of its keys.
 
     Returns:
         The store; ``None`` if no store answered in time.
@@ -76,7 +76,7 @@ def _resolve(address: str, limit_s: float) -> None:
 
 
 def _no_server(address: str, port: int, error: Exception | None) -> RankEnvironmentError:
-    """Why rank 0 has no store, from torch's error."""
+    """Explain torch's error on a rank 0 without a store."""
     text = str(error or "").partition("\n")[0]
     if "failed to listen" not in text:
         rule = f"rank 0 cannot reach itself there at port {port}; use the address of the machine of rank 0"

@@ -1,12 +1,12 @@
 """The tensors that a microbatch holds on a rank from its forward to its backward, from the configuration alone.
 
-The specs of the layers (:mod:`megastack.models.specs`) list them; here they are summed over a stage. With recompute a
-block saves fewer of them, and backward restores the others one block at a time. From I to W of a schedule that splits
-backwards a microbatch holds other tensors (:func:`deferred_in_block`). ``docs/activations.md`` writes the same as
+The specs of the layers (:mod:`megastack.models.specs`) list them; this module sums them over a stage. With recompute a
+block saves fewer of them, and backward restores the others one block at a time. If a schedule splits backwards, a
+microbatch holds other tensors from I to W (:func:`deferred_in_block`). ``docs/activations.md`` states the same as
 formulas, and a test compares the list with the tensors that autograd saves. Torch-free.
 
-Not here: gradients in flight, temporary buffers of single operations, and what the allocator adds. All parameters count
-as trained.
+Not included: gradients in flight, temporary buffers of single operations, and the allocator's overhead. All parameters
+are assumed to be trained.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def saved_in_block(config: TrainConfig, layer: int | None = None) -> list[SavedT
 
     Args:
         config: the run.
-        layer: the block's number, for its recompute; None is a block without recompute.
+        layer: the block's number, for its recompute; None means a block without recompute.
     """
     items = _spec(config).block.saved(local_microbatch(config))
     return items if layer is None else [item for item in items if not _is_recomputed(config, layer, item)]
@@ -74,8 +74,7 @@ def saved_at_ends(config: TrainConfig, *, embedding: bool, head: bool) -> list[S
 
 
 def deferred_in_block(config: TrainConfig) -> list[SavedTensor]:
-    """The tensors that one block holds for a microbatch from I to W: inputs of its linear layers, gradients of their
-    outputs."""
+    """The tensors that one block holds for a microbatch from I to W: linear-layer inputs and output gradients."""
     return _spec(config).block.deferred(local_microbatch(config))
 
 
@@ -95,7 +94,7 @@ class ActivationBytes:
 
     Attributes:
         saved: bytes of each microbatch in flight.
-        recomputed: bytes that backward brings back for one block, of one microbatch at a time.
+        recomputed: bytes that backward recomputes for one block, one microbatch at a time.
         until_w: bytes of each microbatch between its I and its W.
     """
 
@@ -105,7 +104,7 @@ class ActivationBytes:
 
 
 def activation_bytes(config: TrainConfig, layers: range, *, embedding: bool, head: bool) -> ActivationBytes:
-    """The bytes that a stage saves for a microbatch, and those of its largest recomputed block during its backward."""
+    """The bytes that a stage saves for a microbatch, and the bytes of its largest recomputed block during backward."""
     items = saved_in_block(config)
     whole = _total(items)
     saved = [_total([item for item in items if not _is_recomputed(config, layer, item)]) for layer in layers]

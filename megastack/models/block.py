@@ -1,12 +1,12 @@
 """One pre-norm Transformer block: attention and MLP, each after a norm and added to the residual stream.
 
 A block receives its layers as factories that already hold their arguments, so it does not depend on their options, and
-a user's block (``model.block={_target_: my_file.MyBlock}``) need not build them. Where hidden states are split along
-the sequence over tp, norms, dropout and sums see this rank's slice.
+a user's block (``model.block={_target_: my_file.MyBlock}``) need not build them. If hidden states are split along the
+sequence over tp, norms, dropout and residual additions operate on this rank's slice.
 
 A block that passes more than hidden states to the next block names the values in ``boundary()``. It is then called with
 them, in that order, and returns ``(hidden, *values)``; a value that no earlier block returned is None. The decoder
-passes them on, across pipeline stages too. For example::
+passes them on, also across pipeline stages. For example::
 
     class Counting(Block):
         def boundary(self) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ class Block(ParallelModule):
     Args:
         hidden: width of the residual stream.
         mesh: the ranks to split over.
-        layer: the block's global number, part of the names of its dropout.
+        layer: the block's global number, which is part of the names of its dropout sites.
         attention: builds the attention layer.
         mlp: builds the MLP.
         norm: builds a norm over ``hidden``.
@@ -47,8 +47,8 @@ class Block(ParallelModule):
 
     Attributes:
         uses_cache: a subclass that overrides a method sets it to True if generation may call it with only the new
-            tokens, earlier ones being in ``context.cache``: it mixes tokens only in its attention layers. The built-in
-            class does not set it.
+            tokens, that is, if it mixes tokens only in its attention layers; earlier tokens are in ``context.cache``.
+            The built-in class does not set it.
     """
 
     uses_cache: ClassVar[bool]

@@ -1,6 +1,6 @@
-"""The options that a decoder reads, apart from the run that it is trained in; torch-free.
+"""The options that a decoder reads, independent of the run that trains it; torch-free.
 
-Example: a model of an own script, without a :class:`~megastack.config.schema.TrainConfig`::
+Example: a model in your own script, without a :class:`~megastack.config.schema.TrainConfig`::
 
     options = ModelOptions(layers=2, heads=4, hidden=64, ffn=128, vocab=256)
     decoder = Decoder(ModelConfig(model=options), Mesh.single())
@@ -32,17 +32,17 @@ READS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model, and how it computes.
+    """The model options, and the options of its computation.
 
     Args:
         model: sizes and layers.
         loss: label smoothing and z-loss.
         precision: ``compute`` is the dtype of activations.
-        recompute: what the backward computes again.
-        seed: of dropout.
-        sequence_parallel: split hidden states along the sequence over tp, where there are several ranks.
-        sequence_length: tokens of the longest sequence; the rows of learned positions where ``model.max_positions`` is
-            null, and not read otherwise.
+        recompute: the activations that the backward recomputes.
+        seed: the seed of dropout.
+        sequence_parallel: split hidden states along the sequence over tp, if there are several ranks.
+        sequence_length: tokens of the longest sequence; the rows of learned positions if ``model.max_positions`` is
+            null, and unused otherwise.
     """
 
     model: ModelOptions
@@ -55,7 +55,7 @@ class ModelConfig:
 
     @staticmethod
     def of(config: ModelConfig | TrainConfig) -> ModelConfig:
-        """The part of a run that a decoder reads; a ModelConfig is returned as it is."""
+        """The options of a run that a decoder reads; a ModelConfig is returned unchanged."""
         if isinstance(config, ModelConfig):
             return config
         return ModelConfig(
@@ -70,7 +70,7 @@ class ModelConfig:
 
     @staticmethod
     def validated(config: ModelConfig | TrainConfig) -> ModelConfig:
-        """The same with every value of its key's type and in its range.
+        """The same options, with types and ranges validated.
 
         Raises:
             ConfigError: a value that a decoder reads is invalid, or learned positions have no number of rows.
@@ -91,7 +91,7 @@ class ModelConfig:
         return rows
 
     def _as_run(self) -> TrainConfig:
-        """A run around these options, whose keys have types and ranges."""
+        """A run configuration with these options, whose keys define types and ranges."""
         length = 1 if self.sequence_length is None else self.sequence_length
         return TrainConfig(
             seed=self.seed,

@@ -6,7 +6,7 @@ code. Blocks are keyed by their global number, so a parameter has the same name 
 ``blocks.17.mlp.up.weight``.
 
 A tied output projection is the embedding's own parameter. A last stage without the embedding holds a copy under the
-same global name, ``embedding.weight``, with the same initial values; the gradient reduction sums the two.
+same global name, ``embedding.weight``, with the same initial values; the gradient reduction sums the two gradients.
 
 The inputs and outputs of a stage are ``{"hidden": …}`` and the values that blocks name in ``boundary()``. Tokens,
 labels, positions and documents come with the microbatch on every stage. There are no buffers, so a decoder can be built
@@ -42,20 +42,21 @@ from megastack.models.specs import decoder_spec
 from megastack.placement.module import ParallelModule, ReshardPolicy
 
 LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Activation dtypes below fp32. They begin after the embedding, whose weight may be in fp32."""
+"""Activation dtypes below fp32. They apply after the embedding, whose weight may be in fp32."""
 StageTensors = Mapping[str, Any]
 """Inputs or outputs of a stage: ``hidden``, and the blocks' extra values by name (a tensor or None)."""
 
 
 class Decoder(ParallelModule):
-    """A stage of the model that a configuration describes.
+    """A pipeline stage of the model that a configuration describes.
 
     Args:
-        config: the options of the model. From a ``TrainConfig`` only those are read, and no parallel degree.
+        config: the options of the model. Of a ``TrainConfig`` only these are read, and no parallel degree.
         mesh: the ranks to split the layers over.
         layers: global numbers of the blocks; all of them by default.
-        embedding: the stage begins with the embedding; by default if the blocks begin with block 0.
-        head: the stage ends with norm, output projection and loss; by default if the blocks end with the last one.
+        embedding: whether the stage begins with the embedding; by default if the blocks begin with block 0.
+        head: whether the stage ends with norm, output projection and loss; by default if the blocks end with the last
+            one.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range, or a ``_target_`` cannot be used.
@@ -96,7 +97,7 @@ class Decoder(ParallelModule):
         """Run the stage on one microbatch.
 
         Args:
-            inputs: the outputs of the stage before; empty for a stage with the embedding.
+            inputs: the outputs of the previous stage; empty for a stage with the embedding.
             microbatch: the microbatch, the same on every stage and tensor-parallel rank.
 
         Returns:
@@ -137,8 +138,8 @@ class Decoder(ParallelModule):
     def units(self) -> dict[nn.Module, ReshardPolicy]:
         """The modules whose parameters are used only by calling them, in order of use, with their reshard policies.
 
-        The copy of a tied projection is not among them. At the end of the model the backward follows the forward at
-        once: the last block stays gathered, and the norm and the projection belong to the stage.
+        The copy of a tied projection is excluded. At the end of the model the backward follows the forward immediately,
+        so the last block stays gathered, and the norm and the projection belong to the stage.
         """
         policies: dict[nn.Module, ReshardPolicy] = {}
         if self.embedding is not None and self.has_embedding:
@@ -153,8 +154,7 @@ class Decoder(ParallelModule):
         return policies
 
     def share_embedding(self, first: Decoder) -> None:
-        """Use the embedding of ``first`` as the tied projection, instead of a copy, where one rank holds both
-        stages."""
+        """Use the embedding of ``first`` as the tied projection, instead of a copy, if one rank holds both stages."""
         assert self.config.model.tied and first.embedding is not None and self.embedding is not None
         self.embedding = first.embedding
 

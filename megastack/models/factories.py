@@ -1,13 +1,14 @@
-"""Factories for the layers of a decoder: the built-in layers, or users' own named by ``_target_``.
+"""Factories for the layers of a decoder: built-in layers, or user-defined ones named by ``_target_``.
 
 ``model.family`` names a convention; the layers follow from the other keys alone (norm, bias, activation, positions,
-tied, …), so any mixture works. Configuration ends here: layers and blocks get plain arguments and a mesh.
+tied, …), so any combination works. Layers and blocks do not see the configuration: they receive plain arguments and a
+mesh.
 
 ``model.mlp={_target_: my.file.MyMLP, width: 3}`` names a class. It is called exactly as its parent would have called
-the built-in one, with the other keys of the mapping as further keyword arguments. So a subclass of the built-in layer
-needs no constructor. There are two kinds of arguments: those of the built-in layer's documented signature are always
-passed; *extras* (initial values, rarely used options) are passed only to a callable that accepts them. An extra that is
-set and not accepted is an error, never dropped.
+the built-in one, with the other keys of the mapping as additional keyword arguments. A subclass of the built-in layer
+therefore needs no constructor. There are two kinds of arguments. Arguments in the built-in layer's documented signature
+are always passed; *extras* (initial values, rarely used options) are passed only to a callable that accepts them. An
+extra that is set but not accepted raises an error and is never dropped.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ADVISORY = ("init", "out_init")
 
 
 def rope_of(model: ModelOptions, spec: DecoderSpec) -> Rope | None:
-    """The rotary frequencies of the model, None where positions are learned."""
+    """The rotary frequencies of the model; None for learned positions."""
     if not spec.block.attention.rotary:
         return None
     options = model.rope
@@ -58,12 +59,12 @@ def rope_of(model: ModelOptions, spec: DecoderSpec) -> Rope | None:
 
 
 def norm_factory(spec: DecoderSpec, mesh: Mesh) -> Callable[[], ParallelModule]:
-    """Builds a norm over the hidden states."""
+    """A factory that builds a norm over the hidden states."""
     return partial(NORMS[spec.norm.norm].from_spec, spec.norm, mesh)
 
 
 def attention_factory(model: ModelOptions, spec: DecoderSpec, mesh: Mesh) -> Callable[[], nn.Module]:
-    """Builds an attention layer: the built-in one or ``model.attention``."""
+    """A factory that builds an attention layer: the built-in one or ``model.attention``."""
     documented = ("kv_groups", "head_dim", "qk_norm", "bias", "sequence_parallel")
     return partial(
         layer_factory("model.attention", model.attention, ParallelAttention),
@@ -76,7 +77,7 @@ def attention_factory(model: ModelOptions, spec: DecoderSpec, mesh: Mesh) -> Cal
 
 
 def mlp_factory(model: ModelOptions, spec: DecoderSpec, mesh: Mesh) -> Callable[[], nn.Module]:
-    """Builds an MLP: the built-in one or ``model.mlp``."""
+    """A factory that builds an MLP: the built-in one or ``model.mlp``."""
     documented = ("activation", "bias", "sequence_parallel")
     return partial(
         layer_factory("model.mlp", model.mlp, ParallelMLP),
@@ -88,14 +89,14 @@ def mlp_factory(model: ModelOptions, spec: DecoderSpec, mesh: Mesh) -> Callable[
 
 
 def _arguments(spec: LayerSpec, documented: Sequence[str], *, without: Sequence[str]) -> dict[str, Any]:
-    """The fields of a spec as keyword arguments; those that are not documented as extras with their neutral values."""
+    """The fields of a spec as keyword arguments; undocumented fields become extras with their neutral values."""
     given = {name: getattr(spec, name) for name in documented}
     others = [each for each in fields(spec) if each.name not in (*documented, *without)]  # type: ignore[arg-type]
     return given | {"extras": {each.name: (getattr(spec, each.name), each.default) for each in others}}
 
 
 def block_factory(model: ModelOptions, spec: DecoderSpec, mesh: Mesh) -> Callable[..., nn.Module]:
-    """Builds the block of global number ``layer``: the built-in one or ``model.block``."""
+    """A factory that builds the block of global number ``layer``: the built-in one or ``model.block``."""
     return partial(
         layer_factory("model.block", model.block, Block),
         model.hidden,
@@ -111,7 +112,7 @@ def block_factory(model: ModelOptions, spec: DecoderSpec, mesh: Mesh) -> Callabl
 def layer_factory(key: str, spec: Any, default: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """A callable that builds the layer named by ``spec``, or ``default`` if ``spec`` is None.
 
-    It takes the documented arguments, and ``extras`` as ``{name: (value, neutral value)}``.
+    The callable accepts the documented arguments, and ``extras`` as ``{name: (value, neutral value)}``.
 
     Raises:
         ConfigError: there is no ``_target_``, it cannot be imported, the call does not match its signature or raises
@@ -168,7 +169,7 @@ def _accepted(key: str, target: Callable[..., Any], extras: Mapping[str, tuple[A
 
 
 def _parameters(target: Callable[..., Any]) -> Sequence[inspect.Parameter]:
-    """The parameters of a callable; empty where it has no signature, as some built-in ones."""
+    """The parameters of a callable; empty if it has no signature, as for some Python built-ins."""
     try:
         return tuple(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):

@@ -2,17 +2,17 @@
 stages.
 
 Everything here adds up the specs of the layers (:mod:`megastack.models.specs`) and imports no torch, so that ``show``
-and the planner describe a 405-billion-parameter model in milliseconds. A model is made of three kinds of **unit**: the
-embedding (with learned positions), a block, and the head (final norm and output projection).
-:func:`stage_placements` lists the parameters of a stage with the placements that the built modules declare, so counts
-are exact, padding, kv copies and tied copies included.
+and the planner describe a 405-billion-parameter model in milliseconds. A model consists of three kinds of **unit**: the
+embedding (with learned positions), a block, and the head (final norm and output projection). :func:`stage_placements`
+lists the parameters of a stage with the placements that the built modules declare, so counts are exact, padding, kv
+copies and tied copies included.
 
-**FLOPs.** A multiplication and an addition are 2; the backward costs twice the forward; recomputation is not counted.
-Embedding lookups, norms, activations and the softmax count as 0; kv heads count at their real number. Attention scores
-follow one of two conventions: *causal* counts the half that causal attention needs, *full* all S × S. **MFU uses
+**FLOPs.** A multiply-add counts as 2; the backward costs twice the forward; recomputation is not counted. Embedding
+lookups, norms, activations and the softmax count as 0; kv heads are counted at their actual number. Attention scores
+follow one of two conventions: *causal* counts the half that causal attention needs, *full* counts all S × S. **MFU uses
 causal**, the lower figure. For full, as in the papers on PaLM and Megatron-LM, pass ``causal=False``.
 
-Not here: activations (:mod:`megastack.models.activations`), time, and communication.
+Not included: activations (:mod:`megastack.models.activations`), time, and communication.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from megastack.placement.placement import Placement
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ELEMENT_FLOPS = 16
-"""FLOPs of a matrix product in the time of one element of an element-wise pass; a rough figure for the split."""
+"""FLOPs of a matrix product in the time of one element of an element-wise pass; a rough estimate for the split."""
 
 
 def stage_placements(config: TrainConfig, layers: range, *, embedding: bool, head: bool) -> dict[str, Placement]:
     """The parameters of a stage by global name, with the placements that the built modules declare.
 
     Args:
-        config: the run; its ``parallel.tp`` decides how many copies of a kv group there are.
+        config: the run; its ``parallel.tp`` determines the number of copies of a kv group.
         layers: global numbers of the stage's blocks.
         embedding: whether the stage holds the embedding.
-        head: whether it holds the head.
+        head: whether the stage holds the head.
     """
     tp = config.parallel.tp
     return decoder_spec(config, tp).stage_placements(layers, embedding=embedding, head=head, tp=tp)
@@ -101,8 +101,8 @@ class StaticBytes:
 def static_bytes(config: TrainConfig, layers: range, *, embedding: bool, head: bool) -> StaticBytes:
     """Weights, gradients and optimizer state (main parameters and moments) of one rank for a stage.
 
-    ZeRO-1 divides the optimizer state by the ranks that share it, ``parallel.zero.shard_size`` or dp·cp. ZeRO-2 and 3
-    hold one full-precision shard of everything; blocks gathered for use are not included.
+    ZeRO-1 divides the optimizer state by the number of ranks that share it, ``parallel.zero.shard_size`` or dp·cp.
+    ZeRO-2 and 3 hold one full-precision shard of everything; blocks gathered for use are not included.
     """
     local = _local(config, stage_placements(config, layers, embedding=embedding, head=head))
     parts = [_bytes_of(config, name, count) for name, count in local.items()]

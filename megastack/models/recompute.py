@@ -1,20 +1,21 @@
 """Activation recompute: drop the tensors that a part of the model saves for backward, and run its forward again there.
 
-:func:`recompute` runs a function and keeps only its inputs. When backward needs the first tensor that the function had
-saved, the function runs again, up to its last saved tensor: what follows (a block's down projection and its reduction)
-is not repeated. Each recomputed tensor is freed when backward has used it.
+:func:`recompute` runs a function and keeps only its inputs. When backward needs the first tensor that the function
+saved, the function runs again, up to its last saved tensor; the rest (a block's down projection and its reduction) is
+not repeated. Each recomputed tensor is freed when backward has used it.
 
 Collectives inside the function run again too, in the same order and at the same point of backward on every rank of a
-tensor-parallel group. Dropout is a function of the microbatch (:mod:`megastack.layers.dropout`) and repeats itself.
+tensor-parallel group. Dropout is a function of the microbatch (:mod:`megastack.layers.dropout`), so its masks repeat.
 torch's random generators and ``torch.autocast`` are restored for the second run, and buffers of the recomputed module
 are updated only by the first (:class:`BufferCopies`). If the function itself computes gradients, it runs again at that
-point, up to where it is, and the tensors saved by then are kept. The second run sees ``context.recomputing``, so that
-side effects such as counters happen only in the first. A second run that saves different tensors raises an error.
+point, up to the current operation, and the tensors saved by then are kept. The second run sees ``context.recomputing``,
+so that side effects such as counters happen only in the first. A second run that saves different tensors raises an
+error.
 
-:func:`recompute_blocks_` selects the modules. It gives each one a class of the same name whose ``forward`` (or
-``attend``) is recomputed, as FSDP does; parameters, their names and users' classes do not change.
+:func:`recompute_blocks_` selects the modules. It replaces the class of each by one of the same name whose ``forward``
+(or ``attend``) is recomputed, as FSDP does. Parameters, their names and users' classes do not change.
 
-The mechanism is that of non-reentrant ``torch.utils.checkpoint``: hooks on saved tensors, and an early stop.
+The mechanism is the same as in non-reentrant ``torch.utils.checkpoint``: hooks on saved tensors, and an early stop.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def recompute_blocks_(blocks: Mapping[str, nn.Module], mode: str, pattern: str |
         layers: the number of blocks of the whole model.
 
     Raises:
-        ConfigError: nothing in these blocks is selected, or a linear layer, which its parent need not call.
+        ConfigError: no module in these blocks is selected, or a linear layer is selected, which its parent need not
+            call.
     """
     if mode == "none" or not blocks:
         return
@@ -95,7 +97,7 @@ def _check_attention(blocks: Mapping[str, nn.Module], chosen: Mapping[str, nn.Mo
 
 
 def _check_pattern(blocks: Mapping[str, nn.Module], chosen: Mapping[str, nn.Module], pattern: str, layers: int) -> None:
-    """A stage may have no match but the model must have one; the blocks of all stages have the same modules."""
+    """A stage may have no match, but the model must have one; the blocks of all stages have the same modules."""
     for name, module in chosen.items():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             raise ConfigError(
@@ -138,9 +140,9 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Placeholder:
-    """Stands in the graph for a dropped tensor, and holds it once it is recomputed.
+    """Represents a dropped tensor in the graph, and holds it once it is recomputed.
 
-    It is freed, and the tensor with it, when backward is done with the operation that saved it.
+    Backward frees it, and the tensor with it, after the operation that saved the tensor.
     """
 
     __slots__ = ("__weakref__", "dtype", "shape", "tensor")
@@ -150,12 +152,12 @@ class _Placeholder:
         self.tensor: Tensor | None = None
 
 
-class _Done(Exception):
-    """Ends a second run; not an error."""
+class _StopRecompute(Exception):
+    """Raised to stop a second run; not an error."""
 
 
 class _Call:
-    """A function with its arguments and the placeholders of its saved tensors; the graph owns it through its hooks.
+    """A function, its arguments, and the placeholders of its saved tensors; the graph owns it through its hooks.
 
     Autograd saves the tensor arguments: hooks of an enclosing recomputed call see them and may drop them in turn.
     """
@@ -198,13 +200,13 @@ class _Call:
                     raise self._mismatch(f"a tensor {tuple(x.shape)} where it had saved {tuple(placeholder.shape)}")
                 placeholder.tensor = kept
             if not left:
-                raise _Done
+                raise _StopRecompute
             return kept
 
         args, kwargs = self._arguments()
         hooks = saved_tensors_hooks(take, _as_saved)
         before = self.generators.restored(), self.buffers.restored(), self.autocast.restored()
-        with before[0], before[1], before[2], entered(self.scope), suppress(_Done), torch.enable_grad(), hooks:
+        with before[0], before[1], before[2], entered(self.scope), suppress(_StopRecompute), torch.enable_grad(), hooks:
             self.function(*args, **kwargs)
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
@@ -223,7 +225,7 @@ class _Call:
 
 
 _TENSOR = object()
-"""Stands for a tensor among the arguments."""
+"""Marks the position of a tensor among the arguments."""
 
 
 def _marked(x: Any) -> Any:
@@ -288,9 +290,9 @@ _COPIES = "_recompute_copies"
 class BufferCopies:
     """The values of a module's buffers at the time of the first run, on which the second run operates.
 
-    A layer may update a buffer in its forward (a running mean). The second run must not update it again, nor read what
-    the first run or later microbatches have written. An unchanged buffer is copied once; changes are detected by
-    torch's version counter, which does not see writes through ``.data``.
+    A layer may update a buffer in its forward (a running mean). The second run must not update it again, nor read
+    values that the first run or later microbatches have written. An unchanged buffer is copied once; changes are
+    detected by torch's version counter, which does not see writes through ``.data``.
 
     Args:
         function: a method of the module bound with ``functools.partial``; any other function has no buffers.

@@ -1,8 +1,8 @@
 """A decoder as a value: the specs of its layers, from the configuration alone; torch-free.
 
 Each key ``model.*`` becomes the field of the same name of a layer's spec (:mod:`megastack.layers.spec`). The decoder is
-built from these specs, and :mod:`megastack.models.profile` and :mod:`megastack.models.activations` add them up. Where a
-``_target_`` replaces a layer, the specs describe the built-in one in its place.
+built from these specs, and :mod:`megastack.models.profile` and :mod:`megastack.models.activations` add them up. If a
+``_target_`` replaces a layer, the specs describe the built-in layer in its place.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megastack.placement.placement import Normal, Placement
 
 @dataclass(frozen=True)
 class BlockSpec(LayerSpec):
-    """A pre-norm block: attention and MLP, each behind a norm and added to the residual stream.
+    """A pre-norm block: attention and MLP, each after a norm and added to the residual stream.
 
     Args:
-        norm: either norm.
+        norm: the spec of both norms.
         attention: the attention layer.
         mlp: the MLP.
         dropout: drop probability of the outputs of the two layers.
@@ -46,7 +46,7 @@ class BlockSpec(LayerSpec):
         }
 
     def saved(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
-        """The residual stream before each norm, the output of the norm, and what the layer behind it saves."""
+        """The residual stream before each norm, the output of the norm, and the tensors saved in the layer after it."""
         found = []
         for name, stream, layer in (("attention", "input", self.attention), ("mlp", "middle", self.mlp)):
             found += norm_saved(self.norm, f"{name}_norm", stream, microbatch)
@@ -55,7 +55,7 @@ class BlockSpec(LayerSpec):
         return found
 
     def deferred(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
-        """The inputs of the first linear layers, and what the two layers hold."""
+        """The inputs of the first linear layers, and the tensors that the two layers hold."""
         found = []
         for name, layer in (("attention", self.attention), ("mlp", self.mlp)):
             found.append(_hidden_states(f"{name}_norm output", self.norm.hidden, microbatch))
@@ -78,7 +78,7 @@ class BlockSpec(LayerSpec):
 
 
 def norm_saved(norm: NormSpec, name: str, stream: str, microbatch: LocalMicrobatch) -> list[SavedTensor]:
-    """The tensor that a norm reads, its statistics, and its output, which the layer behind it reads."""
+    """The tensor that a norm reads, its statistics, and its output, which the next layer reads."""
     rows = (microbatch.batch, microbatch.rows)
     return [
         _hidden_states(stream, norm.hidden, microbatch),
@@ -104,11 +104,11 @@ class DecoderSpec:
     Args:
         layers: the number of blocks.
         embedding: the token embedding.
-        positions: the table of learned positions, None where positions are rotary.
+        positions: the table of learned positions; None for rotary positions.
         block: every block.
         norm: the final norm.
         head: the output projection with the loss.
-        tied: the output projection's weight is the embedding's.
+        tied: whether the output projection's weight is the embedding's.
     """
 
     layers: int
@@ -140,7 +140,7 @@ def _named(parts: Mapping[str, LayerSpec], tp: int) -> dict[str, Placement]:
 
 
 def attention_sizes(model: ModelOptions) -> AttentionSpec:
-    """The attention layer of a model as far as its sizes go."""
+    """The attention layer of a model, with its sizes only."""
     return spec_of(AttentionSpec, model)
 
 

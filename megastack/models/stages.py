@@ -44,11 +44,11 @@ def _balanced(config: TrainConfig, stages: int) -> list[int]:
 def split_layers(
     layers: int, stages: int, *, first_cost: float, last_cost: float, block_cost: float = 1.0
 ) -> list[int]:
-    """The number of blocks of each stage that minimises the cost of the most expensive one; each has at least one.
+    """Choose the number of blocks of each stage, at least one, to minimise the cost of the most expensive stage.
 
     The first stage also holds the embedding and the last one the head, which can cost as much as several blocks, so an
     even split of the blocks is not an even split of the time. All blocks cost the same, so assigning them one by one to
-    the cheapest stage so far is optimal. Of equal stages the later one comes first, since early stages keep more
+    the cheapest stage so far is optimal. Among equal stages the latest is chosen, since early stages keep more
     activations.
 
     Args:

@@ -1,13 +1,13 @@
 """The loss scale: a factor on the loss, and its inverse on the gradients, that keeps fp16 gradients in fp16's range.
 
 fp16 represents magnitudes from 6e-8 to 65504. Small gradients survive the backward if the loss is multiplied by a large
-power of two. The flat buffers, main parameters and moments are fp32 and the gradients in them are divided by the scale,
+power of two. The flat buffers, main parameters and moments are in fp32, and their gradients are divided by the scale,
 so no result depends on it. (bf16 has the range of fp32 and needs no scale.)
 
 A *dynamic* scale adapts (Micikevicius et al. 2018): a non-finite gradient makes every rank skip the step and halves the
-scale, ``interval`` good steps in a row double it. The norm shows whether a gradient is finite; it is identical on all
-ranks, so all scales are too. Nothing is read on the host. The scale and the number of good steps are tensors in the
-checkpoint, written in place.
+scale, and ``interval`` consecutive good steps double it. The norm shows whether a gradient is finite; it is identical
+on all ranks, so all scales are too. Nothing is read on the host. The scale and the number of good steps are tensors in
+the checkpoint, and are written in place.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class LossScale:
     Args:
         initial: the scale at the start; ``None`` for no scale.
         dynamic: whether it adapts; otherwise it is constant.
-        interval: good steps in a row after which a dynamic scale doubles.
+        interval: the number of consecutive good steps after which a dynamic scale doubles.
         device: the device of the run's tensors.
 
     Attributes:
         value: the scale, an fp32 scalar, or ``None``.
-        good_steps: good steps in a row so far.
+        good_steps: the number of consecutive good steps so far.
     """
 
     def __init__(

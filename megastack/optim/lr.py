@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: there is no state to save or to restore.
+"""The learning rate as a pure function of the step: it has no state to save or restore.
 
 Step ``t`` is 0-based: ``t = 0`` is the first update. Warm-up over ``w`` steps is linear, ``(t + 1) / w`` of the peak,
 so no update has a rate of zero. After it, with ``T`` total steps, ``x = (t - w) / (T - w)`` clamped to [0, 1] and

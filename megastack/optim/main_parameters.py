@@ -1,11 +1,11 @@
 """The values that an optimizer updates: the local shard of a bucket's parameters, or an fp32 copy of it.
 
-A bf16 weight of 1.0 never moves by steps of 1e-3, which are below half its spacing. Parameters below fp32 therefore
-have fp32 main parameters, which take the updates; after each update the parameters are rounded from them. Parameters in
-fp32 or fp64 are their own main parameters and nothing is copied.
+A bf16 weight of 1.0 is never changed by steps of 1e-3, which are below half its spacing. Parameters below fp32
+therefore have fp32 main parameters. The optimizer updates these, and rounds them into the parameters after each update.
+Parameters in fp32 or fp64 are their own main parameters and nothing is copied.
 
-With ``offload`` main parameters, moments and the update live in host memory: gradients are copied to the host before
-the update, parameters back to the device after it. On the CPU this changes nothing.
+With ``offload`` main parameters, moments and the update are in host memory: gradients are copied to the host before the
+update, and parameters are copied back to the device after it. On the CPU this changes nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megastack.gradients.interface import BoxView, LocalShard
 
 
 def set_dtypes_(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[str]) -> None:
-    """Set the dtype of each parameter: ``compute``, but at least fp32 where a pattern matches its name.
+    """Set the dtype of each parameter: ``compute``, but at least fp32 if a pattern matches its name.
 
-    Call it while the parameters are on the meta device and have no values that it could round.
+    Call it while the parameters are on the meta device and have no values that rounding could change.
     """
     patterns = [re.compile(pattern) for pattern in keep_fp32]
     for name, parameter in module.named_parameters():
@@ -35,8 +35,8 @@ class MainParameters:
 
     Attributes:
         shard: the local shard.
-        values: what is updated, flat; the shard's own parameters unless it is a copy.
-        is_wider: whether modules use the parameters in a lower precision, so that ``values`` hold more than they do.
+        values: the flat values that are updated: the shard's own parameters, or a copy.
+        is_wider: whether modules use the parameters in a lower precision, so that ``values`` are more precise.
     """
 
     def __init__(self, shard: LocalShard, *, offload: bool = False) -> None:
@@ -62,7 +62,7 @@ class MainParameters:
             self.shard.local_parameters.copy_(self.values)
 
     def copy_from_model(self, names: Collection[str] | None = None) -> None:
-        """Copy the parameters of the model (those of ``names``) into the values, after weights were loaded."""
+        """Copy the parameters of the model (only ``names``, if given) into the values, after weights were loaded."""
         if not self._is_copy:
             return
         if names is None:

@@ -1,13 +1,13 @@
-"""The optimizer of this rank's local shards: options in, one object with ``step`` out.
+"""The optimizer of this rank's local shards.
 
-It updates flat shards with torch's fused kernels, one call per :class:`ParameterGroup`. The learning rate is an
+It updates flat shards with torch's fused kernels, with one call per :class:`ParameterGroup`. The learning rate is an
 argument of each step, from :class:`megastack.optim.lr.LearningRate`; it is not state. Moments and main parameters are
-read and loaded by global parameter name, as boxes, so a checkpoint is independent of buckets and shards. A rank without
-a trained parameter has an optimizer that only counts.
+read and loaded by global parameter name, as boxes, so a checkpoint is independent of buckets and shards. On a rank
+without a trained parameter the optimizer only counts updates.
 
-Adam's bias correction needs the number of updates that the moments of a parameter have seen. A parameter that is
-trained from a later update on, since it was frozen or added, has seen fewer than the run: its *start* is the number of
-updates of the run at that time. A shard is updated in segments, whose parameters have the same start.
+Adam's bias correction needs the number of updates of a parameter's moments. A parameter that was frozen or was added
+later has fewer updates than the run: its *start* is the number of updates of the run when its training began. A shard
+is updated in segments of parameters with the same start.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, *, found_inf: Tensor | None = None) -> None:
-        """One update with learning rate ``lr``. Under ZeRO-1 the gathers of the parameters are still running after it.
+        """Update once with learning rate ``lr``. Under ZeRO-1 the gathers of the parameters still run when it returns.
 
         Args:
             lr: the rate of this step, before the groups' scales.
-            found_inf: a scalar tensor; where it is 1, parameters, moments and counters stay unchanged. The kernels
-                decide without a read on the host (with ``offload`` it is copied with the gradients). It must be
-                identical on all ranks.
+            found_inf: a scalar tensor; if it is 1, parameters, moments and counters stay unchanged. The kernels decide
+                without a read on the host (with ``offload`` it is copied with the gradients). It must be identical on
+                all ranks.
         """
         self._buckets.wait_parameters()
         skip = None if found_inf is None else found_inf.to(torch.float32)
@@ -112,7 +112,7 @@ class Optimizer:
         Args:
             steps: the updates of the run.
             starts: by global name, the start of each parameter that was not trained from the first update on. Moments
-                of those that start now are cleared.
+                of parameters that start now are cleared.
         """
         self.steps.fill_(steps)
         self.starts = dict(starts or {})
@@ -125,14 +125,14 @@ class Optimizer:
                     part.zero_()
 
     def copy_model_to_main(self, names: Collection[str] | None = None) -> None:
-        """Copy the model's parameters (those of ``names``) into the main parameters, after weights were loaded."""
+        """Copy the model's parameters (only ``names``, if given) into the main parameters after loading weights."""
         self._buckets.copy_model_to_main(names)
         for main in self._main:
             main.copy_from_model(names)
 
     @torch.no_grad()
     def copy_main_to_model(self) -> None:
-        """Round loaded main parameters into the model; those that are mere copies are copied from the model instead."""
+        """Round loaded main parameters into the model; main parameters of equal precision are copied from the model."""
         self._buckets.wait_parameters()
         for main in self._main:
             if main.is_wider:

@@ -1,7 +1,7 @@
 """The update rules of the optimizers, AdamW and SGD: torch's fused kernels on flat tensors.
 
-The kernels are called as functions. Torch's optimizer classes import the compiler when they are constructed, seconds of
-CPU time in every rank, and would keep their state under anonymous numbers.
+The kernels are called as functions. Torch's optimizer classes import the compiler in their constructor, which costs
+seconds of CPU time in every rank, and would store their state under anonymous numbers.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """Which optimizer, and the settings that all its groups share.
+    """The optimizer, and the settings that all its groups share.
 
     Attributes:
         name: ``adamw`` or ``sgd``.
         betas: AdamW's decay rates of the moments.
-        eps: AdamW's addition to the root of the second moment.
+        eps: added to the root of the second moment by AdamW.
         momentum: SGD's momentum.
-        weight_decay: for buckets made without groups, where the placement allows decay.
-        offload: keep main parameters and moments in host memory and update them there.
+        weight_decay: the decay in buckets without groups, if the placement allows it.
+        offload: whether to keep main parameters and moments in host memory and update them there.
     """
 
     name: str = "adamw"
@@ -43,7 +43,7 @@ class OptimizerOptions:
 
 
 class UpdateRule(Protocol):
-    """How parameters and their state change in a step."""
+    """The update of parameters and their state in a step."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data, and the one runtime that executes them."""
+"""Pipeline schedules as data, and the runtime that executes them."""

@@ -1,9 +1,9 @@
 """One instruction of a pipeline schedule, as a value and as text.
 
-The text form is that of ``torch.distributed.pipelining`` (``2F0``, ``1SEND_F3``, ``0UNSHARD``,
-``(0F1;1B2)OVERLAP_F_B``), so lists written by either system load in the other. Actions define *what* to do and *in
-which order*, without tensors, processes or time. Schedules hold them packed into integers (:func:`pack`); ``Action`` is
-the readable form.
+The text form is the one of ``torch.distributed.pipelining`` (``2F0``, ``1SEND_F3``, ``0UNSHARD``,
+``(0F1;1B2)OVERLAP_F_B``), so each system can load lists written by the other. Actions define *what* to do and *in which
+order*, without tensors, processes or time. Schedules hold them packed into integers (:func:`pack`); ``Action`` is the
+readable form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Op(StrEnum):
     SEND_B = "SEND_B"  # a stage's input gradient to the previous stage
     RECV_B = "RECV_B"  # a stage's output gradient from the next stage
     UNSHARD = "UNSHARD"  # gather a stage's parameters
-    RESHARD = "RESHARD"  # drop what was gathered
+    RESHARD = "RESHARD"  # free the gathered parameters
     REDUCE_GRAD = "REDUCE_GRAD"  # reduce a stage's gradients over data-parallel ranks
     OVERLAP_F_B = "OVERLAP_F_B"  # its parts run as one computation
 
@@ -38,7 +38,7 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 COMMUNICATION = SENDS | RECEIVES
 EXECUTED = COMPUTE | COMMUNICATION
-"""The actions that the runtime executes; lists may contain others, which are drawn and checked."""
+"""The actions that the runtime executes; lists may contain others, which are only drawn and checked."""
 _WITHOUT_MICROBATCH = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 _EXAMPLES = "actions look like 2F0, 1SEND_B3, 0UNSHARD or (0F1;1B2)OVERLAP_F_B"
 
@@ -54,7 +54,7 @@ class Action:
         parts: for ``OVERLAP_F_B`` only, the actions that run as one computation.
 
     Raises:
-        ScheduleError: the op is unknown, a number is negative, or the op does not have a microbatch or parts.
+        ScheduleError: the op is unknown, a number is negative, or the op requires or forbids the microbatch or parts.
     """
 
     op: Op

@@ -11,12 +11,11 @@ from megastack.pipeline.schedule import Schedule
 
 
 def peak_chunks(schedule: Schedule, weight_share: float = 1.0) -> tuple[float, ...]:
-    """The most chunk activations alive at once, for each rank; 0 for a schedule without backwards.
+    """The largest number of chunk activations alive at once, for each rank; 0 for a schedule without backwards.
 
     Args:
         schedule: the schedule.
-        weight_share: the part of an activation that W still needs after I; more than 1 where activations are
-            recomputed.
+        weight_share: the part of an activation that W still needs after I; more than 1 if activations are recomputed.
     """
     if not schedule.backward:
         return (0.0,) * schedule.pp

@@ -1,12 +1,12 @@
-"""Prove that a schedule is complete, in order and free of deadlocks, before anything runs it.
+"""Prove that a schedule is complete, ordered and free of deadlocks before it runs.
 
-In turn: every (stage, microbatch) has one F and one B, or one I and one W, on the stage's rank and after what they
-need; sends match receives in first-in-first-out order; ranks make progress under two models of a transport. *Posted*
-(gloo, and any that matches in the background): a send never blocks and a receive is waited for at its first use.
-*Batched* (NCCL): the adjacent messages of a rank form a group; the groups of a rank run one after another, and a group
-is complete once the peers of all its messages have started their groups. `with_communication` satisfies both; lists
-from elsewhere may satisfy only the first. The first error raises a ScheduleError that shows the rank by step grid with
-the offending action marked.
+Three properties are checked in turn. Every (stage, microbatch) has one F and one B, or one I and one W, on the stage's
+rank and after the actions that they depend on. Sends match receives in first-in-first-out order. Ranks make progress
+under two models of a transport. *Posted* (gloo, and any transport that matches in the background): a send never blocks
+and a receive is waited for at its first use. *Batched* (NCCL): the adjacent messages of a rank form a group; the groups
+of a rank run one after another, and a group is complete once the peers of all its messages have started their groups.
+`with_communication` satisfies both; external lists may satisfy only the first. The first error raises a ScheduleError
+that shows the lists as a grid of ranks and steps, with the offending action marked.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class CheckReport:
 
 
 def check(schedule: Schedule, *, batched: bool = True) -> CheckReport:
-    """Check a schedule, with its own communication or, if its lists contain none, with the generated one.
+    """Check a schedule, with its own communication or, if its lists contain none, with generated communication.
 
     Args:
         schedule: the schedule.
         batched: whether it must also make progress when adjacent messages run as one group.
 
     Raises:
-        ScheduleError: with the grid and the first offending action.
+        ScheduleError: the schedule is invalid; the message shows the grid and the first offending action.
     """
     for rank in range(schedule.pp):
         _check_computations(schedule, rank)
@@ -131,7 +131,7 @@ def _backward_error(schedule: Schedule, packed: int, done: set[Op]) -> str | Non
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Each message is sent once and received once, between its computation and its use; both ranks use one order."""
+    """Check that each message is sent and received once, between computation and use, in one order on both ranks."""
     sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[Message, int]]] = defaultdict(list)
     for rank in range(schedule.pp):
@@ -204,7 +204,7 @@ def _is_between_ranks(schedule: Schedule, packed: int) -> bool:
 
 
 def _check_batched(schedule: Schedule) -> None:
-    """Progress with adjacent messages as one group. Raises ScheduleError with the ranks that wait for each other."""
+    """Check progress with adjacent messages as one group. Raises ScheduleError with the ranks in the cycle."""
     groups = [_message_groups(schedule, rank) for rank in range(schedule.pp)]
     home = {packed: (rank, first) for rank, found in enumerate(groups) for first, group in found for packed in group}
     rows = [_compute_row(schedule, rank, home) for rank in range(schedule.pp)]

@@ -1,8 +1,8 @@
 """The pass that adds sends and receives to a schedule of computations.
 
 There is one first-in-first-out channel for each (source, destination) pair of ranks, without tags: the k-th send of a
-pair is matched by its k-th receive. A send is posted and blocks nothing; a receive is posted and waited for at its
-first use. Nothing is sent between two stages of one rank.
+pair is matched by its k-th receive. A posted send never blocks; a posted receive is waited for at its first use.
+Nothing is sent between two stages of one rank.
 
 The pass times the computations with equal costs, and orders all messages of the pipeline by the time at which they are
 sent. A send comes right after the computation of its output. Its receive comes before the computation that the other
@@ -29,7 +29,7 @@ from megastack.pipeline.simulate import Costs, simulate
 
 
 class _Posting(NamedTuple):
-    """One side of a message: the number of computations of its rank before it, and the global order of messages."""
+    """One side of a message: the number of computations of its rank before it, and its position in the global order."""
 
     position: int
     time: float
@@ -42,7 +42,7 @@ def with_communication(schedule: Schedule, *, receive_lead: int = 0) -> Schedule
 
     Args:
         schedule: lists of computations.
-        receive_lead: post each receive this many computations earlier still. That hides a slow hand-shake on transports
+        receive_lead: post each receive earlier by this many computations. That hides a slow handshake on transports
             that match in the background (gloo), but breaks the global order, so batching transports need 0.
 
     Raises:
@@ -66,8 +66,8 @@ def with_communication(schedule: Schedule, *, receive_lead: int = 0) -> Schedule
 
 
 def _ends(schedule: Schedule, steps: list[list[tuple[int, ...]]]) -> list[list[float]]:
-    """When each computation of each rank ends at equal costs; an action with parts is one computation."""
-    # Whole numbers: each chunk takes 1 for each of F, I and W, so equal moments compare equal.
+    """The end time of each computation of each rank at equal costs; an action with parts is one computation."""
+    # Integers: each chunk takes 1 for each of F, I and W, so equal times compare equal.
     cost = float(schedule.chunks)
     times = simulate(schedule, Costs(cost, cost, cost)).times
     last = [accumulate(len(parts) for parts in row if op_of(parts[0]) in COMPUTE) for row in steps]

@@ -1,6 +1,6 @@
-"""Lists of actions as a rank by step grid, for error messages.
+"""Lists of actions as a grid of ranks and steps, for error messages.
 
-It does not show time, as ``render`` does: a column is a position in a rank's list, so that a reader finds the wrong
+Unlike ``render`` it does not show time: a column is a position in a rank's list, so that a reader can find the wrong
 entry.
 """
 
@@ -25,7 +25,8 @@ def grid(
     Args:
         rows: the actions of each rank.
         offending: (rank, step) of the action to mark as ``>2B0<``.
-        waiting: rank -> step of further actions, marked as ``?2B0?``. A step past a list's end is shown as ``(end)``.
+        waiting: maps ranks to steps of further actions, marked as ``?2B0?``. A step past a list's end is shown as
+            ``(end)``.
     """
     rank, step = offending or (0, 0)
     marks = dict.fromkeys((waiting or {}).items(), "?{}?") | ({offending: ">{}<"} if offending else {})

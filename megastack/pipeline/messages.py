@@ -1,6 +1,6 @@
-"""Messages between stages: which computation sends which output to which rank.
+"""Messages between stages: the computation that sends an output, and the rank that receives it.
 
-A forward sends its output to the next stage, a backward sends its input gradient to the previous one. There is no
+A forward sends its output to the next stage, and a backward sends its input gradient to the previous one. There is no
 message between two stages on one rank. An output is identified by its *key*, the packed action that computes it (see
 ``action``), with I counted as B.
 """
@@ -31,7 +31,7 @@ def _op_bits(packed: int) -> int:
 
 
 def output_key(packed: int) -> int | None:
-    """The key of the output that a computation makes for a neighbouring stage; None for W."""
+    """The key of the output that a computation produces for a neighbouring stage; None for W."""
     bits = _op_bits(packed)
     if bits in (_F, _B):
         return packed

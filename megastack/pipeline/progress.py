@@ -1,7 +1,7 @@
-"""Whether lists of steps that wait for one another can complete, and in which order.
+"""Determines whether lists of steps that wait for one another can complete, and in which order.
 
-`simulate` and `check` share it. A list runs from its front; a step needs some keys and provides others. The caller
-defines the keys: outputs of computations, posted messages, started groups of messages.
+`simulate` and `check` share this module. A list runs from its front; a step needs some keys and provides others. The
+caller defines the keys: outputs of computations, posted messages, started groups of messages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One entry of a list: it runs once all keys of `needs` are available, and makes those of `provides` available."""
+    """One entry of a list: it runs once all keys in `needs` are available, and provides the keys in `provides`."""
 
     needs: tuple[Hashable, ...] = ()
     provides: tuple[Hashable, ...] = ()
@@ -21,7 +21,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the lists got.
+    """The progress of each list.
 
     Attributes:
         order: (list, step) of all steps that ran, in a possible order.

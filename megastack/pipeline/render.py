@@ -1,7 +1,7 @@
-"""Draw a schedule: as text for a terminal, as SVG for a page, or as a trace for Chrome's or Perfetto's viewer.
+"""Draws a schedule: as text for a terminal, as SVG for a page, or as a trace for Chrome's or Perfetto's viewer.
 
-All three draw a `Timeline`; a schedule without times is timed with ``Costs()`` (F 1, B 2) first. They are pure
-functions that return a string.
+All three formats draw a `Timeline`; a schedule without times is first simulated with ``Costs()`` (F 1, B 2). The
+functions are pure and return a string.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def render(schedule_or_timeline: Schedule | Timeline, format: str = "text") -> s
     """The drawing as a string.
 
     Args:
-        schedule_or_timeline: what to draw.
+        schedule_or_timeline: the object to draw.
         format: ``text``, ``svg``, or ``chrome`` (JSON of trace events).
 
     Raises:
@@ -102,24 +102,24 @@ def _as_text(timeline: Timeline) -> str:
 
 
 def _even(columns: int, most: int) -> int:
-    """Columns of a block so that the last block is about as long as the others."""
+    """The columns of a block, such that the last block is about as long as the others."""
     blocks = max(1, -(-columns // most))
     return max(1, -(-columns // blocks))
 
 
 def _heading(timeline: Timeline) -> list[str]:
-    """What it is, both bubbles, and the peak activations."""
+    """The title, both bubbles, and the peak activations."""
     return [_title(timeline), _figures(timeline)]
 
 
 def _quantum(timeline: Timeline) -> float:
-    """The shortest computation, but so long that the drawing keeps a size that can be made."""
+    """The duration of a column: the shortest computation, but long enough to limit the size of the drawing."""
     lengths = (e - s for times in timeline.times for s, e in zip(times[::2], times[1::2], strict=True) if e > s)
     return max(min(lengths, default=1.0), timeline.makespan / _COLUMNS) or 1.0
 
 
 def _cells(timeline: Timeline, rank: int, quantum: float) -> list[tuple[str, int, int]]:
-    """(label, first column, column behind the last) of each computation."""
+    """(label, first column, column after the last) of each computation."""
     return [
         (_label(timeline, span), round(span.start / quantum), round(span.end / quantum))
         for span in timeline.rank_spans(rank)
@@ -144,8 +144,8 @@ def _pieces(row: Sequence[tuple[str, int, int]], start: int, stop: int, width: i
     yield "·".ljust(width) * (stop - at)
 
 
-# SVG: a lane per rank, a box with the microbatch's number per computation. The hue shows the op, the shade the chunk,
-# the grey of the lane is idle time. No style sheet and no script are needed.
+# SVG: a lane per rank, and a box with the microbatch's number per computation. The hue shows the op, the shade the
+# chunk, the grey of the lane idle time. No style sheet or script is needed.
 
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 # For each op, the shades of the first and of the last chunk, as red, green, blue.
@@ -183,7 +183,7 @@ def _as_svg(timeline: Timeline) -> str:
 
 
 def _svg_scale(timeline: Timeline) -> float:
-    """Pixels per unit of time: the shortest computation 26 wide, unless the picture would be wider than 1500."""
+    """Pixels per unit of time: the shortest computation is 26 wide, unless the picture would be wider than 1500."""
     lengths = (e - s for times in timeline.times for s, e in zip(times[::2], times[1::2], strict=True) if e > s)
     wide = 26 / min(lengths, default=1.0)
     return min(wide, 1500 / timeline.makespan) if timeline.makespan else wide
@@ -213,7 +213,7 @@ def _svg_box(timeline: Timeline, span: Span, y: float, scale: float) -> Iterator
 
 
 def _svg_colours(op: Op, chunk: int, chunks: int) -> tuple[str, str]:
-    """The box and the ink of the number in it."""
+    """The colours of the box and of the number in it."""
     share = chunk / (chunks - 1) if chunks > 1 else 0.25
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(*_HUES[op], strict=True))
     bright = 0.299 * red + 0.587 * green + 0.114 * blue > 140
@@ -248,7 +248,7 @@ _Event = dict[str, Any]
 
 
 def _as_chrome(timeline: Timeline) -> str:
-    """The trace as JSON, an event a line."""
+    """The trace as JSON, one event per line."""
     events = list(_events(timeline))
     lines = ",\n".join(json.dumps(event, sort_keys=True) for event in events)
     other = json.dumps({"title": _title(timeline), "figures": _figures(timeline)})

@@ -1,13 +1,13 @@
 """Executes pipeline schedules.
 
-The pipeline runs this rank's action list once a step. A forward takes its inputs from the previous stage (received, or
-passed on directly when both stages are on this rank), a backward takes its gradients from the next one. Where the
+The pipeline runs this rank's action list once per step. A forward reads its inputs from the previous stage (received,
+or passed directly if both stages are on this rank), and a backward reads its gradients from the next one. If the
 schedule splits backwards, I computes the gradient of the input and W, later, the weight gradients of linear layers. One
-rank is a schedule of one stage, not a branch. Nothing here reads a tensor on the host.
+rank runs a schedule of one stage, not a separate code path. Nothing here reads a tensor on the host.
 
-The tensors between two stages depend on the shapes of the microbatch only. Before the first output for some shapes, a
-stage sends a header with their specs, and the receiver waits for it at first use. From then on receives are posted
-where the schedule lists them.
+The tensors between two stages depend only on the shapes of the microbatch. Before the first output for given shapes, a
+stage sends a header with their specs, and the receiver waits for it at first use. From then on receives are posted at
+their positions in the schedule.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megastack.weight_gradients import WORTH_ADDING_IN_PLACE, weight_gradient_sc
 MicrobatchShape = tuple[tuple[int, ...], bool, bool]
 """The shape of the tokens, whether there are documents, and whether grad is enabled."""
 _OutputKey = tuple[int, MicrobatchShape]
-"""A stage and the shape of a microbatch, which decide the specs of its outputs."""
+"""A stage and the shape of a microbatch, which determine the specs of its outputs."""
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Pipeline:
             them; sends and receives are added if it lists none.
         mesh: messages travel along ``pp``, the loss is summed over ``pp``, ``dp`` and ``cp``.
         on_last_backward: called right before the last B or W of a chunk in a step, with the index of the chunk in
-            ``stages``. Before a W also with the parameters whose gradients are pending, when those of all others are
-            complete; before a B with ``None``.
+            ``stages``. The second argument before a W is the set of parameters whose gradients are still pending, all
+            others being complete; before a B it is ``None``.
 
     Attributes:
         current: the action being executed, for failure reports.
@@ -94,24 +94,26 @@ class Pipeline:
         self._specs: dict[_OutputKey, list[TensorSpec]] = {}
         self._announced: set[_OutputKey] = set()
         self._peak = 0
-        self._forget()
+        self._reset()
 
     @property
     def peak(self) -> float:
-        """The most activations that this rank has held at once, in microbatches of all its chunks; predicted by
-        :func:`megastack.pipeline.check.check`."""
+        """The most activations that this rank has held at once, in microbatches of all its chunks.
+
+        :func:`megastack.pipeline.check.check` predicts it.
+        """
         return self._peak / self.schedule.chunks
 
     def run(
         self, microbatches: Sequence[Microbatch], denominator: Tensor | float, *, loss_scale: Tensor | None = None
     ) -> Tensor:
-        """Forward and backward of one step.
+        """Run forward and backward of one step.
 
         Gradients of ``sum of objectives / denominator`` are accumulated in the parameters;
         :class:`megastack.gradients.buckets.GradientBuckets` reduces them.
 
         Args:
-            microbatches: the microbatches of this ``dp`` coordinate, one for each of the schedule.
+            microbatches: the microbatches of this ``dp`` coordinate, as many as the schedule has.
             denominator: the number of valid tokens in the whole step, over ``dp``, ``cp`` and microbatches.
             loss_scale: multiplies the gradients, not the returned loss.
 
@@ -128,15 +130,21 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Forward only, for any number of microbatches: the sum of their reported losses over all ``dp`` coordinates,
-        on every rank."""
+        """Run only forwards, for any number of microbatches.
+
+        Returns:
+            The sum of their reported losses over all ``dp`` coordinates, on every rank.
+        """
         self._forward_only(microbatches)
         return self._total()
 
     @torch.no_grad()
     def infer(self, microbatches: Sequence[Microbatch]) -> list[Any]:
-        """Forward only, with a last stage that returns something other than a loss: its output for each microbatch, on
-        its ranks; empty on the others."""
+        """Run only forwards, with a last stage that returns something other than a loss.
+
+        Returns:
+            The output of the last stage for each microbatch, on its ranks; empty on the others.
+        """
         self._forward_only(microbatches)
         return [self._results[number] for number in sorted(self._results)]
 
@@ -150,8 +158,8 @@ class Pipeline:
     def _rank_of(self, stage: int) -> int:
         return self.schedule.stage_rank(stage) if 0 <= stage < self.schedule.stages else -1
 
-    def _forget(self) -> None:
-        """Reset the state of a step, also after one that raised."""
+    def _reset(self) -> None:
+        """Reset the state of a step, including one that raised."""
         self._inputs: dict[tuple[int, int], _Receive | StageTensors] = {}
         self._gradients: dict[tuple[int, int], _Receive | Mapping[str, Tensor]] = {}
         self._unposted: dict[int, deque[_Receive]] = defaultdict(deque)
@@ -166,7 +174,7 @@ class Pipeline:
         return all_reduce(self._sum, self.mesh[Axis.PP, Axis.DP, Axis.CP])
 
     def _execute(self, program: _Program, microbatches: Sequence[Microbatch], scale: Tensor) -> None:
-        self._forget()
+        self._reset()
         self._microbatches = microbatches
         self._shapes = [_shape_of(microbatch) for microbatch in microbatches]
         self._scale = scale.to(self.mesh.device)
@@ -222,7 +230,7 @@ class Pipeline:
         self._inputs[index + 1, number] = output
 
     def _check_specs(self, key: _OutputKey, output: StageTensors) -> None:
-        """Keep the specs of an output, which must be the same for every microbatch of the same shape."""
+        """Store the specs of an output, which must be the same for every microbatch of the same shape."""
         specs = [TensorSpec.of(name, x) for name, x in output.items()]
         known = self._specs.setdefault(key, specs)
         if specs != known:
@@ -258,7 +266,7 @@ class Pipeline:
     # Receives from a peer are posted in the order of the schedule, once their specs are known.
 
     def _receive(self, neighbour: int, before: int, number: int, *, gradients: bool = False) -> _Receive:
-        """A receive from a neighbouring stage; ``before`` is the earlier one of the two stages."""
+        """A receive from a neighbouring stage; ``before`` is the earlier of the two stages."""
         receive = _Receive(self._rank_of(neighbour), (before, self._shapes[number]), gradients)
         queue = self._unposted[receive.peer]
         queue.append(receive)

@@ -1,8 +1,8 @@
 """A pipeline schedule as a small frozen value: for each rank, the list of its actions in order.
 
-It can be printed, saved, checked, simulated, drawn and executed; all of these read the same value. It holds no
-durations and no tensors. ``stage_ranks`` maps each stage to its rank, so no other code depends on whether stages are
-assigned to ranks in a loop or in a V.
+It can be printed, saved, checked, simulated, drawn and executed, always from the same value. It holds no durations and
+no tensors. ``stage_ranks`` maps each stage to its rank, so no other code depends on whether stages are assigned to
+ranks in a loop or in a V.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Schedule:
     """The actions of every rank of one pipeline for one step; make one with `from_actions` or `build_schedule`.
 
     Attributes:
-        name: a label for people.
+        name: a human-readable label.
         pp: the number of ranks of the pipeline.
-        chunks: the number of stages per rank (the most of any rank).
+        chunks: the number of stages per rank (the maximum over ranks).
         microbatches: the number of microbatches in one step.
         stage_ranks: the rank of each stage.
         packed: for each rank, its actions as packed 64-bit integers (see ``action.pack``).
@@ -53,7 +53,8 @@ class Schedule:
         """Pack lists of actions or of their text form, one list per rank, and derive the rank of each stage from them.
 
         Raises:
-            ScheduleError: a text is not an action, or a stage is on two ranks, or on none though a later stage exists.
+            ScheduleError: a text is not an action, a stage is on two ranks, or a stage is missing although a later one
+                exists.
         """
         actions = [[Action.parse(action) if isinstance(action, str) else action for action in row] for row in rows]
         stage_ranks = _stage_ranks(actions)
@@ -110,7 +111,7 @@ class Schedule:
                 rows = [_parse_row(path, number, row) for number, row in enumerate(csv.reader(file), 1) if row]
         except ScheduleError:
             raise
-        except (OSError, ValueError, csv.Error) as error:  # also a number of thousands of digits
+        except (OSError, ValueError, csv.Error) as error:  # ValueError: also a number with thousands of digits
             raise ScheduleError(f"schedule.path={path}: cannot be read ({error}); use a CSV file of actions") from error
         if not rows:
             raise ScheduleError(f"schedule.path={path}: is empty; use one line of actions for each rank")

@@ -1,8 +1,8 @@
-"""Time a schedule: when each action would run, given durations and link latencies.
+"""Simulates a schedule: when each action would run, given durations and link latencies.
 
-An event simulation of the runtime: a rank runs its list in order, a computation starts when its rank is free and its
-input has arrived, a send takes no compute time, a message arrives `p2p` after it was sent. Messages do not contend.
-Both bubbles are the share of time in which the busiest rank does not compute:
+This is an event simulation of the runtime: a rank runs its list in order, a computation starts when its rank is free
+and its input has arrived, a send uses no compute time, and a message arrives `p2p` after it was sent. Messages do not
+contend. Both bubbles are the share of time in which the busiest rank does not compute:
 
 - `bubble`: of the longest span of a rank, from its first start to its last end; closed forms refer to it.
 - `step_bubble`: of the whole step, from the first start of any rank to the last end of any rank.
@@ -31,8 +31,8 @@ class Costs:
     """Durations, in any unit of time.
 
     Args:
-        F: the forward of one microbatch: a number for a whole rank, of which each of its v chunks takes 1/v; or a
-            sequence, one number for each stage.
+        F: the forward of one microbatch. Either a number for a whole rank, of which each of its v chunks takes 1/v, or
+            a sequence of one number for each stage.
         I: gradient of the input, likewise.
         W: gradient of the weights, likewise. A full backward takes I + W.
         p2p: latency of a message to another rank; a number, or one for each (source, destination).
@@ -49,7 +49,7 @@ class Costs:
         """For each computing op, its duration on each stage.
 
         Raises:
-            ScheduleError: when a sequence does not have one number for each stage.
+            ScheduleError: a sequence does not have one number for each stage.
         """
         forward, inputs, weights = (_of_stages(schedule, getattr(self, name), name) for name in ("F", "I", "W"))
         full = [i + w for i, w in zip(inputs, weights, strict=True)]
@@ -72,7 +72,7 @@ def _of_stages(schedule: Schedule, cost: PerStage, name: str) -> list[float]:
 
 
 class Span(NamedTuple):
-    """When one action runs on its rank; the parts of an OVERLAP_F_B are consecutive spans."""
+    """The interval in which one action runs on its rank; the parts of an OVERLAP_F_B are consecutive spans."""
 
     rank: int
     action: Action
@@ -102,11 +102,11 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """When each computation runs, rank by rank in order."""
+        """The span of each computation, rank by rank in order."""
         return [span for rank in range(self.schedule.pp) for span in self.rank_spans(rank)]
 
     def rank_spans(self, rank: int) -> list[Span]:
-        """When each computation of one rank runs, in order."""
+        """The span of each computation of one rank, in order."""
         computations = [packed for parts in self.schedule.steps(rank) for packed in parts if op_of(packed) in COMPUTE]
         times = self.times[rank]
         return [Span(rank, unpack(packed), times[2 * i], times[2 * i + 1]) for i, packed in enumerate(computations)]
@@ -165,7 +165,7 @@ def stuck(schedule: Schedule, cycle: Sequence[int], positions: Mapping[int, int]
 
 
 def _rows(schedule: Schedule) -> list[list[progress.Step]]:
-    """What each step needs and provides; keys are outputs, or packed sends if the lists contain them."""
+    """The keys that each step needs and provides: outputs, or packed sends if the lists contain them."""
     sent = has_communication(schedule)
     return [[_step(schedule, parts, sent) for parts in schedule.steps(rank)] for rank in range(schedule.pp)]
 

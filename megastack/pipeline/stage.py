@@ -2,7 +2,7 @@
 
 A stage's module is called with the stage inputs, named tensors from the previous stage (``{}`` on the first stage), and
 the microbatch. It returns the inputs of the next stage or, on the last one, a :class:`~megastack.batch.StageLoss`. Only
-the gradient edges of the output are kept, so its memory is free once it was sent. A backward can defer the gradients of
+the gradient edges of the output are kept, so its memory is freed once it is sent. A backward can defer the gradients of
 weights; their operands are then kept until :meth:`Stage.backward_weights`.
 """
 
@@ -25,7 +25,7 @@ StageTensors = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and dtype of one stage input or output: enough to receive it, and its gradient."""
+    """Name, shape and dtype of one stage input or output, which suffice to receive it and its gradient."""
 
     name: str
     shape: tuple[int, ...] | None
@@ -34,7 +34,7 @@ class TensorSpec:
 
     @staticmethod
     def of(name: str, x: Tensor | None) -> TensorSpec:
-        """The spec of a tensor; that of ``None`` has no shape."""
+        """The spec of a tensor; for ``None`` it has no shape."""
         if x is None:
             return TensorSpec(name, None)
         return TensorSpec(name, tuple(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad)
@@ -57,8 +57,8 @@ class TensorSpec:
 
 
 @dataclass
-class _Held:
-    """What a stage keeps of a microbatch between its forward and its backward."""
+class _MicrobatchState:
+    """The state of a microbatch between its forward and its backward."""
 
     inputs: dict[str, Tensor]
     edges: dict[str, GradientEdge]
@@ -75,7 +75,7 @@ class Stage:
     def __init__(self, module: nn.Module, index: int) -> None:
         self.module = module
         self.index = index
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _MicrobatchState] = {}
         self._deferred: dict[int, DeferredGradients] = {}
 
     @property
@@ -86,11 +86,11 @@ class Stage:
     def forward(
         self, inputs: StageTensors, microbatch: Microbatch, number: int
     ) -> dict[str, Tensor | None] | StageLoss:
-        """Run the module and keep what the backward of microbatch ``number`` needs (nothing when grad is disabled)."""
+        """Run the module and keep the state for the backward of microbatch ``number`` (nothing if grad is disabled)."""
         output: dict[str, Tensor | None] | StageLoss = self.module(inputs, microbatch)
         if torch.is_grad_enabled():
             differentiable = {name: x for name, x in inputs.items() if x is not None and x.requires_grad}
-            self._held[number] = _Held(differentiable, _edges(output))
+            self._held[number] = _MicrobatchState(differentiable, _edges(output))
         return output
 
     def backward(self, number: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,10 +98,11 @@ class Stage:
 
         Args:
             number: the microbatch.
-            gradients: of the outputs, by name; on the last stage of ``objective``, the inverse denominator.
+            gradients: the gradients of the outputs by name; on the last stage the inverse denominator, for
+                ``objective``.
 
         Returns:
-            The gradients of the inputs, by name, for each tensor that needs one.
+            The gradients of the inputs, by name, for each tensor that requires one.
         """
         held = self._held.pop(number)
         if held.edges:
@@ -110,14 +111,14 @@ class Stage:
         return {name: x.grad if x.grad is not None else torch.zeros_like(x) for name, x in held.inputs.items()}
 
     def backward_input(self, number: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As :meth:`backward`, but weight gradients that can be deferred are left to :meth:`backward_weights`."""
+        """Like :meth:`backward`, but leave weight gradients that can be deferred to :meth:`backward_weights`."""
         with deferring() as deferred:
             produced = self.backward(number, gradients)
         self._deferred[number] = deferred
         return produced
 
     def pending_parameters(self, number: int) -> frozenset[Tensor]:
-        """The parameters for which a gradient of a microbatch is pending."""
+        """The parameters that have a pending gradient of a microbatch."""
         return self._deferred[number].parameters
 
     def backward_weights(self, number: int) -> None:
@@ -125,7 +126,7 @@ class Stage:
         self._deferred.pop(number).accumulate()
 
     def drop(self) -> None:
-        """Forget all microbatches in flight, after a step that was abandoned."""
+        """Drop all microbatches in flight, after a step was abandoned."""
         self._held.clear()
         self._deferred.clear()
 

@@ -1,1 +1,1 @@
-"""The one source of truth for a parameter: its global shape, its shards and replicas, its initial values."""
+"""The single source of truth for a parameter: its global shape, its shards and replicas, its initial values."""

@@ -1,4 +1,4 @@
-"""Index boxes: which part of a parameter a rank holds, as plain integers.
+"""Index boxes: the part of a parameter that a rank holds, as plain integers.
 
 A :class:`Box` is a rectangular part of a tensor, given by its first index and its size in each dim. A tensor-parallel
 shard is a box, and a flat range of a row-major tensor (a shard of a flat optimizer state) is a few boxes, so the
@@ -104,7 +104,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def intersect(first: Box, second: Box) -> Box | None:
-    """The intersection of two boxes of one tensor, in global indices; ``None`` where it is empty."""
+    """The intersection of two boxes of one tensor, in global indices; ``None`` if it is empty."""
     start = tuple(max(a, b) for a, b in zip(first.offset, second.offset, strict=True))
     stops = zip(first.offset, first.size, second.offset, second.size, strict=True)
     size = tuple(min(a + m, b + n) - s for (a, m, b, n), s in zip(stops, start, strict=True))
@@ -123,7 +123,7 @@ def describe_box(box: Box) -> str:
 
 
 def coverage_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Check that the boxes cover the tensor exactly once; returns the error, ``None`` where there is none."""
+    """Check that the boxes cover the tensor exactly once. Returns the error, or ``None``."""
     for box in boxes:
         if not _is_inside(shape, box):
             return f"box {describe_box(box)} does not lie within shape {tuple(shape)}"

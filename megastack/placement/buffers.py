@@ -1,8 +1,8 @@
-"""The buffers of a module: which of them are state, and how they move from the meta device to a real one.
+"""The buffers of a module: which of them are state, and how they are moved from the meta device to a real one.
 
-A persistent buffer (``register_buffer`` without ``persistent=False``) is part of the training state: checkpoints hold
-it beside the weights. If ranks hold shards of it, or it was built on the meta device, the module that owns it declares
-it in ``placements()``. Otherwise it is replicated: identical on every rank that holds it.
+A persistent buffer (``register_buffer`` without ``persistent=False``) is part of the training state, and checkpoints
+store it with the weights. If ranks hold shards of it, or it was built on the meta device, the module that owns it
+declares it in ``placements()``. Otherwise it is replicated: identical on every rank that holds it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def unfillable_buffers(module: nn.Module, declared: Mapping[str, Placement]) -> Iterator[str]:
-    """One message for each buffer on the meta device that nothing can fill.
+    """Yield a message for each buffer on the meta device without a declaration of its initial values.
 
     Args:
         module: the module.
@@ -65,22 +65,22 @@ def materialise_buffers_(
     Returns:
         The uninitialised buffers, by their first name.
     """
-    fresh: dict[int, tuple[Tensor, Tensor]] = {}  # holds the old tensors, so that no id is reused
+    replacements: dict[int, tuple[Tensor, Tensor]] = {}  # holds the old tensors, so that no id is reused
     unfilled: dict[str, Tensor] = {}
     for path, owner in module.named_modules():
         for name, old in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
-            if id(old) not in fresh:
+            if id(old) not in replacements:
                 place = torch.device(device if device is not None else default if old.is_meta else old.device)
                 new = torch.empty_like(old, device=place) if old.is_meta else old.to(place)
-                fresh[id(old)] = old, new
+                replacements[id(old)] = old, new
                 if old.is_meta:
                     unfilled[f"{path}.{name}" if path else name] = new
-            setattr(owner, name, fresh[id(old)][1])
+            setattr(owner, name, replacements[id(old)][1])
     return unfilled
 
 
 def share_buffers_(module: nn.Module, source: nn.Module) -> None:
-    """Let a module use the buffers of another module of the same structure."""
+    """Let a module share the buffers of another module of the same structure."""
     for owner, other in zip(module.modules(), source.modules(), strict=True):
         for name, buffer in other.named_buffers(recurse=False, remove_duplicate=False):
             setattr(owner, name, buffer)

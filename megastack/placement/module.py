@@ -1,10 +1,10 @@
 """Modules that declare their parameters: placements by global name, and initial values.
 
-A :class:`ParallelModule` declares every parameter it owns in :meth:`~ParallelModule.placements`; users subclass it, or
+A :class:`ParallelModule` declares every parameter it owns in :meth:`~ParallelModule.placements`; users subclass it or
 one of the layers built on it. :func:`placements_of` collects the declarations of a model and checks them against its
-tensors; :func:`initialise_` sets the initial values. Global names are the model's own parameter names, so a model that
-keys its blocks by the global layer number has the same names on every stage. A sharded persistent buffer is declared in
-the same way (:func:`buffer_placements_of`).
+tensors, and :func:`initialise_` sets the initial values. Global names are the model's own parameter names, so a model
+that keys its blocks by the global layer number has the same names on every stage. A sharded persistent buffer is
+declared in the same way (:func:`buffer_placements_of`).
 
 Initial values are a function of the seed, the parameter's global name and each element's global index, so every layout
 starts from the same weights and a rank evaluates only its own shard. Padding is zero.
@@ -52,11 +52,11 @@ class ReshardPolicy(Enum):
     """
 
     AFTER_FORWARD = auto()
-    """Free them after the forward, gather them again for the backward."""
+    """Free them after the forward; gather them again for the backward."""
     FORWARD_ONLY = auto()
     """Free them after the forward; the backward reads no parameter (a lookup)."""
     AFTER_BACKWARD = auto()
-    """Keep them from the forward to the backward, which follows at once."""
+    """Keep them from the forward to the backward, which follows immediately."""
     WITH_STAGE = auto()
     """Shard, gather and keep them with the stage's own parameters: FSDP does not wrap the unit."""
 
@@ -72,22 +72,22 @@ class ParallelModule(nn.Module):
         self.mesh = mesh
 
     def placements(self) -> dict[str, Placement]:
-        """The placement of each parameter of this module, and of each buffer that needs one, by its local name.
+        """The placement of each parameter of this module, and of each buffer that needs one, by local name.
 
         A dotted name declares a parameter or buffer of a plain ``nn.Module`` child.
         """
         return {}
 
     def boundary(self) -> tuple[str, ...]:
-        """The names of the values that this block reads and returns beside the hidden states, which stages send on."""
+        """The names of the values, besides hidden states, that this block reads and returns; stages pass them on."""
         return ()
 
     def create_parameters(self) -> None:
         """Allocate the declared parameters of this module itself, with their local shapes and initial values.
 
-        Skips names that are registered as buffers. Uses the default dtype and device. The values are those of seed 0
-        under the local name, enough to try a layer on its own; :func:`initialise_` sets those of a model. On the meta
-        device nothing is filled.
+        Skips names that are registered as buffers. Uses the default dtype and device. The values are drawn with seed 0
+        and the local name, which is enough to try a layer on its own; :func:`initialise_` sets the values of a model.
+        On the meta device nothing is filled.
         """
         for name, placement in self.placements().items():
             if "." in name or name in buffers_of(self):
@@ -97,7 +97,7 @@ class ParallelModule(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor))
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """As in torch; a declared buffer replaces the parameter that the base class created from the declaration."""
+        """As in torch; a declared buffer replaces the parameter that the base class created from its declaration."""
         if name in parameters_of(self) and name in self.placements():
             del parameters_of(self)[name]
         super().register_buffer(name, tensor, persistent)
@@ -107,9 +107,9 @@ def placements_of(module: nn.Module) -> dict[str, Placement]:
     """The placement of every parameter of a model by global name; a tied parameter once, under its first name.
 
     Raises:
-        PlacementError: lists in one message every parameter without a placement, with a wrong local shape, with a dim
-            that the mesh does not divide or with two different declarations, every declaration of neither a parameter
-            nor a persistent buffer, and the errors of the declarations of buffers.
+        PlacementError: lists every error in one message: parameters without a placement, with a wrong local shape, with
+            a dim that the mesh does not divide or with conflicting declarations; declarations that match neither a
+            parameter nor a persistent buffer; invalid declarations of buffers.
     """
     declared, errors = _declarations(module)
     names = _aliases(module.named_parameters(remove_duplicate=False))
@@ -138,7 +138,7 @@ def placements_of(module: nn.Module) -> dict[str, Placement]:
 
 
 def buffer_placements_of(module: nn.Module) -> dict[str, Placement]:
-    """The placement of every persistent buffer by global name: the declared one, or replicated on every rank."""
+    """The placement of every persistent buffer by global name: as declared, or replicated on every rank."""
     declared, _ = _declarations(module)
     aliases = _aliases(named_buffers(module, persistent=True))
     found = {}
@@ -152,7 +152,7 @@ def check_buffers(module: nn.Module) -> None:
     """Check that every buffer has values, or a declaration of its initial values.
 
     Raises:
-        PlacementError: lists each buffer on the meta device that nothing can fill.
+        PlacementError: lists each buffer on the meta device without declared initial values.
     """
     declared, _ = _declarations(module)
     if errors := list(unfillable_buffers(module, {name: placement for name, (placement, _) in declared.items()})):
@@ -169,12 +169,12 @@ def initialise_(
 ) -> None:
     """Set every parameter to its initial values: a function of the seed, the global name and the global index.
 
-    Parameters on the meta device are allocated first, on ``device`` or else the mesh's device; others move there if a
-    ``device`` or ``dtype`` is given. Buffers keep their dtype and values and move with them; those on the meta device
-    start at the ``init`` of their placement. Tied parameters stay tied. Nothing is communicated.
+    Parameters on the meta device are allocated first, on ``device`` or else the mesh's device; other parameters are
+    moved if a ``device`` or ``dtype`` is given. Buffers keep their dtype and values and are moved with them; buffers on
+    the meta device are filled by the ``init`` of their placement. Tied parameters stay tied. Nothing is communicated.
 
     Raises:
-        PlacementError: as :func:`placements_of` and :func:`check_buffers`.
+        PlacementError: see :func:`placements_of` and :func:`check_buffers`.
     """
     placements = placements_of(module)
     check_buffers(module)
@@ -207,7 +207,7 @@ def fill_(
         name: the parameter's global name.
 
     Raises:
-        PlacementError: the tensor does not have the local shape, as on a mesh that it was not built for.
+        PlacementError: the tensor does not have the local shape, for example because it was built for another mesh.
     """
     expected = local_shape(placement, mesh_shape)
     if tuple(tensor.shape) != expected:
@@ -236,7 +236,7 @@ _T = TypeVar("_T", bound=Tensor)
 
 
 def _declarations(module: nn.Module) -> tuple[dict[str, _Declaration], list[str]]:
-    """Each declared placement by full name with the module that declares it, and an error for each conflict."""
+    """Each declared placement by full name, with the module that declares it, and an error for each conflict."""
     declared: dict[str, _Declaration] = {}
     errors = []
     for path, owner in module.named_modules(remove_duplicate=False):
@@ -259,7 +259,7 @@ def _aliases(named: Iterable[tuple[str, _T]]) -> dict[_T, list[str]]:
 
 
 def _tensor_errors(aliases: list[str], tensor: Tensor, declared: list[_Declaration]) -> Iterator[str]:
-    """Check one parameter or buffer against its declarations (several where it is tied)."""
+    """Check one parameter or buffer against its declarations (several if it is tied)."""
     name, (placement, owner) = aliases[0], declared[0]
     if any(other != placement for other, _ in declared):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -288,13 +288,13 @@ def _materialise_(
     module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None, default: torch.device
 ) -> None:
     """Replace each parameter on the meta device, or of another dtype or device, by an uninitialised one; keep ties."""
-    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if old not in fresh:
+            if old not in replacements:
                 place = device if device is not None else (default if old.is_meta else old.device)
-                fresh[old] = _uninitialised(old, dtype or old.dtype, torch.device(place))
-            owner.register_parameter(name, fresh[old])
+                replacements[old] = _uninitialised(old, dtype or old.dtype, torch.device(place))
+            owner.register_parameter(name, replacements[old])
 
 
 def _uninitialised(old: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

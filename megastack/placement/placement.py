@@ -1,12 +1,12 @@
-"""A parameter as a value: its global shape, its shards, where its gradient is partial, its initial values.
+"""A parameter as a value: its global shape, its shards, the axes of its partial gradient, its initial values.
 
-A :class:`Placement` is the one source of truth for a parameter. Initial values, gradient reductions, the owner of a
+A :class:`Placement` is the single source of truth for a parameter. Initial values, gradient reductions, the owner of a
 replica in the gradient norm, checkpoint boxes and memory estimates follow from it alone. It holds no tensor and needs
 no process group, so it can be printed, compared and used for planning. ``megastack.placement.boxes`` computes which
-part of the parameter a rank holds, :func:`replication_of` which ranks hold the same part.
+part of the parameter a rank holds, and :func:`replication_of` computes which ranks hold the same part.
 
-A placement does not name the data-parallel and context axes: every parameter is replicated over them and every gradient
-is partial over them. The pipeline axis only decides which rank has a module.
+A placement does not name the data-parallel and context axes: every parameter is replicated over them, and every
+gradient is partial over them. The pipeline axis only decides which rank has a module.
 
 Example: the query projection of 32 heads of 128 over a hidden size of 4096, its heads sharded over the tensor axis::
 
@@ -26,7 +26,7 @@ from megastack.mesh.shape import Axis, MeshShape
 DATA_AXES = (Axis.DP, Axis.CP)
 """The data-parallel axes; without ZeRO their ranks hold identical parameters."""
 SHARD_AXES = (Axis.TP, Axis.EP)
-"""The axes that a placement may name, as sharding the parameter or as making its gradient partial."""
+"""The axes that a placement may name, because they shard the parameter or its gradient is partial over them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Shard:
     Args:
         dim: the tensor dim, counted from 0.
         copies: the number of adjacent ranks of the axis that hold the same shard. Their gradients are summed, and copy
-            0 is the owner in norms.
+            0 is the owner in the norm.
     """
 
     dim: int
@@ -75,17 +75,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the elements of one parameter live on the mesh, and their initial values.
+    """The location of a parameter's elements on the mesh, and their initial values.
 
     Args:
         shape: the logical global shape, used by counts, initial values and checkpoints.
-        shards: how each axis shards the tensor; it is replicated over an absent axis.
+        shards: how each axis shards the tensor; it is replicated over any other axis.
         partial: the axes over which the gradient is partial, as for a replicated parameter that is applied to a tensor
             split over the axis.
         init: the initial values.
         decay: whether weight decay applies unless the optimizer options exclude the parameter.
-        padded_shape: the shape that the ranks allocate together where it exceeds ``shape`` (vocabulary rows). Padded
-            elements come last in their dim, are zero, and are in no norm, count or checkpoint.
+        padded_shape: the shape that the ranks allocate together if it exceeds ``shape`` (vocabulary rows). Padded
+            elements come last in their dim and are zero. Norms, counts and checkpoints exclude them.
 
     Raises:
         PlacementError: the arguments do not fit each other; the message lists every error.
@@ -115,7 +115,7 @@ class Placement:
 
     @property
     def model_axes(self) -> tuple[Axis, ...]:
-        """The axes of a stage beside the data group: each shards the parameter or holds replicas of it."""
+        """The other axes of a stage: each shards the parameter or holds replicas of it."""
         return (Axis.TP,)
 
     @property
@@ -144,18 +144,18 @@ class Subgroup:
 
 @dataclass(frozen=True)
 class Replication:
-    """On which ranks a parameter is replicated, over which its gradient is partial, and who owns a replica.
+    """The replicas of a parameter, the ranks over which its gradient is partial, and the owner of a replica.
 
-    Gradient buckets, ZeRO, FSDP and the gradient norm read this value of each parameter and know no axis by name. It
-    holds axes and coordinates; ``megastack.gradients.reduction`` opens the process groups.
+    Gradient buckets, ZeRO, FSDP and the gradient norm read this value of each parameter and refer to no axis by name.
+    It holds axes and coordinates; ``megastack.gradients.reduction`` opens the process groups.
 
     Attributes:
         data_axes: the mesh axes of its data group. Its ranks hold identical elements, every gradient is partial over
             it, and ZeRO shards the parameter among its ranks.
-        partial_over: the groups over which the gradient is partial besides, in the order in which it is summed.
+        partial_over: the other groups over which the gradient is partial, in the order in which it is summed.
         sharded_over: the axes that shard it.
-        owns_replica: whether this rank's elements represent those of its replicas on the other axes. The data group is
-            left out: there the owner depends on how ZeRO shards the parameter.
+        owns_replica: whether this rank owns its elements among the replicas on the other axes. The data group is
+            excluded, since its owner depends on how ZeRO shards the parameter.
     """
 
     data_axes: tuple[Axis, ...]
@@ -165,7 +165,7 @@ class Replication:
 
 
 def is_replicated_over_data(placement: Placement, mesh_shape: MeshShape) -> bool:
-    """Whether ranks that differ only in dp and cp hold identical elements, as long as ZeRO does not shard them."""
+    """Whether ranks that differ only in dp and cp hold identical elements, unless ZeRO shards them."""
     return all(mesh_shape.size(axis) == 1 or axis in placement.data_axes for axis in DATA_AXES)
 
 
@@ -202,7 +202,7 @@ def replication_of(
 
 
 def _replicas(placement: Placement, mesh_shape: MeshShape, coordinates: Mapping[Axis, int]) -> Iterator[Subgroup]:
-    """The ranks of each model axis that hold the same elements as this one, where there are several."""
+    """The ranks of each model axis that hold the same elements as this one, if there are several."""
     for axis in placement.model_axes:
         shard = placement.shards.get(axis)
         copies = mesh_shape.size(axis) if shard is None else shard.copies

@@ -13,14 +13,14 @@ from megastack.pipeline.render import render
 from megastack.plan.layout import Layout, RankShare
 
 MAX_DRAWN_ACTIONS = 256
-"""The most actions of a schedule that is drawn in a terminal."""
+"""The maximum number of actions of a schedule that is drawn in a terminal."""
 MAX_ROWS = 16
 
 
 def short(config: TrainConfig, world_size: int | None = None) -> str:
     """Four lines: model, grid, batch, schedule; more for user-defined layers and for several data phases."""
     layout = Layout(config, world_size)
-    lines = [_model(layout), *_own_layers(config), _grid(layout), _batch(layout), *_phases(config)]
+    lines = [_model(layout), *_user_layers(config), _grid(layout), _batch(layout), *_phases(config)]
     return "\n".join([*lines, _schedule_figures(layout)])
 
 
@@ -34,7 +34,7 @@ def full(config: TrainConfig, world_size: int | None = None) -> str:
 
 
 def as_record(config: TrainConfig, world_size: int | None = None) -> dict[str, object]:
-    """The same facts as JSON."""
+    """The same facts as a JSON object."""
     layout = Layout(config, world_size)
     timeline = layout.timeline
     return {
@@ -77,8 +77,8 @@ def _model(layout: Layout) -> str:
     )
 
 
-def _own_layers(config: TrainConfig) -> list[str]:
-    """The user-defined layers; all figures are those of the built-in layers that they replace."""
+def _user_layers(config: TrainConfig) -> list[str]:
+    """The user-defined layers; all figures are for the built-in layers that they replace."""
     options = {name: getattr(config.model, name) for name in ("attention", "mlp", "block")}
     own = [f"{name} is {spec['_target_']}" for name, spec in options.items() if spec]
     return [f"layers    {', '.join(own)}; counted as the built-in {'one' if len(own) == 1 else 'ones'}"] if own else []

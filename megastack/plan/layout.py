@@ -1,7 +1,7 @@
 """The parallel layout of a configuration, without processes and without torch.
 
 A :class:`Layout` holds the mesh shape, the schedule, the slice of the model on each stage, and the memory of each rank.
-Training builds from the same functions, so what is shown is what runs.
+Training uses the same functions, so the layout that is shown is the layout that runs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Layout:
         return total_parameters(self.config)
 
     def pipeline_ranks(self) -> list[RankShare]:
-        """The share of one rank for each ``pp`` coordinate; all ranks with the same ``pp`` hold as much."""
+        """The share of one rank for each ``pp`` coordinate; all ranks with the same ``pp`` hold the same amount."""
         return [self._share(pp) for pp in range(self.shape.pp)]
 
     def _share(self, pp: int) -> RankShare:
@@ -102,7 +102,7 @@ class RankShare:
         parameters: allocated elements, padding and copies included.
         bytes: weights, gradients and optimizer state.
         peak_activations: the most microbatches of a whole rank whose activations are alive at once.
-        activation_bytes: bytes that these save for backward, plus one recomputed block, if any.
+        activation_bytes: bytes that these microbatches save for backward, plus one recomputed block, if any.
     """
 
     pp: int

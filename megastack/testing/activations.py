@@ -1,8 +1,8 @@
 """List the tensors that a module saves for backward, as autograd reports them.
 
-For your own layers too, see ``docs/activations.md``. A storage is listed once, however many views or operations save
-it. Parameters, the tensors that the module received, and the tensors that it created are distinguished. A recomputed
-part saves only its inputs, so only those are listed.
+It works for your own layers too; see ``docs/activations.md``. A storage is listed once, however many views or
+operations save it. Parameters, the tensors that the module received, and the tensors that it created are distinguished.
+A recomputed part saves only its inputs, so only these are listed.
 
 Example::
 
@@ -32,8 +32,8 @@ class Saved:
 
     Attributes:
         where: the function, file and line that first saved it.
-        shape: of the tensor that was saved first; the storage may be larger.
-        dtype: of that tensor.
+        shape: the shape of the tensor that was saved first; the storage may be larger.
+        dtype: the dtype of that tensor.
         bytes: the size of the storage.
         kind: ``made`` by the module, ``given`` to it, or a ``parameter``.
     """

@@ -1,10 +1,10 @@
-"""The parity metric: traces of a training, and the differences between one layout and one rank.
+"""The parity metric: traces of a training run, and the differences between one layout and one rank.
 
 A gradient may differ by ``tol`` times the largest element of its tensor, or ``tol`` times a thousandth of the largest
 element of the model if that is more. The same holds for weights after SGD and, in fp64, after AdamW. After AdamW in
 fp32 a weight may differ by a tenth of the learning rate, since Adam turns the rounding of a gradient near zero into a
 whole step. Losses and norms are compared relatively, in every step. Replicas must be bitwise identical on all ranks
-that hold them, and initial weights on all layouts.
+that hold them, and initial weights must be identical on all layouts.
 
 :class:`Trace` holds whole tensors, gathered on one rank; :func:`differences` compares two of them. A
 :class:`RankComparison` compares one rank's parts with the whole reference, so nothing has to be gathered.
@@ -32,16 +32,16 @@ OUTPUT, INPUT_GRADIENT = "<output>", "<input gradient>"
 
 @dataclass
 class Trace:
-    """What a training computed, as whole tensors by global name; one entry per step.
+    """The results of a training run, as whole tensors by global name; one entry per step.
 
     Attributes:
-        initial: weights before the first step.
+        initial: the weights before the first step.
         losses: the reported loss of each step.
         norms: the gradient norm of each step, before clipping.
-        gradients: of each step before clipping.
-        weights: after each update.
+        gradients: the gradients of each step, before clipping.
+        weights: the weights after each update.
         rates: the learning rate of each step.
-        spreads: of each step, by ``gradient NAME`` or ``weight NAME``, the largest difference between replicas that
+        spreads: for each step, by ``gradient NAME`` or ``weight NAME``, the largest difference between replicas that
             are not identical.
     """
 
@@ -97,8 +97,8 @@ def differences(reference: Trace, other: Trace, *, tolerance: float, adam_fp32: 
     """All differences beyond the tolerance, by step; empty if the traces agree.
 
     Args:
-        reference: usually of one rank.
-        other: of another layout.
+        reference: the reference trace, usually of one rank.
+        other: the trace of another layout.
         tolerance: see :data:`TOLERANCES`.
         adam_fp32: whether to apply the limit for weights after AdamW in fp32.
     """
@@ -149,7 +149,7 @@ def _tensors(
 def scales(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """The scale of differences in each tensor: its largest element, or a thousandth of the largest of all tensors.
 
-    Tensors without elements are left out.
+    Tensors without elements are omitted.
     """
     peaks = {name: _peak(x) for name, x in tensors.items() if x.numel()}
     largest = max(peaks.values(), default=0.0)
@@ -170,7 +170,7 @@ def _beyond(kind: str, name: str, step: int, distance: float, ratio: float) -> l
 
 
 def least_squares_ratio(expected: Tensor, actual: Tensor) -> float:
-    """The factor by which ``expected`` approximates ``actual`` best; infinite where ``expected`` is zero."""
+    """The factor by which ``expected`` approximates ``actual`` best; infinite if ``expected`` is zero."""
     norm = float((expected.double() ** 2).sum())
     return float((expected.double() * actual.double()).sum()) / norm if norm else float("inf")
 
@@ -180,15 +180,15 @@ class Mismatch:
     """A difference beyond the tolerance on one rank.
 
     Attributes:
-        run: the optimizer of the training.
+        run: the optimizer of the training run.
         kind: one of :data:`KINDS`.
         name: the parameter or buffer; empty for a scalar.
         step: 0-based.
         relative: the difference relative to the tensor's scale (:func:`scales`), or to the reference for a scalar.
         ratio: the least-squares factor from the reference.
         actual: the gradient on this rank, in the first step in which gradients differ.
-        expected: the same part of the reference, likewise.
-        placement: of the parameter, likewise.
+        expected: the same part of the reference, in that step.
+        placement: the placement of the parameter, in that step.
     """
 
     run: str
@@ -224,11 +224,11 @@ class RankReport:
 
 
 class RankComparison:
-    """Compares one rank's parts of a training with the whole reference.
+    """Compares one rank's parts of a training run with the whole reference.
 
     Args:
         run: the optimizer.
-        placements: of this rank's parameters.
+        placements: the placements of this rank's parameters.
         tolerance: the relative difference that rounding may cause.
         report: collects the differences.
     """
@@ -271,6 +271,6 @@ class RankComparison:
         self.report.mismatches.append(mismatch)
 
     def _exceeds(self, kind: str, relative: float) -> bool:
-        """Note a difference and return whether it exceeds the tolerance; NaN does."""
+        """Record a difference. Returns whether it exceeds the tolerance; NaN does."""
         self.worst[kind] = max(self.worst[kind], relative if relative == relative else float("inf"))
         return not relative <= self.tolerance

@@ -1,10 +1,10 @@
-"""Diagnosis: from the differences on all ranks to one finding, the first module or parameter that is wrong, and why.
+"""Diagnosis: from the differences on all ranks to one finding, the first wrong module or parameter, and its cause.
 
 Order matters, since errors propagate: a wrong forward makes every gradient wrong, and a wrong gradient every later
 weight. A module at fault in the forward pass therefore comes first, then the first wrong gradient in the backward pass,
 then everything else.
 
-A cause is named only where the numbers show it. Two wrong declarations leave a signature on a gradient: if a partial
+A cause is named only if the numbers show it. Two wrong declarations leave a signature on a gradient: if a partial
 gradient is not declared, the ranks differ and their sum is the reference; if a complete gradient is declared partial,
 it is exactly t times the reference. Forward errors leave signatures too: a missing sum, one sum too many, a bias that
 every rank added before the sum. All of this is arithmetic on tensors that were collected before.
@@ -40,13 +40,13 @@ RankMismatch = tuple[RankReport, Mismatch]
 
 @dataclass(frozen=True)
 class Evidence:
-    """Facts about a layout besides the numbers of its training.
+    """Facts about a layout besides the results of its training run.
 
     Attributes:
         names: all parameters and buffers in the order of their use.
-        degrees: of the axes.
-        deviations: the modules at fault, by rank; empty if that could not be determined.
-        impure: modules whose output depends on more than their input, on one rank already, and what it depends on.
+        degrees: the degrees of the axes.
+        deviations: the modules at fault, by rank; empty if they could not be determined.
+        impure: modules whose output depends on more than their input, even on one rank, and what it depends on.
     """
 
     names: Sequence[str]
@@ -60,7 +60,7 @@ class Evidence:
         return self.deviations[0].classes if self.deviations else ModuleClasses({})
 
     def impurity(self, module: str) -> str | None:
-        """What a module depends on besides its input, or the first impure module inside it."""
+        """Describe why a module, or the first impure module inside it, is not pure; None if all are."""
         found = next(((name, why) for name, why in self.impure.items() if is_within(name, module)), None)
         if found is None:
             return None
@@ -69,11 +69,11 @@ class Evidence:
 
 
 def diagnose(reports: Sequence[RankReport], evidence: Evidence) -> Finding | None:
-    """Find the first thing that is wrong on a layout.
+    """Find the first wrong module or number on a layout.
 
     Args:
-        reports: of all ranks.
-        evidence: what else is known.
+        reports: the reports of all ranks.
+        evidence: further facts.
 
     Returns:
         None if neither a module nor a number is wrong.
@@ -128,7 +128,7 @@ def _first_finding(reports: Sequence[RankReport], evidence: Evidence) -> Finding
 
 
 def _held(name: str, reports: Sequence[RankReport]) -> Held:
-    """What a rank holds under a name."""
+    """Whether ``name`` is a trained parameter, a frozen parameter or a buffer."""
     if any(name in report.buffers for report in reports):
         return "buffer"
     return "trained" if any(name in report.trained for report in reports) else "frozen"
@@ -159,7 +159,7 @@ def _module_finding(deviation: Deviation, evidence: Evidence) -> Finding:
 def _tensor_group(
     deviation: Deviation, ranks: Sequence[RankDeviations]
 ) -> tuple[list[RankDeviations], list[Tensor], list[Tensor]]:
-    """The tensor-parallel group that sees a deviation, and its actual and expected values of the worst tensor."""
+    """The tensor-parallel group of a deviation, and its actual and expected values of the worst tensor."""
     seeing = next(rank for rank in ranks if any(each is deviation for each in rank.deviations))
     group = [rank for rank in ranks if _same_tp_group(rank.coordinates, seeing.coordinates)]
     group.sort(key=lambda rank: rank.coordinates[Axis.TP])
@@ -236,7 +236,7 @@ def gradient_cause(name: str, placement: Placement, per_rank: Sequence[Tensor], 
 
     Args:
         name: the parameter.
-        placement: as it is declared.
+        placement: the declared placement.
         per_rank: the gradient on each rank of one tensor-parallel group, after all reductions.
         expected: the reference.
     """
@@ -264,9 +264,9 @@ def factor_cause(
     """The likely cause of values that are n times, or 1/n of, the reference on every rank, for a parallel degree n.
 
     Args:
-        ratios: of each rank's value to the reference.
-        degrees: of the axes; every axis whose degree matches is named.
-        tensors: actual and expected tensors, of which every element must have that ratio.
+        ratios: the ratio of each rank's value to the reference.
+        degrees: the degrees of the axes; every axis whose degree matches is named.
+        tensors: pairs of actual and expected tensors; every element must have that ratio.
     """
     for degree in sorted({degree for degree in degrees.values() if degree > 1}):
         axes = " or ".join(axis for axis, size in degrees.items() if size == degree)
@@ -288,12 +288,12 @@ def factor_cause(
 
 
 def output_cause(per_rank: Sequence[Tensor], expected: Sequence[Tensor], vectors: Mapping[str, Tensor]) -> str | None:
-    """The likely cause of a wrong output of a module whose inputs are right.
+    """The likely cause of a wrong output of a module whose inputs are correct.
 
     Args:
         per_rank: the output on each rank of one tensor-parallel group.
         expected: the same part of the reference for each rank.
-        vectors: the replicated one-dimensional parameters of the module by name, as they were in this forward.
+        vectors: the replicated one-dimensional parameters of the module by name, with their values in this forward.
     """
     degree = len(per_rank)
     if degree == 1:
@@ -320,7 +320,7 @@ def output_cause(per_rank: Sequence[Tensor], expected: Sequence[Tensor], vectors
 
 
 def backward_cause(module: str, per_rank: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """The likely cause where a module receives the right gradient and passes on a wrong one."""
+    """The likely cause if a module receives a correct gradient and passes on a wrong one."""
     where = f"the gradient is right at the output of {module} and wrong at its input"
     degree = len(per_rank)
     if degree > 1 and _are_identical(expected) and close(_sum(per_rank), expected[0]):

@@ -1,4 +1,4 @@
-"""A finding, the first thing that is wrong on a layout, and its text for ``megastack verify`` and ``assert_parity``."""
+"""A finding, the first wrong module or number of a layout, and its text for ``verify`` and ``assert_parity``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from megastack.testing.compare import INPUT_GRADIENT, TOLERANCES
 
 OTHERS_LISTED = 3
-"""How many other differing parameters are listed by name."""
+"""The number of other differing parameters that are listed by name."""
 UNKNOWN = "unknown: the differences fit no known mistake"
 _ALLOWED = min(TOLERANCES.values())
 
@@ -18,7 +18,7 @@ Held = Literal["trained", "frozen", "buffer", "missing"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The first thing that is wrong.
+    """The first wrong module or number.
 
     Attributes:
         kind: ``module``, ``gradient``, ``loss``, ``norm``, ``weight`` (or a buffer) or ``failure``.
@@ -28,10 +28,11 @@ class Finding:
         ratio: the factor from the reference, for parameters and scalars.
         cause: the likely cause; None if the numbers show none.
         module: the module at fault, if it is known and is not ``name``.
-        also: what else differs, from the same cause if that is known.
-        owner: the class responsible for ``module``, or else for ``name``: the innermost enclosing class of the user's,
+        also: the other differences, which have the same cause if that is known.
+        owner: the class responsible for ``module``, or else for ``name``: the innermost enclosing user-defined class,
             or else the class of the package.
-        held: what a ``weight`` is: a ``trained`` or ``frozen`` parameter, a ``buffer``, or ``missing`` on every rank.
+        held: the type of a ``weight``: a ``trained`` or ``frozen`` parameter, a ``buffer``, or ``missing`` on every
+            rank.
     """
 
     kind: str
@@ -47,19 +48,19 @@ class Finding:
 
 
 def finding_lines(finding: Finding) -> list[tuple[str, str]]:
-    """What differs, by how much, the likely cause, and what else differs; each with its label."""
+    """The difference, its size, the likely cause, and the other differences, each with its label."""
     lines = [("differs", _subject(finding))]
     if finding.relative is not None:
         lines.append(("by", f"{figure(finding.relative)} relative to {_scale(finding.kind)}; {_ALLOWED:g} is allowed"))
     lines.append(("cause", finding.cause or UNKNOWN))
     if finding.also:
         more = f", … ({len(finding.also)} in all)" if len(finding.also) > OTHERS_LISTED else ""
-        lines.append(("also", ", ".join(map(_spelled, finding.also[:OTHERS_LISTED])) + more))
+        lines.append(("also", ", ".join(map(_label, finding.also[:OTHERS_LISTED])) + more))
     return lines
 
 
 def _scale(kind: str) -> str:
-    """What the difference of a finding is relative to."""
+    """The value to which the difference of a finding is relative."""
     match kind:
         case "loss" | "norm":
             return "the reference"
@@ -81,14 +82,14 @@ def figure(value: float | None) -> str:
 
 
 def _subject(finding: Finding) -> str:
-    """What differs, where and when."""
+    """The quantity that differs, and the step."""
     at = f"at step {finding.step + 1}"
     owner = f" ({finding.owner})" if finding.owner and finding.module is None else ""
     match finding.kind:
         case "module":
             return f"the output of {finding.name or 'the layer'}{owner}, the first module that differs, {at}"
         case "gradient":
-            return f"the gradient of {_spelled(finding.name)}{owner}, the first that differs in the backward pass, {at}"
+            return f"the gradient of {_label(finding.name)}{owner}, the first that differs in the backward pass, {at}"
         case "weight":
             return _weight_subject(f"{finding.name}{owner}", at, finding.held)
         case "norm":
@@ -96,7 +97,7 @@ def _subject(finding: Finding) -> str:
     return f"the {finding.kind} {at}"
 
 
-def _spelled(name: str) -> str:
+def _label(name: str) -> str:
     return "the layer's input" if name == INPUT_GRADIENT else name
 
 

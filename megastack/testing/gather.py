@@ -1,7 +1,7 @@
 """Gather whole tensors on the first rank from the parts that ranks hold, and compare replicas.
 
-Replicas of a parameter (over dp always, over tp where it is whole or has copies, and at both ends of a tied pair) must
-be bitwise identical, or they drift apart.
+Replicas of a parameter (over dp always, over tp if it is whole or has copies, and at both ends of a tied pair) must be
+bitwise identical, or they drift apart.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megastack.comm.objects import gather_objects
 from megastack.mesh.mesh import Mesh
 
 Spread = dict[str, float]
-"""By name, the largest difference between replicas; identical ones are absent."""
+"""By name, the largest difference between replicas; identical replicas are absent."""
 
 
 def gather_whole(items: Sequence[StateItem], mesh: Mesh) -> tuple[dict[str, Tensor], Spread]:
-    """Gather the global tensor of each item; all ranks of the mesh call.
+    """Gather the global tensor of each item. Must be called on all ranks of the mesh.
 
     Returns:
         The tensors by item name without the prefix, and how far replicas differ; empty except on the first rank.

@@ -35,7 +35,7 @@ Factory = Callable[[Mesh], nn.Module]
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """How a layer is trained: optimizer, dtype, and steps on a global batch (batch, sequence, hidden).
+    """The settings of a layer's training: optimizer, dtype, and steps on a global batch (batch, sequence, hidden).
 
     ``hidden`` is None if it follows from the layer's parameters.
     """
@@ -58,12 +58,12 @@ class StepResult:
 
 
 class LayerTraining:
-    """A layer on a mesh, initialised by global name, with constant initial values perturbed.
+    """A layer on a mesh, initialised by global name, with perturbed constant initial values.
 
     Args:
         factory: builds the layer.
         mesh: the mesh.
-        spec: how it is trained.
+        spec: the settings of the training.
     """
 
     def __init__(self, factory: Factory, mesh: Mesh, spec: TrainingSpec) -> None:

@@ -1,7 +1,7 @@
 """Layouts of one configuration: the one-rank reference, and every valid layout of N ranks.
 
-The layouts differ in what must not change the mathematics: parallel degrees, sequence parallelism, pipeline schedule
-and chunks. They are configurations like any other, so every layout listed here can be trained.
+The layouts differ only in settings that must not change the mathematics: parallel degrees, sequence parallelism,
+pipeline schedule and chunks. They are ordinary configurations, so every layout listed here can be trained.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _candidates(config: TrainConfig, ranks: int) -> Iterator[TrainConfig]:
 
 
 def _pipelines(config: TrainConfig, pp: int) -> Iterator[dict[str, object]]:
-    """Schedules with their chunks; only one schedule for a single stage, where all are the same."""
+    """Schedules with their chunks; only one schedule for a single stage, since all are the same then."""
     for chunks in range(1, max(1, config.model.layers // pp) + 1):
         stages = pp * chunks
         for name in schedule_names() if stages > 1 else ("1f1b",):

@@ -1,12 +1,12 @@
 """Fault localization: the first module whose inputs match the reference on every rank while its output does not.
 
-One rank alone cannot decide this. A layer that uses a local index as a global one is right on the first rank, where
+One rank alone cannot decide this. A layer that uses a local index as a global one is correct on the first rank, where
 only the modules after it look wrong. Ranks therefore exchange, for every module, whether its tensors match their part
 of the reference, and all reach the same conclusion.
 
 A wrong value that an enclosing module corrects (a partial sum that is reduced there) is not a fault. A module whose
-class is not the user's (a layer of the package or of torch) is at fault only if no enclosing class is the user's:
-whatever calls the package's layers chooses their inputs.
+class is not user-defined (a layer of the package or of torch) is at fault only if no enclosing class is user-defined:
+the code that calls the package's layers chooses their inputs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megastack.testing.module_trace import ModuleTrace, TensorKey, TPRank, relat
 
 Side = Literal["forward", "backward"]
 LIBRARIES = ("megastack", "torch")
-"""Packages whose classes are not the user's."""
+"""Packages whose classes are not user-defined."""
 
 
 @dataclass(frozen=True)
 class ModuleClasses:
-    """The class of every module by its name in the model, and which modules have a class of the user's.
+    """The class of every module by its name in the model, and the modules with a user-defined class.
 
     The outermost module has an empty name.
     """
@@ -39,7 +39,7 @@ class ModuleClasses:
 
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module]) -> ModuleClasses:
-        """The classes as they were written, without the wrappers of FSDP2 or of a parametrization."""
+        """The classes as written in the source, without the wrappers of FSDP2 or of a parametrization."""
         written = {name: _written_class(module) for name, module in modules.items()}
         user = frozenset(name for name, each in written.items() if _top_package(each) not in LIBRARIES)
         return cls({name: each.__name__ for name, each in written.items()}, user)
@@ -51,7 +51,7 @@ class ModuleClasses:
         return cls(by_name, frozenset().union(*(part.user for part in parts)))
 
     def user_module(self, name: str) -> str | None:
-        """The innermost module of the user's that encloses ``name`` or is ``name``."""
+        """The innermost user-defined module that encloses ``name`` or is ``name``."""
         return next((outer for outer in enclosing(name) if outer in self.user), None)
 
     def responsible_class(self, name: str) -> str | None:
@@ -94,9 +94,9 @@ def is_within(name: str, outer: str) -> bool:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether the tensors of a module match the reference; None where that is unknown.
+    """Whether the tensors of a module match the reference; None if unknown.
 
-    What the module receives (``inputs``, ``output_gradients``) matches only if every tensor of it can be compared.
+    The received tensors (``inputs``, ``output_gradients``) match only if all of them can be compared.
     """
 
     inputs: bool | None
@@ -170,7 +170,7 @@ class FaultyModule:
         module: its name.
         side: ``forward`` or ``backward``.
         proven: whether everything it receives matches the reference, so that the fault must be its own.
-        first: the first module inside (or itself) with right inputs and a wrong output.
+        first: the first module inside (or itself) with correct inputs and a wrong output.
         misfed: the first module inside that already receives wrong inputs, which code of ``module`` passes; if any.
     """
 
@@ -197,7 +197,7 @@ def localize_forward(merged: Mapping[str, Agreement], classes: ModuleClasses) ->
 def localize_backward(merged: Mapping[str, Agreement], classes: ModuleClasses) -> FaultyModule | None:
     """The first module at fault in the backward pass, which starts from the loss.
 
-    The gradient of its output is right, and the gradient of its input is wrong.
+    The gradient of its output is correct, and the gradient of its input is wrong.
     """
     wrong = [name for name, a in reversed(list(merged.items())) if a.input_gradients is False and a.output_gradients]
     if not wrong:
@@ -235,7 +235,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class RankDeviations:
-    """The deviations on one rank, its replicated vectors as they were in that forward, and the classes of all ranks."""
+    """The deviations on one rank, its replicated vectors in that forward, and the classes of all ranks."""
 
     coordinates: Mapping[Axis, int]
     deviations: Sequence[Deviation]
@@ -246,12 +246,13 @@ class RankDeviations:
 def find_deviations(
     mesh: Mesh, classes: ModuleClasses, traces: Sequence[tuple[ModuleTrace, ModuleTrace]], tolerance: float
 ) -> tuple[list[Deviation], ModuleClasses]:
-    """Find the modules at fault in the forward and in the backward pass; all ranks call.
+    """Find the modules at fault in the forward and in the backward pass. Must be called on all ranks.
 
     Args:
         mesh: the mesh.
-        classes: of this rank's modules.
-        traces: for each watched microbatch the trace of the reference and this rank's; as many on every rank.
+        classes: the classes of this rank's modules.
+        traces: for each watched microbatch the trace of the reference and the trace of this rank; the same number on
+            every rank.
         tolerance: the relative difference that rounding may cause.
 
     Returns:

@@ -71,7 +71,7 @@ class CallRecorder:
         modules: modules by name.
 
     Attributes:
-        trace: where calls are recorded; nothing is recorded while it is None.
+        trace: the trace in which calls are recorded; nothing is recorded while it is None.
         vectors: one-dimensional parameters by global name, as the recorded calls used them. Under ZeRO levels 2 and 3 a
             parameter is whole only while its module runs.
     """
@@ -164,7 +164,7 @@ class ModuleTracer:
         samples: the first global sample numbers of the microbatches to record.
 
     Attributes:
-        traces: by first sample number.
+        traces: the traces, by first sample number.
         recorder: the hooks.
     """
 
@@ -212,7 +212,7 @@ def relative_difference(expected: Tensor, actual: Tensor, whole: Tensor) -> floa
 def tp_shard(whole: Tensor, shape: Sequence[int], place: TPRank) -> Tensor | None:
     """The part of a tensor that a tensor-parallel rank holds, by its local shape: all of it, or a shard of one dim.
 
-    Adjacent ranks hold the same shard where there are fewer shards than ranks. None if the shape is neither.
+    Adjacent ranks hold the same shard if there are fewer shards than ranks. None if the shape is neither.
     """
     if tuple(whole.shape) == tuple(shape):
         return whole

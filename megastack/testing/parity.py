@@ -1,4 +1,4 @@
-"""``assert_parity``: assert that a parallel layer computes on a mesh what it computes on one rank.
+"""``assert_parity``: assert that a parallel layer computes the same on a mesh as on one rank.
 
 A factory builds the layer on a mesh. The layer is initialised by global name, its constant initial values are perturbed
 (a bias of zero hides a bias that is added once too often), and it is trained for a few steps on the same global input.
@@ -6,7 +6,7 @@ Outputs, input gradients, parameter gradients, their norm and the weights must a
 :mod:`megastack.testing.compare`, and replicas must stay identical.
 
 If they do not, the layer runs again with every module traced, on one rank and on the mesh, and the error names the
-class at fault and the likely cause as ``megastack verify`` does. On one rank the rows of each data-parallel rank run
+class at fault and the likely cause, like ``megastack verify``. On one rank the rows of each data-parallel rank run
 separately, and then all rows at once, which reveals an output that depends on other rows.
 
 Example::
@@ -75,8 +75,8 @@ def assert_parity(
         timeout: seconds after which the ranks are killed.
 
     Raises:
-        AssertionError: listing everything that differs, by how much and by which factor, with the class at fault and
-            the likely cause.
+        AssertionError: lists everything that differs, by how much and by which factor, with the class at fault and the
+            likely cause.
         MeshError: the shape has a pipeline or context axis, or does not divide the batch or the sequence.
         RankFailure: the layer does not run.
     """
@@ -107,14 +107,14 @@ def _trace(factory: Factory, shape: MeshShape, spec: TrainingSpec) -> Trace | No
 
 
 def _seeded(factory: Factory, mesh: Mesh, spec: TrainingSpec) -> LayerTraining:
-    """The layer with generators seeded differently from the reference, so that draws do not agree by luck."""
+    """The layer with generators seeded differently from the reference, so that draws do not agree by chance."""
     training = LayerTraining(factory, mesh, spec)
     seed_generators(0 if mesh.shape.world_size == 1 else 1 + mesh.rank)
     return training
 
 
 def find_cause(factory: Factory, shape: MeshShape, spec: TrainingSpec, *, timeout: float) -> Finding | None:
-    """The first thing that is wrong with a layer, in fp64 if the layer runs in it; None if it cannot be determined."""
+    """The first wrong module or number of a layer, in fp64 if the layer supports it; None if undetermined."""
     for dtype in dict.fromkeys((torch.float64, spec.dtype)):  # a layer may have buffers of a fixed dtype
         try:
             return _Diagnosis(factory, shape, replace(spec, dtype=dtype), timeout).finding()
@@ -142,7 +142,7 @@ class _Diagnosis:
         evidence = Evidence(names, degrees, deviations, self._impure(faulty))
         finding = diagnose(reports, evidence)
         if finding is None or finding.kind != "module":
-            finding = self._mixing(parts, evidence) or finding
+            finding = self._find_row_mixing(parts, evidence) or finding
         return finding or self._impurity(evidence)
 
     def _impure(self, faulty: Collection[str]) -> dict[str, str]:
@@ -155,7 +155,7 @@ class _Diagnosis:
             return {}
         return impure_modules(runs, TOLERANCES[spec.dtype])
 
-    def _mixing(self, parts: list[ModuleTrace], evidence: Evidence) -> Finding | None:
+    def _find_row_mixing(self, parts: list[ModuleTrace], evidence: Evidence) -> Finding | None:
         """The module whose output for some rows depends on rows of other data-parallel ranks."""
         if len(parts) == 1 or evidence.impure:
             return None
@@ -183,7 +183,7 @@ class _Diagnosis:
 
 
 def _reference(factory: Factory, spec: TrainingSpec) -> tuple[Trace, list[str]]:
-    """The training on one rank, and the names of its gradients: the input's and those of the parameters, in order."""
+    """The training on one rank, and the names of its gradients: the input's and the parameters', in order."""
     training = _seeded(factory, Mesh.single(), spec)
     trace = trace_layer(training)
     assert trace is not None
@@ -205,7 +205,7 @@ def _trace_parts(factory: Factory, spec: TrainingSpec, parts: int) -> list[Modul
 def _compare_on_rank(
     factory: Factory, shape: MeshShape, spec: TrainingSpec, reference: Trace, parts: list[ModuleTrace]
 ) -> tuple[RankReport, RankDeviations]:
-    """What differs from the reference on a rank of the mesh, and the modules at fault."""
+    """The differences from the reference on a rank of the mesh, and the modules at fault."""
     mesh = Mesh.from_environment(shape, device="cpu")
     training = _seeded(factory, mesh, spec)
     report = RankReport(dict(mesh.coordinates))

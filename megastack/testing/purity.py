@@ -1,9 +1,9 @@
-"""Purity checks: whether a module's output depends on more than its input, on one rank already.
+"""Purity checks: whether a module's output depends on more than its input, even on one rank.
 
 Each checked module is called again with the inputs of its first call. If the state of every random number generator is
 restored, the output must be the same; otherwise the module keeps state between calls or is not deterministic, and two
-runs show which. If one generator is then put into another state, the output must still be the same; otherwise the
-module draws from that generator, whose numbers depend on what each process drew before.
+runs show which. If the state of one generator is then changed, the output must still be the same; otherwise the module
+draws from that generator, whose numbers depend on the earlier draws of each process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GENERATORS: Mapping[str, Callable[[int], object]] = {
     "Python's random module": random.seed,
     "NumPy's global generator": np.random.seed,
 }
-"""The generators of the process, and how to seed each."""
+"""The generators of the process, and the function that seeds each."""
 Tensors = Mapping[TensorKey, Tensor]
 
 
@@ -48,11 +48,11 @@ class GeneratorStates:
 
     @classmethod
     def current(cls) -> GeneratorStates:
-        """The present states."""
+        """The current states."""
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
-        """Put every generator into its state."""
+        """Restore the state of every generator."""
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
         np.random.set_state(self.numpy_state)
@@ -60,7 +60,7 @@ class GeneratorStates:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """A context after which every generator has the state it had before."""
+    """Context manager that restores the state of every generator on exit."""
     states = GeneratorStates.current()
     try:
         yield
@@ -73,8 +73,8 @@ class ModuleCheck:
     """The result of calling one module again.
 
     Attributes:
-        inputs: of the first call.
-        outputs: of the first call.
+        inputs: the inputs of the first call.
+        outputs: the outputs of the first call.
         repeats: whether a second call returned the same.
         draws: the generators that the module draws from.
     """
@@ -99,7 +99,7 @@ class PurityChecker:
 
     Attributes:
         active: whether calls are checked.
-        checked: by name, in the order in which the calls ended.
+        checked: the results by name, in the order in which the calls ended.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], tolerance: float) -> None:

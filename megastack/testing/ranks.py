@@ -1,14 +1,15 @@
 """Run a function on several ranks of this machine: forked processes with gloo, results as a list.
 
-A module-level function with arguments of plain data runs in a standing pool of forked ranks, which serves one mesh
-after another and is forked again after a rank died or was killed. Everything else runs in a new fork, which inherits
-function and arguments: closures and lambdas, as function or argument, local classes, definitions of ``__main__`` or of
-a notebook. Function and arguments alone decide which of the two is used. Ranks run on one thread, since a child forked
-from a parent that used several threads cannot use several itself. The parent must not hold a process group.
+A module-level function with arguments of plain data runs in a standing pool of forked ranks. The pool serves one mesh
+after another, and is forked again after a rank died or was killed. Everything else runs in a new fork, which inherits
+the function and the arguments: closures and lambdas, as function or argument, local classes, definitions of
+``__main__`` or of a notebook. Function and arguments alone determine which of the two is used. Ranks run on one thread,
+since a child forked from a parent that used several threads cannot use several itself. The parent must not hold a
+process group.
 
-If ranks do not return, their stacks show which of them wait for other ranks and which do not. A rank that is blocked in
-the transport runs no Python code, so ``faulthandler`` writes the stack of its main thread from a signal handler in C. A
-stopped process writes nothing.
+If ranks do not return, their stacks show which of them wait for other ranks. A rank that is blocked in the transport
+runs no Python code, so ``faulthandler`` writes the stack of its main thread from a signal handler in C. A stopped
+process writes nothing.
 """
 
 from __future__ import annotations
@@ -99,12 +100,12 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: object, timeout: flo
         fn: any callable. Module-level functions run in a standing pool of processes, which does not see changes that
             this process made in its modules after the pool was forked.
         world_size: the number of ranks.
-        args: any objects. Those that cannot be pickled, or are defined where the pool cannot import them, are inherited
-            by a new fork.
+        args: any objects. Objects that cannot be pickled, or are defined where the pool cannot import them, are
+            inherited by a new fork.
         timeout: seconds after which ranks are killed.
 
     Raises:
-        RankFailure: with the first failing rank and its traceback.
+        RankFailure: a rank failed; it holds the first failing rank and its traceback.
     """
     assert not dist.is_initialized(), "a parent that holds a process group cannot fork ranks"
     call = _pickled_call(fn, args)
@@ -132,7 +133,7 @@ def _pickled_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes 
 
 
 class _PoolPickler(pickle.Pickler):
-    """Pickles only those functions and classes that any process can import by name."""
+    """Pickles only functions and classes that any process can import by name."""
 
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, FunctionType | type):
@@ -251,7 +252,7 @@ class _HungRank:
 
 @contextlib.contextmanager
 def _stack_dumps(folder: Path, rank: int) -> Iterator[None]:
-    """A context in which this process writes the stack of its main thread when :func:`_hung_ranks` requests it."""
+    """Context manager in which this process writes its main thread's stack when :func:`_hung_ranks` requests it."""
     with _stack_path(folder, rank).open("w", encoding="utf-8") as file:
         faulthandler.register(_STACK_SIGNAL, file=file, all_threads=False)
         try:
@@ -261,7 +262,7 @@ def _stack_dumps(folder: Path, rank: int) -> Iterator[None]:
 
 
 def _hung_ranks(folder: Path, pids: Mapping[int, int]) -> list[_HungRank]:
-    """Request the stacks of processes, by rank, and return where they are."""
+    """Request the stacks of processes, by rank, and return their locations."""
     for pid in pids.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, _STACK_SIGNAL)
@@ -372,7 +373,7 @@ def _process_group(task: _RankTask) -> Iterator[None]:
             store = dist.FileStore(f"{task.folder}/store", task.world_size)
             limit = timedelta(seconds=task.timeout + 2 * _GRACE_S)  # the parent times out first and names the rank
             dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit)
-            dist.barrier()  # a rank that returns at once would close connections that others are still opening
+            dist.barrier()  # a rank that returns immediately would close connections that others are still opening
         yield
     finally:
         if dist.is_initialized():

@@ -1,7 +1,7 @@
 """A configuration trained for a few steps on a layout: its trace, its comparison with one rank, and module traces.
 
-A trace is gathered on the first rank. To verify a layout nothing is gathered: every rank knows the whole reference
-(forked ranks inherit it), compares its own parts with the same parts of the reference, and returns what differs.
+A trace is gathered on the first rank. Verifying a layout gathers nothing: every rank knows the whole reference (forked
+ranks inherit it), compares its own parts with the same parts of the reference, and returns the differences.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from megastack.testing.purity import ModuleCheck, PurityChecker, modules_to_chec
 from megastack.testing.ranks import run_ranks
 
 TRACED_MICROBATCHES = 4
-"""Microbatches of each rank whose modules are traced, at most."""
+"""The maximum number of microbatches of each rank whose modules are traced."""
 
 
 class ModuleFailed(MegastackError):
-    """A module's call raised; the arguments are its name, its class, and the cause if it is known, or empty."""
+    """A module's call raised; the arguments are its name, its class, and the cause (empty if unknown)."""
 
 
 def trace_training(training: Training, steps: int) -> Trace:
-    """Run the first steps; all ranks call.
+    """Run the first steps. Must be called on all ranks.
 
     Returns:
         Losses and norms on every rank; gradients and weights on the first rank only.
@@ -99,7 +99,7 @@ def composed(*overrides: str | Sequence[str]) -> TrainConfig:
 
 
 def build_perturbed(config: TrainConfig, mesh: Mesh, dataset: Dataset) -> Training:
-    """A training whose constant initial parameters are perturbed: a bias of zero hides errors in its use."""
+    """A training run whose constant initial parameters are perturbed: a bias of zero hides errors in its use."""
     training = build_training(config, mesh, dataset)
     perturb_items_(training.weight_items(), stage_placements(training.stages))
     training.step.optimizer.copy_model_to_main()
@@ -107,7 +107,7 @@ def build_perturbed(config: TrainConfig, mesh: Mesh, dataset: Dataset) -> Traini
 
 
 def seed_rank(mesh: Mesh) -> None:
-    """Seed the process's generators differently from the reference, so that draws from them do not agree by luck."""
+    """Seed the process's generators differently from the reference, so that draws from them do not agree by chance."""
     seed_generators(1 + mesh.rank)
 
 
@@ -159,7 +159,7 @@ def _compare_steps(training: Training, steps: int, reference: Trace, comparison:
 
 
 def reference_modules(config: TrainConfig, dataset: Dataset, samples: Sequence[int]) -> dict[int, ModuleTrace]:
-    """The module traces on one rank of the microbatches that begin with these samples."""
+    """The module traces on one rank, for the microbatches that begin with these samples."""
     training = build_perturbed(config, Mesh.single(), dataset)
     tracer = ModuleTracer(training.stages, samples)
     seed_reference()
@@ -170,7 +170,7 @@ def reference_modules(config: TrainConfig, dataset: Dataset, samples: Sequence[i
 def check_purity(
     config: TrainConfig, dataset: Dataset, faulty: Collection[str], tolerance: float
 ) -> dict[str, ModuleCheck]:
-    """Call modules again on one rank: those whose class is not the package's, and the ``faulty`` ones."""
+    """Call modules again on one rank: the ``faulty`` ones, and those whose class does not belong to the package."""
     training = build_perturbed(config, Mesh.single(), dataset)
     checker = PurityChecker(modules_to_check(named_modules(training), faulty), tolerance)
     seed_reference()
@@ -211,7 +211,7 @@ def _module_failed(
     references: Mapping[int, ModuleTrace],
     samples: Sequence[int],
 ) -> ModuleFailed:
-    """The module that returned a tensor of a wrong shape, or else the innermost running module of the user's."""
+    """The module that returned a tensor of a wrong shape, or else the innermost running user-defined module."""
     composed = {name for name, module in modules.items() if any(True for _ in module.children())}
     for sample in samples:
         if reshaped := find_reshaped(references[sample], tracer.traces[sample], composed):

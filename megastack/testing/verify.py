@@ -1,9 +1,9 @@
-"""``verify``: check that a configuration and its layers compute on a layout what they compute on one rank.
+"""``verify``: check that a configuration and its layers compute the same on a layout as on one rank.
 
 The configuration is trained for a few steps on one rank and on the layout, in fp64, with its own optimizer and with
 plain SGD, since Adam hides a constant factor on a gradient. Losses, gradients, their norm, weights and persistent
 buffers must agree by the metric of :mod:`megastack.testing.compare`. If they do not, both run another step with every
-module traced, to find the first that is wrong.
+module traced, to find the first wrong module.
 
 Ranks are forked from this process, with gloo. It must not hold a process group, and must have run on one thread.
 """
@@ -47,7 +47,7 @@ from megastack.testing.training import (
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 MOST_RANKS = 64
-"""The largest number of ranks to fork on this machine."""
+"""The maximum number of ranks to fork on this machine."""
 REJECTIONS = (ConfigError, PlacementError, ScheduleError, DataError)
 
 
@@ -59,7 +59,7 @@ class Verdict:
         config: the layout, in fp64.
         status: ``equal``, ``differs``, ``failed`` (it does not run) or ``refused`` (a layer rejects it).
         worst: the largest relative difference by optimizer and kind, within the tolerance or not.
-        finding: the first thing that is wrong.
+        finding: the first wrong module or number.
         reason: why it failed or was rejected.
     """
 
@@ -132,7 +132,7 @@ class Verifier:
         Raises:
             ConfigError: there is none, or there are too many ranks to fork.
         """
-        _require_few(ranks)
+        _check_rank_count(ranks)
         found = valid_layouts(self.config, ranks)
         if not found:
             raise ConfigError(
@@ -148,7 +148,7 @@ class Verifier:
         """
         if found := violations(self.config):
             raise ConfigError.of(found)
-        _require_few(mesh_shape(self.config).world_size)
+        _check_rank_count(mesh_shape(self.config).world_size)
         return self.config
 
     def check(self, layout: TrainConfig) -> Verdict:
@@ -196,7 +196,7 @@ class Verifier:
         return Evidence(names, degrees, deviations, self._impure(faulty))
 
     def _impure(self, faulty: Collection[str]) -> dict[str, str]:
-        """The modules whose output depends on more than their input, on one rank already."""
+        """The modules whose output depends on more than their input, even on one rank."""
         config, dataset, tolerance = self.reference_config, self.dataset, self.tolerance
         try:
             runs = [
@@ -252,12 +252,12 @@ def failure_summary(failure: RankFailure) -> str:
 
 
 def _runs(config: TrainConfig) -> dict[str, TrainConfig]:
-    """The trainings to compare, by optimizer: the configuration's own, and plain SGD unless it is the same."""
+    """The training runs to compare, by optimizer: the configuration's own, and plain SGD unless it is the same."""
     own = config.optim.name.value
     return {own: config} if own == "sgd" else {own: config, "sgd": with_sgd(config)}
 
 
-def _require_few(ranks: int) -> None:
+def _check_rank_count(ranks: int) -> None:
     if ranks > MOST_RANKS:
         rule = f"must be at most {MOST_RANKS}, since every rank is forked on this machine"
         raise ConfigError.of([Violation("ranks", ranks, rule, ("smaller degrees of the same axes",))])

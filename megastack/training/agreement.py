@@ -1,11 +1,11 @@
-"""The inputs of a step compared over all ranks, before its first collective.
+"""Compares the inputs of a step over all ranks, before its first collective.
 
 Ranks with different shapes, microbatch counts or steps would abort inside the transport, or wait for each other. A
-fingerprint of the inputs therefore travels with the small reduction at the end of the step before, at no extra cost.
+fingerprint of the inputs therefore travels with the small reduction at the end of the previous step, at no extra cost.
 Only if fingerprints differ do the ranks exchange the values themselves, to name the ranks that differ.
 
-A rank that cannot read its data has nothing to compare. Its error is not a difference between ranks: it is kept until
-the step is due, and then raised on all ranks with the message of the rank that has it.
+A rank that cannot read its data is not compared. Its error is kept until the step is due, and is then raised on all
+ranks with that rank's message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepInputs:
     """A summary of a step's inputs, which must be identical on all ranks.
 
     Attributes:
-        step: 1-based.
+        step: the 1-based step.
         shapes: the shape of each microbatch's tokens.
         masked: whether there are document masks.
         tokens: valid labels of the global batch.
@@ -66,20 +66,20 @@ class StepInputs:
 
 
 def fingerprint_bounds(inputs: StepInputs | None) -> tuple[float, float]:
-    """What a rank contributes to a maximum over the ranks, for :func:`fingerprints_differ`; None abstains."""
+    """A rank's contribution to a maximum over the ranks, for :func:`fingerprints_differ`; None abstains."""
     return (NO_FINGERPRINT, NO_FINGERPRINT) if inputs is None else (inputs.fingerprint, -inputs.fingerprint)
 
 
 def fingerprints_differ(highest: float, negated_lowest: float) -> bool:
-    """Whether ranks with inputs have different ones, from the maxima of :func:`fingerprint_bounds`."""
+    """Whether any two ranks have different inputs, from the maxima of :func:`fingerprint_bounds`."""
     return highest != NO_FINGERPRINT and highest != -negated_lowest
 
 
 def require_identical(inputs: StepInputs | None, mesh: Mesh) -> None:
-    """Compare the inputs of all ranks; every rank calls, and a rank without inputs is not compared.
+    """Compare the inputs of all ranks. Must be called on every rank; a rank without inputs is not compared.
 
     Raises:
-        DataError: on every rank, if they are not identical; it names the ranks that differ from most.
+        DataError: on every rank, if they are not identical; the message names the ranks that differ from the majority.
     """
     gathered = dict(zip(mesh.world.ranks, all_gather_objects(inputs, mesh.world), strict=True))
     found = {rank: each for rank, each in gathered.items() if each is not None}
@@ -92,15 +92,15 @@ def require_identical(inputs: StepInputs | None, mesh: Mesh) -> None:
 
 
 def require_data(error: Exception | None, step: int, mesh: Mesh) -> None:
-    """Raise on every rank if any rank could not read the data of a 1-based step; every rank calls.
+    """Raise on every rank if any rank could not read the data of a 1-based step. Must be called on every rank.
 
     Args:
         error: the error of this rank, if it has one.
-        step: for the message.
+        step: the step, for the message.
         mesh: the ranks.
 
     Raises:
-        DataError: on every rank, if any rank has an error; it carries those ranks and their messages.
+        DataError: on every rank, if any rank has an error; it holds those ranks and their messages.
     """
     own_text = None if error is None else _text_of(error)
     by_rank = dict(zip(mesh.world.ranks, all_gather_objects(own_text, mesh.world), strict=True))

@@ -1,6 +1,6 @@
-"""The training loop: when to validate, save, report and stop. It knows nothing about the parallel layout.
+"""The training loop: when to validate, save, report and stop. It is independent of the parallel layout.
 
-Its parts are built elsewhere. Every rank runs the same loop; only the rank whose :class:`Recorder` records writes.
+Its parts are built elsewhere. Every rank runs the same loop, and only the rank whose :class:`Recorder` records writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megastack.training.step import StepOutcome, TrainStep
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """What the loop does at which step; steps are 1-based counts of completed optimizer steps."""
+    """When the loop acts, and on which steps; steps are 1-based counts of completed optimizer steps."""
 
     steps: int
     samples_per_step: int
@@ -57,7 +57,7 @@ class Loop:
         dump: called twice with a step's number: with ``"gradients"`` when they are ready, and with ``"weights"`` after
             the update.
         sample: returns a prompt and its continuation with the current weights.
-        doing: what this rank is doing, for failure reports.
+        doing: the current activity of this rank, for failure reports.
     """
 
     options: LoopOptions
@@ -126,9 +126,9 @@ class Loop:
         return outcome
 
     def _agree(self, coming: int) -> tuple[float, int]:
-        """The highest stop code and peak memory over all ranks; also reports checkpoints that all ranks have finished.
+        """The highest stop code and peak memory over all ranks. Also reports checkpoints that all ranks have finished.
 
-        Also compares the ranks' inputs to the 0-based step ``coming``.
+        Also compares the inputs of the 0-based step ``coming`` over the ranks.
         """
         inputs = self._step_inputs(coming)
         flags = [
@@ -147,9 +147,9 @@ class Loop:
         return code, int(memory)
 
     def _step_inputs(self, step: int) -> StepInputs | None:
-        """This rank's inputs to a 0-based step; None if it cannot read its data, and then the error is kept.
+        """This rank's inputs to a 0-based step; None if it cannot read its data, in which case the error is kept.
 
-        The error is raised when the step is due, if it is reached: the steps before are reported, validated and saved
+        The error is raised when the step is due, if it is reached: earlier steps are reported, validated and saved
         first.
         """
         self._data_error = None
@@ -161,7 +161,7 @@ class Loop:
         return StepInputs.of(step + 1, data.microbatches, data.tokens, self._validation_size)
 
     def _report(self, outcome: StepOutcome, cost: StepCost) -> bool:
-        """Count the step and write its row; returns False without counting if the run must end here."""
+        """Count the step and write its row. Returns False without counting if the run must end here."""
         if outcome.loss is None or outcome.grad_norm is None:
             self.recorder.no_labels(self.progress.step + 1)
             self._count(outcome, (None, None), cost, skipped=True)
@@ -196,7 +196,7 @@ class Loop:
     def _validate(self) -> None:
         """Compute the validation loss of the current weights, without dropout; at most once per step.
 
-        A request to stop ends it between two batches, on all ranks, without a row.
+        On a request to stop, all ranks end it between two batches, without a row.
         """
         if self.validation is None or not self.validation.samples or self._validated == self.progress.step:
             return

@@ -1,7 +1,7 @@
-"""Where a loss or gradient that is not finite came from, found after the step that had it.
+"""Locates the origin of a non-finite loss or gradient, after the step that had it.
 
-The step itself checks no intermediate value. Afterwards its parameters and gradients are still there, and its data are
-a function of its number: the forward is run once more with a hook on every module's output. All ranks take part and
+The step itself checks no intermediate value. Afterwards its parameters and gradients still exist, and its data are a
+function of its number, so the forward is run once more with a hook on every module's output. All ranks take part and
 reach the same result.
 """
 
@@ -23,7 +23,7 @@ from megastack.training.step import TrainStep
 
 @dataclass(frozen=True)
 class NonfiniteOrigin:
-    """Where the first value that was not finite was found.
+    """Where the first non-finite value was found.
 
     Attributes:
         text: a description.
@@ -38,7 +38,7 @@ class NonfiniteOrigin:
 
 @dataclass(frozen=True, order=True)
 class _NonfiniteOutput:
-    """The first module output on a rank that was not finite, ordered by what can have caused what."""
+    """The first non-finite module output on a rank; a smaller one may have caused a larger one."""
 
     microbatch: int
     stage: int
@@ -49,7 +49,7 @@ class _NonfiniteOutput:
 
 @dataclass(frozen=True)
 class _RankFindings:
-    """What was found on one rank."""
+    """The findings on one rank."""
 
     rank: int
     forward: _NonfiniteOutput | None
@@ -59,10 +59,10 @@ class _RankFindings:
 
 
 def locate_nonfinite(step: TrainStep, stages: Sequence[nn.Module], number: int) -> NonfiniteOrigin:
-    """Find the origin of a value that was not finite in the 0-based step ``number``, just run and not applied.
+    """Find the origin of a non-finite value in the 0-based step ``number``, which was just run and not applied.
 
-    Every rank calls. The module, rank and microbatch are the first of the forward. If the forward is finite, the named
-    parameter is the one nearest to the loss, since gradients further back are not finite either.
+    Must be called on every rank. The module, rank and microbatch are the first ones in the forward. If the forward is
+    finite, the named parameter is the one nearest to the loss, since gradients further back are not finite either.
     """
     mesh, pipeline = step.mesh, step.pipeline
     losses = tuple(sorted(m for m, report in pipeline.reports.items() if not bool(torch.isfinite(report))))
@@ -79,7 +79,7 @@ def locate_nonfinite(step: TrainStep, stages: Sequence[nn.Module], number: int) 
 
 
 def _conclude(found: Sequence[_RankFindings], mesh: Mesh) -> NonfiniteOrigin:
-    """The origin, which is the same on every rank since all have the same findings."""
+    """The origin; all ranks have the same findings, so it is the same on every rank."""
     output = min((each.forward for each in found if each.forward is not None), default=None)
     weight = next((each for each in found if each.weight is not None), None)
     # The last stage comes first in the backward; within a stage the lowest rank is named.
@@ -111,7 +111,7 @@ def _first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 @contextmanager
 def _watching(stages: Sequence[nn.Module], pipeline: Pipeline, rank: int) -> Iterator[list[_NonfiniteOutput]]:
-    """Within this context, record the first module whose output is not finite."""
+    """Context manager that records the first module whose output is not finite."""
     outputs: list[_NonfiniteOutput] = []
     calls = 0
 

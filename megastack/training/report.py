@@ -1,6 +1,6 @@
 """The records of a run: rows of ``metrics.jsonl``, console lines and ``status.json``, written by one rank.
 
-The other ranks have a :class:`Recorder` as well, which returns the same rows and writes nothing, so the loop does not
+The other ranks also have a :class:`Recorder`, which returns the same rows and writes nothing, so the loop does not
 branch on which rank writes.
 """
 
@@ -23,7 +23,7 @@ Losses = tuple[float | None, float | None]
 """Loss and gradient norm of a step; None if its global batch has no valid label."""
 
 STATUS_PERIOD_S = 1.0
-"""The shortest time between two updates of ``status.json`` while steps are running."""
+"""The minimum time between two updates of ``status.json`` while steps are running."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Recorder:
         steps: the run's last step.
         devices: the number of ranks.
         flops_per_token: returns the model FLOPs of training on one token, forward and backward, at a 0-based step.
-        peak_flops: of one device, in the compute dtype; ``None`` if unknown, and then MFU is null.
+        peak_flops: the peak FLOP/s of one device in the compute dtype; ``None`` if unknown, in which case MFU is null.
         metrics: ``None`` on ranks that do not record.
         status: the path of ``status.json``; ``None`` on ranks that do not record.
         pid: the process to signal to stop the run.
@@ -73,7 +73,7 @@ class Recorder:
     _status_at: float = 0.0
 
     def start(self, step: int) -> None:
-        """The run starts, or resumes from a checkpoint."""
+        """Record that the run starts, or resumes from a checkpoint."""
         if self.last_checkpoint is None:
             self.event(step, "start", ranks=self.devices)
         else:
@@ -81,14 +81,14 @@ class Recorder:
         self._running(step)
 
     def step(self, step: int) -> None:
-        """The 0-based ``step`` begins."""
+        """Record that the 0-based ``step`` begins."""
         if step in self.phases:
             self.event(step, "stage", data=self.phases[step])
             self.console.line(f"  after step {step}: {self.phases[step]}")
 
     def train(self, progress: Progress, outcome: StepOutcome, losses: Losses, cost: StepCost, ledger: Ledger) -> Row:
-        """The row of a step that ``progress`` already includes."""
-        # The data of a step are read during the step before; those of the first step before any step begins.
+        """Write and return the row of a step that ``progress`` already includes."""
+        # The data of a step are read during the previous step, and the data of the first step before any step begins.
         before = 0.0 if self._trained_s else outcome.data_seconds
         self._trained_s, self._data_s = self._trained_s + before + cost.seconds, self._data_s + outcome.data_seconds
         fields = self._train_fields(progress, outcome, losses, cost)
@@ -126,7 +126,7 @@ class Recorder:
         }
 
     def validation(self, step: int, loss: float | None, tokens: int, samples: int) -> Row:
-        """The row of a validation after ``step``."""
+        """Write and return the row of a validation after ``step``."""
         self._validation_loss = loss
         entry = row("validation", step, {"loss": loss, "tokens": tokens, "samples": samples})
         if self._write(entry):
@@ -134,12 +134,12 @@ class Recorder:
         return entry
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """The continuation of the sample prompt after ``step``."""
+        """Record the continuation of the sample prompt after ``step``."""
         self.event(step, "sample", prompt=prompt, text=text)
         self.console.line(f"  sample      {prompt}{text}")
 
     def checkpoint(self, step: int, path: Path, seconds: float, write_seconds: float) -> None:
-        """A published checkpoint: the time it added to training, and the time its writing took."""
+        """Record a published checkpoint: the time it added to training, and the time its writing took."""
         self.last_checkpoint = path
         self.event(step, "checkpoint", path=str(path), seconds=seconds, write_seconds=write_seconds)
         beside = f", written in {write_seconds:.2f} s beside training" if write_seconds > seconds else ""
@@ -147,17 +147,17 @@ class Recorder:
         self._running(step)
 
     def no_labels(self, step: int) -> None:
-        """A step that is skipped because its global batch has no valid label."""
+        """Record a step that is skipped because its global batch has no valid label."""
         self.event(step, "no_labels")
         self.console.line(f"  step {step} has no valid label; skipped")
 
     def nonfinite(self, step: int, losses: tuple[float, float], origin: NonfiniteOrigin) -> None:
-        """A loss or gradient norm that is not finite, and its origin; an overflowing loss scale has no origin."""
+        """Record a non-finite loss or gradient norm and its origin; an overflowing loss scale has no origin."""
         fields = {"origin": origin.text.lstrip(",; ") or None, "rank": origin.rank, "coordinates": origin.coordinates}
         self.event(step, "nonfinite", loss=repr(losses[0]), grad_norm=repr(losses[1]), **fields)
 
     def event(self, step: int, name: str, **fields: object) -> None:
-        """A row of kind ``event``."""
+        """Write a row of kind ``event``."""
         self._write(row("event", step, {"name": name} | fields))
 
     def end(self, result: RunResult) -> None:

@@ -60,5 +60,5 @@ def handled_signals(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
 
 
 def describe_stop(code: float) -> str:
-    """A text for the stop request that the ranks agreed on."""
+    """A description of the stop request that the ranks agreed on."""
     return "the time limit is reached" if code == TIME_LIMIT else f"received {signal.Signals(int(code)).name}"

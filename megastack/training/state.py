@@ -30,7 +30,7 @@ class Hooks:
 
 @dataclass
 class Progress:
-    """The trainer's own state: with the weights and moments, all that a resumed run needs.
+    """The trainer's own state; together with weights and moments, everything that a resumed run needs.
 
     Learning rate, data order and dropout are functions of ``step``, so nothing else is restored.
 
@@ -94,5 +94,5 @@ class RunResult:
 
 
 def nothing_to_train(done: int, steps: int) -> str:
-    """The reason of a run that ends without a step."""
+    """The reason given by a run that ends without a step."""
     return f"nothing is trained: the checkpoint's step {done} is at or beyond run.steps={steps}"

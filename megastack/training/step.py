@@ -1,4 +1,4 @@
-"""One optimizer step: the same lines on one rank and on a thousand."""
+"""One optimizer step, with the same code on one rank and on a thousand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megastack.pipeline.runtime import Pipeline
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of a step; its tensors are not read before the step is over.
+    """The result of a step; its tensors are not read before the step is complete.
 
     Attributes:
         loss: mean nats per valid token of the global batch before the update, a scalar identical on all ranks; ``None``
@@ -78,10 +78,10 @@ class TrainStep:
         return self._prepared
 
     def __call__(self, step: int, on_gradients: Callable[[], None] | None = None) -> StepOutcome:
-        """Run the 0-based ``step``. If loss or gradient are not finite, no rank changes its parameters.
+        """Run the 0-based ``step``. If the loss or a gradient is not finite, no rank changes its parameters.
 
-        A global batch without a valid token has neither: nothing is computed and no state changes. Every rank knows
-        the global count of tokens, so no rank waits for another.
+        For a global batch without a valid token nothing is computed and no state changes. Every rank knows the global
+        count of tokens, so no rank waits for another.
         """
         data, rate = self.prepare(step), self.learning_rate.at(step)
         tokens, microbatches = data.tokens, [microbatch.to(self.mesh.device) for microbatch in data.microbatches]

@@ -1,7 +1,7 @@
 """Interleaved 1F1B: each rank holds several chunks of the model (Narayanan et al., arXiv 2104.04473).
 
 With v chunks the bubble is v times shorter and there are v times as many messages; memory grows a little. Microbatches
-pass a chunk in rounds. The paper requires M to be a multiple of p; here the M microbatches are divided into
+pass a chunk in rounds. The paper requires M to be a multiple of p. Here the M microbatches are divided into
 R = max(1, M // p) rounds of near-equal size, larger first, which works for every M.
 """
 
@@ -20,7 +20,7 @@ def interleaved(pp: int, chunks: int, microbatches: int, *, round: int | None = 
 
     Args:
         pp, chunks, microbatches: p, v and M.
-        round: the exact number of microbatches in a round (the last takes the rest); default the rounds above.
+        round: the exact number of microbatches in a round (the last round has the rest); by default the rounds above.
     """
     return [_rank(pp, rank, chunks, rounds(pp, microbatches, round)) for rank in range(pp)]
 
@@ -34,7 +34,7 @@ def _rank(pp: int, rank: int, chunks: int, sizes: list[int]) -> list[Action]:
 
 
 def passes(op: Op, stages: list[int], sizes: list[int]) -> list[Action]:
-    """Round by round, stage by stage, each microbatch of the round."""
+    """The passes ordered by round, then by stage, then by microbatch within the round."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
         Action(op, stage, start + i)
@@ -81,7 +81,7 @@ def peaks(pp: int, chunks: int, microbatches: int, *, round: int | None = None) 
 
 
 def idle(pp: int, chunks: int, microbatches: int, *, round: int | None = None) -> float:
-    """Idle time of the longest span of a rank where F = I = W = 1, for any round; as GPipe with as many chunks."""
+    """Idle time of the longest span of a rank where F = I = W = 1, for any round; as for GPipe with as many chunks."""
     return gpipe.idle(pp, chunks, microbatches)
 
 
@@ -92,7 +92,7 @@ def forward_only(pp: int, chunks: int, microbatches: int, *, stage_ranks: Sequen
 
     Args:
         pp, chunks, microbatches: p, v and M; M may differ from the training schedule's.
-        stage_ranks: the training schedule's `stage_ranks`; default stage s on rank s % pp.
+        stage_ranks: the training schedule's `stage_ranks`; by default stage s is on rank s % pp.
 
     Raises:
         ScheduleError: one of the numbers is less than 1.

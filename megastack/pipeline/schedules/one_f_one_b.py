@@ -1,6 +1,6 @@
 """1F1B: after a warm-up, forwards and backwards alternate (PipeDream-Flush, arXiv 2006.09503).
 
-It has the bubble of GPipe with at most p - r microbatches alive on rank r, for any M.
+It has the same bubble as GPipe with at most p - r microbatches alive on rank r, for any M.
 """
 
 from __future__ import annotations

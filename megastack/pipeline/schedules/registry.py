@@ -1,15 +1,15 @@
-"""Schedules by name: built-in ones, a user's own, and a file of actions.
+"""Schedules by name: built-in ones, user-defined ones, and a file of actions.
 
 A schedule is a pure function ``(pp, chunks, microbatches, *, options) -> actions of each rank``. `build_schedule` packs
-its result, and checks it if the schedule is not built in (the tests check those at every size). Names of planned
-schedules are known here, so that an error can say that they are not available yet.
+its result, and checks it if the schedule is not built in (the tests check built-in ones at every size). The names of
+planned schedules are known here, so that an error can report that they are not available yet.
 
     @register_schedule("mine")
     def mine(pp, chunks, microbatches, *, flavour="plain"):
         return [[Action.parse("0F0"), Action.parse("0B0")]]
 
-A dotted path names a function without registration; this is how a configuration chooses one, with its options beside
-the path: ``schedule: {_target_: my_file.mine, flavour: fancy}``.
+A dotted path names a function without registration. A configuration chooses one this way, with its options next to the
+path: ``schedule: {_target_: my_file.mine, flavour: fancy}``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ClosedForm:
     """Figures of a schedule by formula, for stages of equal duration and messages without latency.
 
     Attributes:
-        bubble: idle share of the longest rank span; for any F and B, but at F = I = W where a schedule splits the
+        bubble: idle share of the longest rank span; for any F and B, or for F = I = W if a schedule splits the
             backward.
         peaks: for each rank, the most activations alive, in microbatches of the whole rank; each until its B or W.
     """
@@ -52,7 +52,7 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A schedule's generator and its formulas, which take the generator's arguments.
+    """A schedule's generator and its formulas, which accept the generator's arguments.
 
     `idle` is the idle time of the longest rank span where F = I = W = 1, `peaks` are counted in chunks.
     """
@@ -61,7 +61,7 @@ class _Kind:
     idle: Callable[..., float] | None = None
     peaks: Callable[..., Sequence[float]] | None = None
     violations: Callable[..., list[Violation]] | None = None
-    proven: bool = False
+    built_in: bool = False
     key: str = "schedule.name"
 
     def options(self) -> dict[str, bool]:
@@ -71,7 +71,7 @@ class _Kind:
 
 
 def custom(pp: int, chunks: int, microbatches: int, *, path: str) -> Rows:
-    """The lists of a CSV file (see ``Schedule.load``); `build_schedule` checks that they are of these sizes."""
+    """The lists of a CSV file (see ``Schedule.load``); `build_schedule` checks that they have these sizes."""
     return Schedule.load(path).ranks
 
 
@@ -90,15 +90,15 @@ def _zero_bubble(name: str, generate: Callable[..., Rows], depth: int) -> _Kind:
         partial(zero_bubble.idle, depth=depth),
         partial(zero_bubble.peaks, depth=depth),
         partial(zero_bubble.violations, name=name),
-        proven=True,
+        built_in=True,
     )
 
 
 _KINDS: dict[str, _Kind] = {
-    "gpipe": _Kind(gpipe.gpipe, gpipe.idle, gpipe.peaks, proven=True),
-    "1f1b": _Kind(one_f_one_b.one_f_one_b, one_f_one_b.idle, one_f_one_b.peaks, one_f_one_b.violations, proven=True),
+    "gpipe": _Kind(gpipe.gpipe, gpipe.idle, gpipe.peaks, built_in=True),
+    "1f1b": _Kind(one_f_one_b.one_f_one_b, one_f_one_b.idle, one_f_one_b.peaks, one_f_one_b.violations, built_in=True),
     "interleaved": _Kind(
-        interleaved.interleaved, interleaved.idle, interleaved.peaks, interleaved.violations, proven=True
+        interleaved.interleaved, interleaved.idle, interleaved.peaks, interleaved.violations, built_in=True
     ),
     "zb_h1": _zero_bubble("zb_h1", zero_bubble.zb_h1, depth=1),
     "zb_h2": _zero_bubble("zb_h2", zero_bubble.zb_h2, depth=2),
@@ -110,7 +110,7 @@ def register_schedule(name: str) -> Callable[[Generator], Generator]:
     """Decorator that registers a function as ``schedule.name=<name>``; its keyword-only arguments are its options.
 
     Raises:
-        ScheduleError: the name belongs to another function.
+        ScheduleError: the name is already registered for another function.
     """
 
     def register(generate: Generator) -> Generator:
@@ -128,12 +128,12 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def known_names() -> tuple[str, ...]:
-    """The names that `build_schedule` can build, and those that are planned."""
+    """The names that `build_schedule` can build, and the names of planned schedules."""
     return (*_KINDS, *PLANNED)
 
 
 def _find(name: str) -> _Kind | list[Violation]:
-    """The schedule of a name or a dotted path, or the errors in that."""
+    """The schedule of a name or a dotted path, or its errors."""
     if name in _KINDS:
         return _KINDS[name]
     if "." not in name:
@@ -214,23 +214,23 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
         raise ScheduleError("\n".join(map(str, found)))
     kind = _kind(name)
     schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)), name=name)
-    if not (kind.proven or kind.violations):
+    if not (kind.built_in or kind.violations):
         _require_sizes(schedule, (pp, chunks, microbatches))
         check(schedule)
     return schedule
 
 
 def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> bool:
-    """Whether a valid schedule has W, the gradients of weights apart from those of the inputs."""
+    """Whether a valid schedule has separate W actions, which compute the gradients of weights."""
     kind = _kind(name)
-    if kind.proven:  # all ranks after the first are equal in that, and all microbatches
+    if kind.built_in:  # all ranks after the first are equal in this respect, and so are all microbatches
         pp, microbatches = min(pp, 2), 1
     schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)))
     return any(part.op is Op.W for row in schedule.ranks for action in row for part in action.parts or (action,))
 
 
 def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> ClosedForm | None:
-    """The figures of a schedule by its formulas, without building it; None where it has none."""
+    """The figures of a schedule by its formulas, without building it; None if it has none."""
     if found := schedule_violations(name, pp, chunks, microbatches, **options):
         raise ScheduleError("\n".join(map(str, found)))
     kind = _kind(name)

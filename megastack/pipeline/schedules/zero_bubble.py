@@ -1,12 +1,12 @@
 """ZB-H1 and ZB-H2: 1F1B with the backward split, W filling the bubble (Qi et al., arXiv 2401.10241).
 
-The previous rank waits for I, the gradient of the input, but no rank waits for W, the gradient of the weights, so W is
-deferred: by one microbatch more on each rank than on the one before (by two in ZB-H2), so that the last rank sends its
-gradients as early as it can. No rank waits for rank 0, which runs whole backwards, B. ZB-H1 keeps p microbatches on
-every rank, as many as rank 0 of 1F1B. ZB-H2 runs twice as many forwards ahead and keeps up to 2p - 1; its ranks then
-work without a gap where F = I = W, though later ones start and end later. If W is at most F and at most I, `idle` is
-exact for the longest span of a rank, and a whole step idles for max(`idle`, (p - 1)·F), since the last rank has to wait
-(p - 1)·F in any order.
+The previous rank waits for I, the gradient of the input, but no rank waits for W, the gradient of the weights. W is
+therefore deferred: by one microbatch more on each rank than on the previous one (by two in ZB-H2), so that the last
+rank sends its gradients as early as possible. No rank waits for rank 0, which runs full backwards, B. ZB-H1 keeps p
+microbatches on every rank, as many as rank 0 of 1F1B. ZB-H2 runs twice as many forwards ahead and keeps up to 2p - 1;
+its ranks then work without a gap if F = I = W, though later ones start and end later. If W is at most F and at most I,
+`idle` is exact for the longest span of a rank, and a whole step idles for max(`idle`, (p - 1)·F), since the last rank
+has to wait (p - 1)·F in any order.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def zb_h2(pp: int, chunks: int, microbatches: int) -> list[list[Action]]:
     return [_rank(rank, warm_up(pp, rank, microbatches, depth=2), 2 * rank, microbatches) for rank in range(pp)]
 
 
-def _rank(stage: int, warm: int, most_late: int, microbatches: int) -> list[Action]:
-    """Forwards `warm` microbatches ahead of I, W up to `most_late` microbatches behind it.
+def _rank(stage: int, warm: int, max_lag: int, microbatches: int) -> list[Action]:
+    """Run forwards `warm` microbatches ahead of I, and W up to `max_lag` microbatches behind it.
 
-    W is not deferred past the last pair of a forward and an I, after which a rank has only W to do until its next I.
+    W is not deferred past the last pair of a forward and an I, after which a rank has only W to run until its next I.
     """
-    late = min(most_late, max(0, microbatches - warm - 1))
+    late = min(max_lag, max(0, microbatches - warm - 1))
     backward = Op.I if stage else Op.B
     actions = [Action(Op.F, stage, m) for m in range(warm)]
     for m in range(microbatches + late):
@@ -56,7 +56,7 @@ def peaks(pp: int, chunks: int, microbatches: int, *, depth: int, weight_share: 
         depth: 1 for ZB-H1, 2 for ZB-H2.
         weight_share: the part of an activation that W still needs after I.
     """
-    most = min(microbatches, _most(pp, depth))
+    most = min(microbatches, _most_alive(pp, depth))
     whole = [min(warm_up(pp, rank, microbatches, depth=depth) + 1, microbatches) for rank in range(pp)]
     return [forwards + weight_share * (most - forwards) for forwards in whole]
 
@@ -75,10 +75,10 @@ def idle(
 
     With M >= p that is (p-1)(F+I-W) for ZB-H1, with M >= 2p - 1 (p-1)(F+I-2W) for ZB-H2. With M <= p both are equal.
     """
-    return (pp - 1) * (F + I) - (min(microbatches, _most(pp, depth)) - 1) * W
+    return (pp - 1) * (F + I) - (min(microbatches, _most_alive(pp, depth)) - 1) * W
 
 
-def _most(pp: int, depth: int) -> int:
+def _most_alive(pp: int, depth: int) -> int:
     return depth * (pp - 1) + 1
 
 
