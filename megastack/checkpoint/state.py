@@ -29,7 +29,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import describe_coordinates
 from megastack.placement.boxes import Box, describe_box, local_box, whole_box
 from megastack.placement.buffers import persistent_buffers
-from megastack.placement.module import buffer_placements_of, placements_of
+from megastack.placement.module import BoxView, buffer_placements_of, placements_of
 from megastack.placement.placement import Placement
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -51,9 +51,6 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 WEIGHT_PREFIX = "model/"
 """Prefix of the names of weights and buffers."""
-
-BoxView = tuple[Box, Tensor]
-"""A box of a tensor and a view of its elements."""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[
     generator = build_generator(config, mesh, load_stages(config, mesh, schedule, request.checkpoint), schedule)
     stream = None
     if request.streams and mesh.rank == 0:
-        stream = _Stream(configured_tokenizer(config), request.prompts[0], Console())
+        stream = _TextPrinter(configured_tokenizer(config), request.prompts[0], Console())
     done = generator(
         request.prompts,
         max_new_tokens=request.new,
@@ -124,7 +124,7 @@ def _continue(config: TrainConfig, mesh: Mesh, request: _Request) -> tuple[list[
     return done, generator.uncached_because
 
 
-class _Stream:
+class _TextPrinter:
     """Prints one text while it is generated, in complete characters only."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], console: Console) -> None:

@@ -43,7 +43,7 @@ from megastack.training.state import RunResult
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """The outcome of one job of a sweep; values that it did not measure are null."""
 
     overrides: tuple[str, ...]
@@ -64,7 +64,7 @@ def run_sweep(options: argparse.Namespace) -> int:
     jobs = sweep_jobs(options.overrides, config_dir=options.config_dir)
     varied = [key for key in _keys(jobs[0]) if len({_value(job, key) for job in jobs}) > 1]
     partial_configs = [_compose(options, overrides) for overrides in jobs]
-    done = list[Job]()
+    done = list[SweepJob]()
     with _Folders([given.config for given in partial_configs if isinstance(given, PartialConfig)]) as folders:
         for position, (overrides, given) in enumerate(zip(jobs, partial_configs, strict=True), 1):
             shown = "  ".join(f"{key}={_value(overrides, key)}" for key in varied)
@@ -148,7 +148,7 @@ def _compose(options: argparse.Namespace, overrides: Sequence[str]) -> PartialCo
         return error
 
 
-def _run(given: PartialConfig | ConfigError, overrides: Sequence[str], position: int, folders: _Folders) -> Job:
+def _run(given: PartialConfig | ConfigError, overrides: Sequence[str], position: int, folders: _Folders) -> SweepJob:
     try:
         if isinstance(given, ConfigError):
             raise given
@@ -163,18 +163,18 @@ def _run(given: PartialConfig | ConfigError, overrides: Sequence[str], position:
             )
     except USER_ERRORS as error:
         Console(stderr=True).line(str(error), style="red")
-        return Job(tuple(overrides), "refused", REJECTED, reason=str(error))
+        return SweepJob(tuple(overrides), "refused", REJECTED, reason=str(error))
     except Exception as error:  # in the launcher itself; the remaining jobs still run
         Console(stderr=True).line("".join(traceback.format_exception(error)).rstrip(), style="red")
-        return Job(tuple(overrides), "failed", FAILED, reason=f"{type(error).__name__}: {error}")
+        return SweepJob(tuple(overrides), "failed", FAILED, reason=f"{type(error).__name__}: {error}")
     return _job(overrides, result)
 
 
-def _job(overrides: Sequence[str], result: RunResult) -> Job:
+def _job(overrides: Sequence[str], result: RunResult) -> SweepJob:
     metrics = RunFolder(result.folder).metrics
     rows, scored = ((read_metrics(metrics, kind) if metrics.exists() else []) for kind in ("train", "validation"))
     times = [row["step_time_s"] for row in rows[len(rows) // 4 :]]
-    return Job(
+    return SweepJob(
         overrides=tuple(overrides),
         status=result.status,
         exit_code=result.exit_code,
@@ -188,11 +188,11 @@ def _job(overrides: Sequence[str], result: RunResult) -> Job:
     )
 
 
-def _record(job: Job) -> dict[str, object]:
+def _record(job: SweepJob) -> dict[str, object]:
     return {name: value for name, value in asdict(job).items() if name != "interrupted"}
 
 
-def _show(jobs: Sequence[Job], varied: Sequence[str], *, left_out: int) -> None:
+def _show(jobs: Sequence[SweepJob], varied: Sequence[str], *, left_out: int) -> None:
     console = Console()
     console.table(
         [*varied, "status", "step", "loss", "validation", "step ms", "folder", "reason"],
@@ -202,7 +202,7 @@ def _show(jobs: Sequence[Job], varied: Sequence[str], *, left_out: int) -> None:
         console.line(f"interrupted; {left_out} more {'jobs were' if left_out > 1 else 'job was'} not started")
 
 
-def _cells(job: Job) -> list[str]:
+def _cells(job: SweepJob) -> list[str]:
     milliseconds = None if job.step_time_s is None else job.step_time_s * 1e3
     return [
         job.status,
@@ -215,7 +215,7 @@ def _cells(job: Job) -> list[str]:
     ]
 
 
-def _reason(job: Job) -> str:
+def _reason(job: SweepJob) -> str:
     """Return why a job did not complete, in one line."""
     if job.status == "completed" or not job.reason:
         return ""

@@ -26,10 +26,10 @@ from megastack.comm.collectives import (
 )
 from megastack.comm.group import AxisGroup
 from megastack.gradients.bucket_spec import BucketSpec, ParameterSlot
-from megastack.gradients.interface import BoxView
 from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.gradients.reduction import Reduction
 from megastack.placement.boxes import Box, range_boxes
+from megastack.placement.module import BoxView
 
 
 class Bucket:

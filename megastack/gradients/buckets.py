@@ -31,12 +31,11 @@ from megastack.comm.collectives import Pending, start_all_gather_, start_all_red
 from megastack.errors import ConfigError
 from megastack.gradients.bucket import Bucket, ParameterGathers
 from megastack.gradients.bucket_spec import BucketKey, make_bucket_specs
-from megastack.gradients.interface import BoxView
 from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.gradients.reduction import NamedParameter, make_reductions, partial_sums
 from megastack.mesh.mesh import Mesh
 from megastack.placement.boxes import Box
-from megastack.placement.module import placements_of
+from megastack.placement.module import BoxView, placements_of
 from megastack.placement.placement import Placement
 from megastack.weight_gradients import AccumulationHook
 

@@ -38,12 +38,11 @@ from megastack.comm.collectives import all_gather, start_all_reduce_
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.gradients.fsdp_units import Compute, UnitSharder, shard_dim
-from megastack.gradients.interface import BoxView
 from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.gradients.reduction import Reduction, data_sharding, make_reductions, partial_sums
 from megastack.mesh.mesh import Mesh
 from megastack.placement.boxes import Box
-from megastack.placement.module import ReshardPolicy, placements_of
+from megastack.placement.module import BoxView, ReshardPolicy, placements_of
 
 
 class FullyShardedGradients:

@@ -16,10 +16,7 @@ from torch import Tensor
 from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.gradients.reduction import Reduction
 from megastack.mesh.mesh import Mesh
-from megastack.placement.boxes import Box
-
-BoxView = tuple[Box, Tensor]
-"""A box of the local parameter and the view of a local shard that holds its elements."""
+from megastack.placement.module import BoxView
 
 
 class LocalShard(Protocol):

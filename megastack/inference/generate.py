@@ -148,7 +148,7 @@ class Generator:
             MegastackError: logits that are not finite.
         """
         check_prompts(prompts, max_new_tokens, vocab=self.vocab, max_positions=self.max_positions)
-        rows = _Rows([list(prompt) for prompt in prompts], end, first_sample)
+        rows = _Sequences([list(prompt) for prompt in prompts], end, first_sample)
         self.uncached_because = self._shared_obstacle()
         steps = self._steps(rows, max_new_tokens, cached=cache and self.can_cache)
         for _ in range(max_new_tokens):
@@ -164,7 +164,7 @@ class Generator:
             for row, length, ended in zip(rows.ids, lengths, rows.ended, strict=True)
         ]
 
-    def _steps(self, rows: _Rows, new: int, *, cached: bool) -> Callable[[], Tensor | None]:
+    def _steps(self, rows: _Sequences, new: int, *, cached: bool) -> Callable[[], Tensor | None]:
         """A function that runs the next token of every row, and returns the logits on ranks with the head."""
         capacity = max(map(len, rows.ids)) + new
         stages = [_InferenceStage(stage, KeyValueCache(capacity) if cached else None) for stage in self.stages]
@@ -183,7 +183,7 @@ class Generator:
 
         return step
 
-    def _choose(self, logits_BV: Tensor | None, rows: _Rows, sampling: Sampling) -> list[int]:
+    def _choose(self, logits_BV: Tensor | None, rows: _Sequences, sampling: Sampling) -> list[int]:
         """The next id of each row: chosen on one rank and broadcast to all."""
         ids_B = torch.zeros(len(rows.ids), dtype=torch.int64, device=self.mesh.device)
         if logits_BV is not None:
@@ -214,7 +214,7 @@ class _Inputs:
     seen: int
 
 
-class _Rows:
+class _Sequences:
     """The ids of each text so far."""
 
     def __init__(self, ids: list[list[int]], end: int | None, first_sample: int) -> None:

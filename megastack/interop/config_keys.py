@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 from megastack.errors import Violation
 
-Kind = Literal["size", "count", "number", "flag", "text", "texts", "mapping", "id", "ids"]
+ValueKind = Literal["size", "count", "number", "flag", "text", "texts", "mapping", "id", "ids"]
 """Kind of a value; :data:`WORDS` describes it."""
 
 
 @dataclass(frozen=True)
-class Key:
+class HubKey:
     """One key of a class.
 
     Args:
@@ -28,13 +28,13 @@ class Key:
         nullable: whether null is allowed.
     """
 
-    kind: Kind
+    kind: ValueKind
     default: Any
     nullable: bool = False
 
 
-def _keys(kind: Kind, nullable: bool = False, /, **defaults: Any) -> dict[str, Key]:
-    return {name: Key(kind, default, nullable) for name, default in defaults.items()}
+def _keys(kind: ValueKind, nullable: bool = False, /, **defaults: Any) -> dict[str, HubKey]:
+    return {name: HubKey(kind, default, nullable) for name, default in defaults.items()}
 
 
 _SHARED = {
@@ -61,7 +61,7 @@ _QWEN = {
     **_keys("id", True, bos_token_id=None),
     **_keys("ids", True, eos_token_id=None),
 }
-KEYS: Mapping[str, Mapping[str, Key]] = {
+KEYS: Mapping[str, Mapping[str, HubKey]] = {
     "llama": {
         **_ROTARY,
         **_keys("size", vocab_size=32000, intermediate_size=11008, max_position_embeddings=2048),
@@ -116,7 +116,7 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: key.default for name, key in KEYS[kind].items()} | renamed
 
 
-def is_of_kind(value: Any, kind: Kind) -> bool:
+def is_of_kind(value: Any, kind: ValueKind) -> bool:
     """Whether a value other than null has the given kind; true is not a number."""
     integer = isinstance(value, int) and not isinstance(value, bool)
     match kind:
@@ -142,7 +142,7 @@ def is_of_kind(value: Any, kind: Kind) -> bool:
             )
 
 
-WORDS: Mapping[Kind, str] = {
+WORDS: Mapping[ValueKind, str] = {
     "size": "a positive integer",
     "count": "an integer of at least 0",
     "number": "a number",
@@ -198,7 +198,7 @@ class Fields:
         """Whether the file has a key."""
         return name in self.values
 
-    def checked(self, name: str, value: Any, key: Key) -> Any:
+    def checked(self, name: str, value: Any, key: HubKey) -> Any:
         """Return the value if it has the key's kind; otherwise record an error and return the default."""
         if value is None:
             if not key.nullable:
@@ -243,6 +243,6 @@ class Fields:
         self.values.setdefault(name, value)
 
 
-def key(kind: Kind, default: Any = None, *, nullable: bool = False) -> Key:
+def key(kind: ValueKind, default: Any = None, *, nullable: bool = False) -> HubKey:
     """Define a key of an object inside the file, which belongs to no class."""
-    return Key(kind, default, nullable)
+    return HubKey(kind, default, nullable)

@@ -18,7 +18,7 @@ from typing import Any
 from megastack.config.choices import Activation, Family, Norm, Positions, RopeScaling
 from megastack.config.schema import ModelOptions, RopeOptions
 from megastack.errors import ConfigError, Violation
-from megastack.interop.config_keys import Fields, Key, key
+from megastack.interop.config_keys import Fields, HubKey, key
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ ROPE_TYPES = ("default", "linear", "llama3")
 OLD, NEW = "rope_scaling", "rope_parameters"
 ORIGINAL = "original_max_position_embeddings"
 _FACTOR, _LENGTH = key("number"), key("size")
-ROPE_KEYS: Mapping[str, Mapping[str, tuple[str, Key]]] = {
+ROPE_KEYS: Mapping[str, Mapping[str, tuple[str, HubKey]]] = {
     "default": {},
     "linear": {"factor": ("factor", _FACTOR)},
     "llama3": {

@@ -259,7 +259,7 @@ def _dtype_name(tensors: Sequence[LazyTensor]) -> str:
 
 
 @dataclass(frozen=True)
-class _Tokenizer:
+class _ExportedTokenizer:
     """Files and token ids that are exported with the weights.
 
     Attributes:
@@ -275,7 +275,7 @@ class _Tokenizer:
     notes: tuple[str, ...] = ()
 
 
-def _tokenizer(checkpoint: Path, config: TrainConfig, like: str | Path | None) -> _Tokenizer:
+def _tokenizer(checkpoint: Path, config: TrainConfig, like: str | Path | None) -> _ExportedTokenizer:
     """Find tokenizer files and ids in ``like``, in the imported folder, or from the run's tokenizer."""
     imported, named = checkpoint.absolute().parent / HUB, config.data.tokenizer
     if like is not None and not Path(like).is_dir():
@@ -290,16 +290,16 @@ def _tokenizer(checkpoint: Path, config: TrainConfig, like: str | Path | None) -
     if own is not None:
         files["tokenizer.json"] = own
     original = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
-    return _Tokenizer(files, original, token_ids(files, original, vocab=config.model.vocab))
+    return _ExportedTokenizer(files, original, token_ids(files, original, vocab=config.model.vocab))
 
 
-def _without_files(config: TrainConfig) -> _Tokenizer:
+def _without_files(config: TrainConfig) -> _ExportedTokenizer:
     if config.data.tokenizer != "byte":
         note = f"data.tokenizer={config.data.tokenizer} does not exist: no tokenizer files, no token ids; use --like"
-        return _Tokenizer({}, None, token_ids({}), (note,))
+        return _ExportedTokenizer({}, None, token_ids({}), (note,))
     if config.data.source == "bin":
-        return _Tokenizer({}, None, token_ids({}), ("no tokenizer files and no token ids: use --like",))
-    return _Tokenizer({}, None, byte_ids(config.model.vocab))
+        return _ExportedTokenizer({}, None, token_ids({}), ("no tokenizer files and no token ids: use --like",))
+    return _ExportedTokenizer({}, None, byte_ids(config.model.vocab))
 
 
 def _copy_files(files: Mapping[str, Path], folder: Path) -> None:

@@ -39,12 +39,11 @@ from megastack.models.config import ModelConfig
 from megastack.models.factories import block_factory, norm_factory, rope_of
 from megastack.models.recompute import recompute_blocks_
 from megastack.models.specs import decoder_spec
+from megastack.pipeline.stage import StageTensors
 from megastack.placement.module import ParallelModule, ReshardPolicy
 
 LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Activation dtypes below fp32. They apply after the embedding, whose weight may be in fp32."""
-StageTensors = Mapping[str, Any]
-"""Inputs or outputs of a stage: ``hidden``, and the blocks' extra values by name (a tensor or None)."""
 
 
 class Decoder(ParallelModule):

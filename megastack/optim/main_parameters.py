@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megastack.gradients.interface import BoxView, LocalShard
+from megastack.gradients.interface import LocalShard
+from megastack.placement.module import BoxView
 
 
 def set_dtypes_(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[str]) -> None:

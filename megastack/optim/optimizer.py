@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megastack.gradients.interface import BoxView, Gradients, LocalShard
+from megastack.gradients.interface import Gradients, LocalShard
 from megastack.gradients.parameter_groups import ParameterGroup
 from megastack.optim.main_parameters import MainParameters
 from megastack.optim.update_rules import STEP, OptimizerOptions, UpdateRule, rule_of
+from megastack.placement.module import BoxView
 
 
 def build_optimizer(buckets: Gradients, options: OptimizerOptions | None = None) -> Optimizer:

@@ -255,7 +255,7 @@ def _batched_error(
     schedule: Schedule,
     groups: list[list[tuple[int, list[int]]]],
     rows: list[list[progress.Step]],
-    reached: progress.Progress,
+    reached: progress.PossibleOrder,
 ) -> ScheduleError:
     """The cycle in the ranks' own lists; a stuck transport is shown at the first message of its group."""
     positions: dict[int, int] = {}

@@ -20,7 +20,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class PossibleOrder:
     """The progress of each list.
 
     Attributes:
@@ -49,7 +49,7 @@ class Progress:
         return path[path.index(row) :]
 
 
-def run(rows: Sequence[Sequence[Step]]) -> Progress:
+def run(rows: Sequence[Sequence[Step]]) -> PossibleOrder:
     """Run all lists as far as possible, in time linear in their length."""
     positions = [0] * len(rows)
     order: list[tuple[int, int]] = []
@@ -72,4 +72,4 @@ def run(rows: Sequence[Sequence[Step]]) -> Progress:
             available.update(step.provides)
             for key in step.provides:
                 ready.extend(waiting.pop(key, ()))
-    return Progress(order, positions, missing)
+    return PossibleOrder(order, positions, missing)

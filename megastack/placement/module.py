@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from megastack.errors import PlacementError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
-from megastack.placement.boxes import divisibility_errors, local_box, local_shape
+from megastack.placement.boxes import Box, divisibility_errors, local_box, local_shape
 from megastack.placement.buffers import (
     materialise_buffers_,
     named_buffers,
@@ -43,6 +43,9 @@ from megastack.placement.buffers import (
 from megastack.placement.placement import Normal, Ones, Placement, Zeros
 from megastack.random import counter_normal
 from megastack.torch_private import buffers_of, parameters_of
+
+BoxView = tuple[Box, Tensor]
+"""A box of a tensor, and a view of its elements."""
 
 
 class ReshardPolicy(Enum):

@@ -39,7 +39,7 @@ def seed_generators(seed: int) -> None:
 
 
 @dataclass(frozen=True)
-class GeneratorStates:
+class GeneratorSnapshot:
     """The state of every generator of the process."""
 
     torch_state: Tensor
@@ -47,7 +47,7 @@ class GeneratorStates:
     numpy_state: Any
 
     @classmethod
-    def current(cls) -> GeneratorStates:
+    def current(cls) -> GeneratorSnapshot:
         """The current states."""
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
@@ -61,7 +61,7 @@ class GeneratorStates:
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Context manager that restores the state of every generator on exit."""
-    states = GeneratorStates.current()
+    states = GeneratorSnapshot.current()
     try:
         yield
     finally:
@@ -106,14 +106,14 @@ class PurityChecker:
         self.active = True
         self.checked: dict[str, ModuleCheck] = {}
         self._tolerance = tolerance
-        self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], GeneratorStates]] = {}
+        self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], GeneratorSnapshot]] = {}
         for name, module in modules.items():
             module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
             module.register_forward_hook(partial(self._after, name))
 
     def _before(self, name: str, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self.active and name not in self.checked:
-            self._calls[name] = (_copied(arguments), _copied(named), GeneratorStates.current())
+            self._calls[name] = (_copied(arguments), _copied(named), GeneratorSnapshot.current())
 
     def _after(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         if not self.active or name not in self._calls or name in self.checked:

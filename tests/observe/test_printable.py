@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastack.cli.generation import _Stream
+from megastack.cli.generation import _TextPrinter
 from megastack.cli.main import main
 from megastack.data.tokenizers import ByteTokenizer
 from megastack.mesh.shape import Axis
@@ -59,7 +59,7 @@ def test_console_output(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_streamed_text(capsys: pytest.CaptureFixture[str]) -> None:
-    stream = _Stream(ByteTokenizer(), b"go \x1b[1m", Console())
+    stream = _TextPrinter(ByteTokenizer(), b"go \x1b[1m", Console())
     for byte in EVIL.encode():
         stream([byte])
     stream.finish()

@@ -28,8 +28,8 @@ from megastack.pipeline.schedules import gpipe, interleaved, one_f_one_b, zero_b
 from megastack.pipeline.simulate import error
 from megastack.targets import import_path
 
-Rows = Sequence[Sequence[Action | str]]
-Generator = TypeVar("Generator", bound=Callable[..., Rows])
+ActionRows = Sequence[Sequence[Action | str]]
+Generator = TypeVar("Generator", bound=Callable[..., ActionRows])
 
 TARGET = "schedule._target_"
 
@@ -51,13 +51,13 @@ class ClosedForm:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _ScheduleKind:
     """A schedule's generator and its formulas, which accept the generator's arguments.
 
     `idle` is the idle time of the longest rank span where F = I = W = 1, `peaks` are counted in chunks.
     """
 
-    generate: Callable[..., Rows]
+    generate: Callable[..., ActionRows]
     idle: Callable[..., float] | None = None
     peaks: Callable[..., Sequence[float]] | None = None
     violations: Callable[..., list[Violation]] | None = None
@@ -70,7 +70,7 @@ class _Kind:
         return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def custom(pp: int, chunks: int, microbatches: int, *, path: str) -> Rows:
+def custom(pp: int, chunks: int, microbatches: int, *, path: str) -> ActionRows:
     """The lists of a CSV file (see ``Schedule.load``); `build_schedule` checks that they have these sizes."""
     return Schedule.load(path).ranks
 
@@ -84,8 +84,8 @@ def _custom_violations(pp: int, chunks: int, microbatches: int, *, path: str) ->
     return []
 
 
-def _zero_bubble(name: str, generate: Callable[..., Rows], depth: int) -> _Kind:
-    return _Kind(
+def _zero_bubble(name: str, generate: Callable[..., ActionRows], depth: int) -> _ScheduleKind:
+    return _ScheduleKind(
         generate,
         partial(zero_bubble.idle, depth=depth),
         partial(zero_bubble.peaks, depth=depth),
@@ -94,15 +94,17 @@ def _zero_bubble(name: str, generate: Callable[..., Rows], depth: int) -> _Kind:
     )
 
 
-_KINDS: dict[str, _Kind] = {
-    "gpipe": _Kind(gpipe.gpipe, gpipe.idle, gpipe.peaks, built_in=True),
-    "1f1b": _Kind(one_f_one_b.one_f_one_b, one_f_one_b.idle, one_f_one_b.peaks, one_f_one_b.violations, built_in=True),
-    "interleaved": _Kind(
+_KINDS: dict[str, _ScheduleKind] = {
+    "gpipe": _ScheduleKind(gpipe.gpipe, gpipe.idle, gpipe.peaks, built_in=True),
+    "1f1b": _ScheduleKind(
+        one_f_one_b.one_f_one_b, one_f_one_b.idle, one_f_one_b.peaks, one_f_one_b.violations, built_in=True
+    ),
+    "interleaved": _ScheduleKind(
         interleaved.interleaved, interleaved.idle, interleaved.peaks, interleaved.violations, built_in=True
     ),
     "zb_h1": _zero_bubble("zb_h1", zero_bubble.zb_h1, depth=1),
     "zb_h2": _zero_bubble("zb_h2", zero_bubble.zb_h2, depth=2),
-    "custom": _Kind(custom, violations=_custom_violations),
+    "custom": _ScheduleKind(custom, violations=_custom_violations),
 }
 
 
@@ -116,7 +118,7 @@ def register_schedule(name: str) -> Callable[[Generator], Generator]:
     def register(generate: Generator) -> Generator:
         if name in PLANNED or (name in _KINDS and _KINDS[name].generate is not generate):
             raise ScheduleError(f"schedule.name={name}: is taken; use a name other than {', '.join(known_names())}")
-        _KINDS[name] = _Kind(generate)
+        _KINDS[name] = _ScheduleKind(generate)
         return generate
 
     return register
@@ -132,7 +134,7 @@ def known_names() -> tuple[str, ...]:
     return (*_KINDS, *PLANNED)
 
 
-def _find(name: str) -> _Kind | list[Violation]:
+def _find(name: str) -> _ScheduleKind | list[Violation]:
     """The schedule of a name or a dotted path, or its errors."""
     if name in _KINDS:
         return _KINDS[name]
@@ -148,13 +150,13 @@ def _find(name: str) -> _Kind | list[Violation]:
         return [
             Violation(TARGET, name, "must accept three positional arguments", ("(pp, chunks, microbatches, *, …)",))
         ]
-    return _Kind(generate, violations=partial(_own_violations, generate, name), key=TARGET)
+    return _ScheduleKind(generate, violations=partial(_own_violations, generate, name), key=TARGET)
 
 
-def _kind(name: str) -> _Kind:
+def _kind(name: str) -> _ScheduleKind:
     """The schedule of a valid name or dotted path."""
     kind = _find(name)
-    assert isinstance(kind, _Kind), kind
+    assert isinstance(kind, _ScheduleKind), kind
     return kind
 
 
@@ -181,7 +183,7 @@ def _own_violations(
 def schedule_violations(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> list[Violation]:
     """The errors of these sizes and options (None: not given); reads the file of `custom`."""
     kind = _find(name)
-    if not isinstance(kind, _Kind):
+    if not isinstance(kind, _ScheduleKind):
         return kind
     sizes = {"parallel.pp": pp, "schedule.chunks": chunks, "microbatches": microbatches}
     found = [Violation(key, size, "must be at least 1") for key, size in sizes.items() if size < 1]
