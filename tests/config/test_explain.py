@@ -23,6 +23,11 @@ def test_a_value() -> None:
     ]
 
 
+def test_a_list_of_sections_is_printed_as_it_is_written() -> None:
+    phases = "data.phases=[{from_step: 2, sequence_length: 32}]"
+    assert str(explain("data.phases", [phases])).splitlines()[0] == phases
+
+
 def test_the_file_that_sets_a_value() -> None:
     assert explain("optim.lr", ["experiment=laptop"]).location == str(packaged_configs() / "experiment" / "laptop.yaml")
     assert explain("seed").location == "the default"

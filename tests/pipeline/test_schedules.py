@@ -303,6 +303,10 @@ def flavoured(pp: int, chunks: int, microbatches: int, *, flavour: str = "plain"
     return [[Action.parse(f"0F{m}") for m in order] + [Action.parse(f"0B{m}") for m in order]]
 
 
+def with_default(pp: int, chunks: int, microbatches: int, reverse: bool = False) -> list[list[Action]]:
+    return flavoured(pp, chunks, microbatches, flavour="reversed" if reverse else "plain")
+
+
 def needs_depth(pp: int, chunks: int, microbatches: int, *, depth: int) -> list[list[Action]]:
     return flavoured(pp, chunks, microbatches)
 
@@ -335,6 +339,7 @@ def test_a_dotted_path_names_a_function_and_its_options() -> None:
     assert str(schedule.ranks[0][0]) == "0F2" and schedule.name == f"{HERE}.flavoured"
     assert not splits_backward(f"{HERE}.flavoured", 1, 1, 3)
     assert closed_form(f"{HERE}.flavoured", 1, 1, 3) is None
+    assert str(build_schedule(f"{HERE}.with_default", 1, 1, 3, reverse=True).ranks[0][0]) == "0F2"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,10 @@ import pytest
 from megastack.cli.main import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "your_own_layers.md").read_text()
-FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
+FILES = {
+    name: text
+    for text, name in re.findall(r"```(?:python|yaml)\n((?:# @package _global_\n)?# (\S+)\n.*?)```", PAGE, re.DOTALL)
+}
 COMMANDS = [
     shlex.split(line) for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()
 ]

@@ -66,8 +66,14 @@ class _ScheduleKind:
 
     def options(self) -> dict[str, bool]:
         """Its options, and whether each is required."""
-        parameters = inspect.signature(self.generate).parameters.values()
-        return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return {parameter.name: parameter.default is parameter.empty for parameter in _options(self.generate)}
+
+
+def _options(generate: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that can be given by keyword, after the three sizes."""
+    parameters = list(inspect.signature(generate).parameters.values())
+    sizes = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
+    return [p for p in parameters if p not in sizes and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def custom(pp: int, chunks: int, microbatches: int, *, path: str) -> ActionRows:
@@ -109,7 +115,7 @@ _KINDS: dict[str, _ScheduleKind] = {
 
 
 def register_schedule(name: str) -> Callable[[Generator], Generator]:
-    """Decorator that registers a function as ``schedule.name=<name>``; its keyword-only arguments are its options.
+    """Decorator that registers a function as ``schedule.name=<name>``; its arguments after the sizes are its options.
 
     Raises:
         ScheduleError: the name is already registered for another function.
@@ -143,7 +149,7 @@ def _find(name: str) -> _ScheduleKind | list[Violation]:
         return [Violation("schedule.name", name, rule, schedule_names())]
     try:
         generate = import_path(TARGET, name)
-        inspect.signature(generate).bind(1, 1, 1, **_placeholders(generate))
+        inspect.signature(generate).bind(1, 1, 1, **{option.name: None for option in _options(generate)})
     except ConfigError as error:
         return list(error.violations)
     except (TypeError, ValueError):
@@ -158,11 +164,6 @@ def _kind(name: str) -> _ScheduleKind:
     kind = _find(name)
     assert isinstance(kind, _ScheduleKind), kind
     return kind
-
-
-def _placeholders(generate: Callable[..., Any]) -> dict[str, None]:
-    parameters = inspect.signature(generate).parameters.values()
-    return {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def _own_violations(
