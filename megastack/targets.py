@@ -35,8 +35,9 @@ def import_path(key: str, path: str) -> Callable[..., Any]:
         raise ConfigError.of([Violation(key, path, rule, advice)]) from error
     target = getattr(module, name, None)
     if not callable(target):
-        near = [other for other in get_close_matches(name, dir(module), 4) if other != name][:3]
-        near = near or [other for other in vars(module) if other[:1].isupper() and other != name][:3]
+        members = vars(module).items()
+        own = [n for n, value in members if n[:1] != "_" and getattr(value, "__module__", None) == module_name]
+        near = get_close_matches(name, own, 3) or own[:3]
         rule = f"{module_name} has no class or function {name}"
         raise ConfigError.of([Violation(key, path, rule, (" or ".join(near) or "another name",))])
     return target
