@@ -1,6 +1,6 @@
 """Processor time of a training step in two checkouts, alternating, to show that a change costs nothing.
 
-    python scripts/bench_revisions.py OLD NEW [--pairs 40] [--steps 40] [--layouts dp2 tp2 pp2]
+    python scripts/bench_revisions.py OLD NEW [--pairs 40] [--steps 25] [--layouts dp2 tp2 pp2]
 
 Each run trains a small Llama through the public API (`compose`, `train`, `Hooks`) with the package of one checkout, and
 sums the processor time of all ranks from the end of step 5 to the end of the last step. Runs alternate, and each pair
@@ -24,7 +24,7 @@ from typing import Any
 
 FIRST = 5
 MODEL = ["model.layers=4", "model.hidden=64", "model.heads=4", "model.ffn=192", "model.vocab=256"]
-RUN = ["batch.global_size=8", "batch.micro_size=1", "batch.sequence_length=64", "lr.warmup_steps=0"]
+RUN = ["batch.global_size=8", "batch.micro_size=2", "batch.sequence_length=64", "lr.warmup_steps=0"]
 QUIET = ["checkpoint.at_end=false", "observe.tensorboard=false", "run.log_every=1000", "run.validate_every=0"]
 LAYOUTS = {"dp2": ["parallel.dp=2"], "tp2": ["parallel.tp=2"], "pp2": ["parallel.pp=2"], "one": []}
 
@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="*", type=Path, metavar="OLD NEW")
     parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["dp2", "tp2", "pp2"])
     parser.add_argument("--measure", choices=LAYOUTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
