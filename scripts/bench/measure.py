@@ -3,7 +3,7 @@
 Each side runs in its own processes, with its own memory and threads. In a pair both sides train on the same batch, one
 after the other while the other's processes wait; which one goes first alternates. After a few pairs, both sides start
 again in new processes. Wall time is measured from a barrier before the step to one after it, so it includes waiting for
-the slowest rank. CPU time is that of the whole process, including gloo's threads.
+the slowest rank. CPU time covers the whole process, including gloo's threads.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def summarise(
 ) -> dict[str, Any]:
     """The figures of one layout as JSON.
 
-    The time of a step is that of its slowest rank, CPU time is summed over ranks, and peaks are the maximum over ranks.
+    The slowest rank determines the time of a step, CPU time is summed over ranks, and peaks are the maximum over ranks.
     Ratios are megastack's figure divided by the peer's, pair by pair.
     """
     layout = LAYOUTS[name]

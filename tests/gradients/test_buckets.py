@@ -241,7 +241,7 @@ def test_reductions_start_before_the_last_backward_ends_and_not_before_it() -> N
 
 
 def starts_when_some_gradients_are_pending() -> list[int]:
-    """Split backwards: before the last one, all gradients are complete except those that it computes."""
+    """Split backwards: before the last one, all gradients are complete except the ones it computes."""
     mesh = Mesh.from_environment(MeshShape(dp=2))
     bag = Bag(mesh, w=vector(), norm=vector(), v=vector())
     buckets = GradientBuckets([bag], mesh, bucket_bytes=1)

@@ -137,7 +137,7 @@ def test_a_rank_that_sleeps_in_a_task_is_named(tmp_path: Path) -> None:
 
 
 class _Garbage:
-    """A reference cycle with a finalizer, like that of a store, which needs the threads of the process that made it."""
+    """A reference cycle with a finalizer, as a store has, which needs the threads of the process that created it."""
 
     finalized = False
 
