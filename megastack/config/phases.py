@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megastack.config.choices import DataSource
-from megastack.config.schema import DataOptions, DataPhaseOptions, TrainConfig
+from megastack.config.data_schema import DataOptions, DataPhaseOptions
+from megastack.config.schema import TrainConfig
 from megastack.config.value_rules import BYTE_IDS, source_fits
 from megastack.data.blend_weights import normalized
 from megastack.errors import Violation, counted

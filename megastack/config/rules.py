@@ -18,10 +18,11 @@ from functools import partial
 from typing import Any
 
 from megastack.config.convert import INVALID, InvalidValueError, coerce, replace_values, value_of
+from megastack.config.data_schema import BlendSource, DataPhaseOptions
 from megastack.config.fields import COMPARISONS, Key, describe_bounds, keys
 from megastack.config.layout_rules import LAYOUT_RULES, Degrees, batch_fits
 from megastack.config.phases import PHASE_RULES
-from megastack.config.schema import BlendSource, DataPhaseOptions, OptimGroupOptions, TrainConfig
+from megastack.config.schema import OptimGroupOptions, TrainConfig
 from megastack.config.value_rules import VALUE_RULES, invalid_texts
 from megastack.errors import ConfigError, Violation, counted, spell
 

@@ -14,7 +14,6 @@ from megastack.assemble.data import identity
 from megastack.assemble.optimizer import moment_kinds
 from megastack.checkpoint.folder import NoCheckpointError, Resume, find_checkpoint, resolve_resume
 from megastack.checkpoint.manifest import read_manifest, read_trainer
-from megastack.config.changes import changes
 from megastack.config.convert import to_plain
 from megastack.config.reading import from_yaml
 from megastack.config.schema import TrainConfig
@@ -22,6 +21,7 @@ from megastack.data.dataset import Dataset
 from megastack.data.resume import resume_errors
 from megastack.errors import CheckpointError, ConfigError, Violation
 from megastack.observe.folder import RunFolder
+from megastack.preflight.config_changes import changes
 from megastack.preflight.errors import ErrorCollector
 from megastack.preflight.model import ModelShapes
 from megastack.training.state import nothing_to_train

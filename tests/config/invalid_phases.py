@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megastack.config.choices import DataSource
-from megastack.config.schema import BlendSource, DataPhaseOptions
+from megastack.config.data_schema import BlendSource, DataPhaseOptions
 from tests.config.config_cases import BIN_37, LEARNED, InvalidCase
 
 PHASES: list[InvalidCase] = [

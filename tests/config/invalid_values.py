@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megastack.config.choices import Period
-from megastack.config.schema import BlendSource, OptimGroupOptions
+from megastack.config.data_schema import BlendSource
+from megastack.config.schema import OptimGroupOptions
 from tests.config.config_cases import LEARNED, LLAMA3, InvalidCase
 
 FINITE = "must be a finite number or null"

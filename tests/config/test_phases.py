@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from megastack.config.changes import changes
 from megastack.config.choices import DataSource
 from megastack.config.compose import compose, trace
 from megastack.config.convert import replace_values, to_plain
+from megastack.config.data_schema import BlendSource, DataPhaseOptions
 from megastack.config.explain import explain
 from megastack.config.overrides import sweep_jobs
 from megastack.config.phases import longest, phase_at, phase_configs, source_text
 from megastack.config.reading import from_yaml, to_yaml
-from megastack.config.schema import BlendSource, DataPhaseOptions
 from megastack.errors import ConfigError
+from megastack.preflight.config_changes import changes
 from tests.config.config_cases import a_config
 
 ONE = "[{from_step: 2, sequence_length: 8}]"

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastack.config.convert import INVALID, replace_values, to_plain
+from megastack.config.data_schema import BlendSource, DataPhaseOptions
 from megastack.config.fields import keys, without_null
 from megastack.config.layout_rules import LAYOUT_RULES, Degrees
 from megastack.config.phases import PHASE_RULES
 from megastack.config.rules import WORKS, not_available, out_of_range, violations
-from megastack.config.schema import BlendSource, DataPhaseOptions, OptimGroupOptions, RopeOptions, TrainConfig
+from megastack.config.schema import OptimGroupOptions, RopeOptions, TrainConfig
 from megastack.config.value_rules import VALUE_RULES
 from megastack.errors import Violation
 from tests.config.config_cases import BIN_37, LEARNED, LLAMA3, a_config

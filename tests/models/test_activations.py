@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megastack.config.schema import BatchOptions, DataOptions, PrecisionOptions, TrainConfig
+from megastack.config.data_schema import DataOptions
+from megastack.config.schema import BatchOptions, PrecisionOptions, TrainConfig
 from megastack.layers.embedding import _RowSums
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape

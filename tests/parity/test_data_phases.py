@@ -12,7 +12,7 @@ from megastack.assemble.data import read_dataset
 from megastack.assemble.training import build_training
 from megastack.checkpoint.load import load
 from megastack.checkpoint.save import save
-from megastack.config.schema import DataPhaseOptions
+from megastack.config.data_schema import DataPhaseOptions
 from megastack.mesh.mesh import Mesh
 from megastack.testing.compare import TOLERANCES, differences
 from megastack.testing.training import trace_layout
