@@ -155,6 +155,19 @@ def group_names(name_of: Callable[[list[int], Collection[str]], str]) -> Iterato
         distributed_c10d._hash_ranks_to_str = usual
 
 
+def bind_to_numa(gpu: int, mode: str) -> None:
+    """Bind all threads of this process to CPUs near a GPU; ``mode`` is a value of torch's ``AffinityMode``."""
+    from torch.numa import binding
+
+    options = binding.NumaOptions(binding.AffinityMode(mode))
+    binding._maybe_apply_numa_binding_to_current_process(gpu_index=gpu, numa_options=options)
+
+
+def dump_cuda_memory(path: Path) -> None:
+    """Write a snapshot of the CUDA allocator's state."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
 def is_in_bad_fork() -> bool:
     """Whether this process was forked after its parent initialised CUDA, and therefore cannot use CUDA."""
     return torch.cuda._is_in_bad_fork()

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": {"gradients", "placement"},
     "data": {"random", "batch"},
     "checkpoint": {"placement", "comm", "mesh", "records", "observe.printable"},
-    "observe": {"records", "mesh.shape", "comm.flight_recorder"},
+    "observe": {"records", "torch_private", "mesh.shape", "comm.flight_recorder"},
     "config": {
         *("mesh.shape", "pipeline.schedules", "data.blend_weights"),
         *("layers.rules", "layers.spec", "layers.attention_spec", "layers.mlp_spec", "layers.vocabulary_spec"),
@@ -83,7 +83,17 @@ ALLOWED: dict[str, set[str]] = {
         *("gradients.parameter_groups", "placement.module"),
     },
     "launch": {
-        *("preflight", "assemble", "training", "config", "observe", "mesh", "data.dataset", "plan.describe"),
+        *(
+            "preflight",
+            "assemble",
+            "training",
+            "config",
+            "observe",
+            "mesh",
+            "data.dataset",
+            "plan.describe",
+            "plan.smaller",
+        ),
         *(
             "records",
             "checkpoint.manifest",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import fully_shard
+from torch.numa import binding
 
 from megastack import torch_private
 from megastack.mesh.mesh import Mesh
@@ -212,3 +213,21 @@ def test_the_files_of_the_transport_exist() -> None:
 
 def test_this_process_was_not_forked_from_one_with_cuda() -> None:
     assert torch_private.is_in_bad_fork() is False
+
+
+def test_this_process_can_be_bound_to_the_cpus_of_a_numa_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[set[int]] = []
+    monkeypatch.setattr(binding, "_get_validated_logical_cpus_to_bind_to", lambda **given: {given["gpu_index"], 7})
+    monkeypatch.setattr(
+        binding,
+        "_bind_all_threads_in_current_process_to_logical_cpus",
+        lambda *, logical_cpu_indices: bound.append(logical_cpu_indices),
+    )
+    torch_private.bind_to_numa(3, "core-complex")
+    assert bound == [{3, 7}]
+
+
+def test_the_state_of_the_cuda_allocator_is_dumped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda *given, **named: {"segments": []})
+    torch_private.dump_cuda_memory(tmp_path / "memory.pickle")
+    assert (tmp_path / "memory.pickle").stat().st_size

@@ -118,6 +118,16 @@ class DataSource(StrEnum):
     bin = "bin"
 
 
+class NumaBinding(StrEnum):
+    """CPUs that a rank may use, chosen by its GPU; torch documents the modes under ``torch.numa``."""
+
+    none = "none"
+    node = "node"
+    socket = "socket"
+    exclusive = "exclusive"
+    core_complex = "core_complex"
+
+
 class OnCorrupt(StrEnum):
     """Action on a corrupt or incomplete checkpoint."""
 

@@ -20,6 +20,7 @@ from megastack.config.choices import (
     Family,
     LearningRateSchedule,
     Norm,
+    NumaBinding,
     OnCorrupt,
     OnNonfinite,
     OptimizerName,
@@ -54,6 +55,9 @@ class RunOptions:
     on_nonfinite: OnNonfinite = option(
         OnNonfinite.stop, "If the gradient norm of a step is not finite: end the run (stop) or skip the update (skip)."
     )
+    deterministic: bool = option(
+        False, "On a GPU, use only deterministic kernels, so that a run repeats bit for bit; slower. A CPU always does."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,11 @@ class LaunchOptions:
         "enough to benefit.",
         least=1,
         limit=2**12,
+    )
+    numa_binding: NumaBinding = option(
+        NumaBinding.none,
+        "Bind the threads of a rank to CPUs near its GPU: of its NUMA node, of its socket, to a share of the node's "
+        "cores (exclusive), or to cores with a common cache (core_complex).",
     )
     elastic: bool = option(
         False,
@@ -295,6 +304,9 @@ class ObserveOptions:
 
     tensorboard: bool | None = option(None, "Write TensorBoard events; null writes them if TensorBoard is installed.")
     trace_steps: list[int] = option([], "Steps (1-based) whose actions are timed and drawn.", least=1)
+    profile_steps: list[int] = option(
+        [], "Steps (1-based) that torch.profiler records, one Chrome trace per rank in `profile/`.", least=1
+    )
     dump_steps: list[int] = option(
         [],
         "Steps (1-based) whose gradients before clipping and weights after the update are written to files.",

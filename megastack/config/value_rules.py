@@ -193,9 +193,16 @@ def elastic_is_clear(config: TrainConfig) -> Iterator[Violation]:
         yield Violation("cluster.nodes", config.cluster.nodes, rule, (1, "cluster.ranks_per_node=RANKS"))
 
 
+def numa_binding_has_a_gpu(config: TrainConfig) -> Iterator[Violation]:
+    """CPUs are chosen by the position of the rank's GPU."""
+    binding = config.launch.numa_binding
+    if config.device == "cpu" and binding != "none":
+        yield Violation("launch.numa_binding", binding, "needs ranks on GPUs", ("none", "device=cuda"))
+
+
 def recorded_steps_exist(config: TrainConfig) -> Iterator[Violation]:
     """Recorded steps are steps of the run."""
-    for key in ("observe.dump_steps", "observe.trace_steps"):
+    for key in ("observe.dump_steps", "observe.profile_steps", "observe.trace_steps"):
         beyond = [step for step in value_of(config, key) if step > config.run.steps]
         if beyond:
             rule = f"contains steps beyond run.steps={config.run.steps}"
@@ -287,5 +294,6 @@ VALUE_RULES: tuple[ValueRule, ...] = (
     data_fits,
     continuation_is_clear,
     elastic_is_clear,
+    numa_binding_has_a_gpu,
     recorded_steps_exist,
 )

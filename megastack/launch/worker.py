@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +26,23 @@ from megastack.errors import MegastackError
 from megastack.launch.environment import is_worker
 from megastack.launch.failure import is_about_other_ranks, is_user_error
 from megastack.launch.threads import choose_threads
-from megastack.mesh.device import keep_freed_memory
+from megastack.mesh.device import (
+    bind_to_cpus_near,
+    keep_freed_memory,
+    set_allocator_defaults,
+    use_deterministic_kernels,
+)
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.observe.console import set_up_logging
+from megastack.observe.devices import describe_environment, is_out_of_memory
 from megastack.observe.failure import FailureRecord, any_failed
 from megastack.observe.folder import RunFolder
 from megastack.observe.ownership import OwnershipGuard
+from megastack.observe.profiler import write_memory_snapshot
 from megastack.observe.watchdog import JOINING, Watchdog
+from megastack.plan.smaller import smaller_settings
 from megastack.preflight.folder import Assignment
 from megastack.training.loop import Loop
 from megastack.training.signals import StopRequest
@@ -100,8 +109,8 @@ def work(
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
                 log.info("started with pid %d on %s, %s", os.getpid(), mesh.device, threads)
-                if assignment.start is not None:
-                    log.info(assignment.start)
+                for line in [*describe_environment(mesh.device), *filter(None, [assignment.start])]:
+                    log.info(line)
                 training = _build(assignment, mesh, dataset)
                 loop = build_loop(training, folder, stop, hooks, assignment.resume, **_origin(assignment))
                 result = loop.run()
@@ -109,6 +118,9 @@ def work(
         except BaseException as error:
             step, action = (0 if loop is None else loop.progress.step), _describe_failure(loop, error)
             record = _report_of(error, rank, shape, step=step, action=action, before_training=loop is None)
+            if is_out_of_memory(error):
+                advice = _advise_on_memory(config, shape, folder.memory_snapshot(rank))
+                record = replace(record, error=f"{record.error}\n{advice}")
             _deliver_report(record, folder, send, may_write=assignment.may_write)
             raise
     if dist.is_initialized():
@@ -165,9 +177,14 @@ def _watchdog(
 
 def _join_mesh(shape: MeshShape, config: TrainConfig, observer: RankObserver) -> Mesh:
     """Join the mesh; meanwhile, the flight recorder shows that this rank waits for the others."""
+    set_allocator_defaults()
+    if config.run.deterministic:
+        use_deterministic_kernels()
     with observer.flight_recorder.waits(observer.flight_recorder.start(*JOINING, (), tuple(range(shape.world_size)))):
         limit_s = config.launch.timeout_s
-        return Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, observer=observer)
+        mesh = Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, observer=observer)
+    bind_to_cpus_near(mesh.device, config.launch.numa_binding.value)
+    return mesh
 
 
 def _build(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Training:
@@ -199,6 +216,14 @@ def _describe_failure(loop: Loop | None, error: BaseException) -> str:
     """Describe what this rank was doing, with the operation that it was blocked on if a peer failed."""
     waiting = loop.mesh.observer.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
     return _describe_progress(loop) + ("" if waiting is None else f", waiting for {waiting}")
+
+
+def _advise_on_memory(config: TrainConfig, shape: MeshShape, snapshot: Path) -> str:
+    """Return lines that say what a run out of memory could change, after writing a snapshot of the GPU's memory."""
+    lines = [f"to use less memory: {change}" for change in smaller_settings(config, shape.world_size)]
+    if write_memory_snapshot(snapshot):
+        lines.append(f"the GPU's memory is described in {snapshot}; open it at https://pytorch.org/memory_viz")
+    return "\n".join(lines)
 
 
 def _report_of(

@@ -9,16 +9,21 @@ next microbatch.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+from collections.abc import MutableMapping
 
 import torch
+from torch.utils import deterministic
 
 from megastack.errors import MeshError, RankEnvironmentError, counted
 from megastack.mesh.environment import local_rank, read_environment
-from megastack.torch_private import is_in_bad_fork
+from megastack.torch_private import bind_to_numa, is_in_bad_fork
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameters of ``mallopt`` (glibc's ``malloc.h``)."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The variable of torch's allocator, and its name before torch 2.9."""
 _MAX_THRESHOLD = 2**31 - 1
 _LARGEST_ON_THE_HEAP = 32 * 2**20
 """The largest threshold that glibc accepts; larger blocks are mapped separately."""
@@ -64,3 +69,44 @@ def keep_freed_memory(device: torch.device) -> None:
     library.mallopt(_TRIM_THRESHOLD, _MAX_THRESHOLD)
     library.mallopt(_MMAP_THRESHOLD, _LARGEST_ON_THE_HEAP)
     library.mallopt(_TOP_PAD, _LARGEST_ON_THE_HEAP)
+
+
+def set_allocator_defaults(environment: MutableMapping[str, str] | None = None) -> None:
+    """Let torch's CUDA allocator extend its segments, which avoids fragmentation, unless the user has configured it.
+
+    Call it before the first use of CUDA; the allocator reads the variable once. Either of its two names is respected.
+    """
+    env = os.environ if environment is None else environment
+    if not any(name in env for name in ALLOCATOR_VARIABLES):
+        for name in ALLOCATOR_VARIABLES:
+            env[name] = "expandable_segments:True"
+
+
+def use_deterministic_kernels(environment: MutableMapping[str, str] | None = None) -> None:
+    """Make torch use only deterministic kernels, and raise where there is none. Call it before the first use of CUDA.
+
+    cuBLAS needs a fixed workspace for it. New tensors are not filled, which torch would do in this mode: all of this
+    package's are written before they are read.
+    """
+    env = os.environ if environment is None else environment
+    env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+
+
+def bind_to_cpus_near(device: torch.device, mode: str) -> None:
+    """Bind this process to CPUs near its GPU, before it starts threads.
+
+    Args:
+        device: the device of the rank.
+        mode: ``none``, or a mode of torch's NUMA binding (``node``, ``socket``, ``exclusive``, ``core_complex``).
+
+    Raises:
+        MeshError: the rank has no GPU.
+    """
+    if mode == "none":
+        return
+    if device.type != "cuda":
+        raise MeshError(f"launch.numa_binding={mode}: this rank computes on the CPU; use launch.numa_binding=none")
+    bind_to_numa(device.index or 0, mode.replace("_", "-"))

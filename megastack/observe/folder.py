@@ -60,6 +60,14 @@ class RunFolder:
         """The overrides from the command line."""
         return self.path / ".hydra"
 
+    def profile(self, step: int, rank: int) -> Path:
+        """Return the Chrome trace of one step on one rank."""
+        return self.path / "profile" / f"step_{step}" / f"rank_{rank:05d}.json.gz"
+
+    def memory_snapshot(self, rank: int) -> Path:
+        """Return the snapshot of a rank's GPU memory, written when it is exhausted."""
+        return self.path / "profile" / f"out_of_memory_rank_{rank:05d}.pickle"
+
     @property
     def failures(self) -> Path:
         """The folder of failure reports."""

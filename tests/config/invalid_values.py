@@ -285,4 +285,14 @@ VALUES: list[InvalidCase] = [
         None,
         "observe.dump_steps=[2, 9]: contains steps beyond run.steps=3; use steps from 1 to 3",
     ),
+    (
+        {"observe.profile_steps": [4]},
+        None,
+        "observe.profile_steps=[4]: contains steps beyond run.steps=3; use steps from 1 to 3",
+    ),
+    (
+        {"device": "cpu", "launch.numa_binding": "node"},
+        None,
+        "launch.numa_binding=node: needs ranks on GPUs; use none or device=cuda",
+    ),
 ]
