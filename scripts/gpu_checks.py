@@ -10,6 +10,7 @@ state of each step (``ok``, ``failed``, ``timed out`` or ``skipped``), its secon
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -24,6 +25,8 @@ from gpu.steps import SETS, Step
 from gpu.task import Task
 
 ERROR_LINES = 15
+REDUCED_SLOWER = 5
+"""The factor on the time limits where a CPU runs the reduced steps."""
 
 
 def run_step(step: Step, task: Task, limit_s: float) -> dict[str, Any]:
@@ -52,10 +55,8 @@ def run_step(step: Step, task: Task, limit_s: float) -> dict[str, Any]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and its children."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -90,9 +91,10 @@ def main() -> None:
     if unknown := {*options.only, *options.skip} - {step.name for step in steps}:
         parser.error(f"unknown step {', '.join(sorted(unknown))}; the steps are {', '.join(s.name for s in steps)}")
     out, results = options.out or Path(f"gpu_{options.set}.json"), {}
+    slower = REDUCED_SLOWER if options.reduced else 1
     for step in steps:
         wanted = step.name not in options.skip and (not options.only or step.name in options.only)
-        results[step.name] = run_step(step, task, step.limit_s) if wanted else {"state": "skipped"}
+        results[step.name] = run_step(step, task, step.limit_s * slower) if wanted else {"state": "skipped"}
         out.write_text(json.dumps(results, indent=1) + "\n")
         print(
             f"{step.name:<12} {results[step.name]['state']:<10} {results[step.name].get('seconds', 0):>6} s", flush=True

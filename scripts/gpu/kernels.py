@@ -94,7 +94,7 @@ def block(task: Task) -> dict[str, Any]:
         except Exception as error:
             found[name] = {"error": str(error)}
             continue
-        own = training.stages[0].blocks[0]
+        own = next(training.stages[0].blocks.children())
         found[name] = _timed(task, lambda x, own=own: own(x), length, hidden)
         per_token = flops_per_token(training.config)
     plain = PlainBlock(hidden, heads, groups, ffn).to(task.device, torch.bfloat16)

@@ -11,10 +11,8 @@ from typing import Any
 from gpu.task import TINY, Task
 from megastack.observe.devices import describe_environment, peak_flops
 
-SMI = [
-    "nvidia-smi",
-    "--query-gpu=name,memory.total,driver_version,pcie.link.gen.current,ecc.errors.uncorrected.volatile.total",
-]
+QUERY = "name,memory.total,driver_version,pcie.link.gen.current,ecc.errors.uncorrected.volatile.total"
+SMI = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"]
 
 
 def environment(task: Task) -> dict[str, Any]:
@@ -22,7 +20,7 @@ def environment(task: Task) -> dict[str, Any]:
     found: dict[str, Any] = {"description": describe_environment(task.torch_device)}
     found["peak_flops"] = peak_flops(task.torch_device, "bf16")
     if shutil.which("nvidia-smi"):
-        found["nvidia-smi"] = subprocess.run([*SMI, "--format=csv"], capture_output=True, text=True).stdout.splitlines()
+        found["nvidia-smi"] = subprocess.run(SMI, capture_output=True, text=True).stdout.splitlines()
     return found
 
 

@@ -30,7 +30,7 @@ SETS: Mapping[str, tuple[Step, ...]] = {
         Step("loss", 45, kernels.loss),
         Step("layouts", 60, step.layouts),
         Step("checkpoints", 90, step.checkpoints),
-        Step("curves", 240, values.curves),
+        Step("curves", 90, values.curves),
     ),
     "two": (
         Step("environment", 30, start.environment),
