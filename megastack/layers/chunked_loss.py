@@ -163,7 +163,7 @@ def _accumulate(target: GradientTarget | None, gradient: Tensor, scale: Tensor, 
     """Add the scaled gradient to ``.grad`` in one pass, or return it if autograd has to accumulate it."""
     buffer = target.buffer() if target is not None and target.is_accumulated else None
     if buffer is None or buffer.dtype != gradient.dtype:
-        return (gradient * scale).to(dtype)
+        return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
     buffer.addcmul_(gradient, scale)
     return None
 
