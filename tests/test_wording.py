@@ -24,8 +24,6 @@ PLURAL = re.compile(rf" (?:[a-z-]+ )?({'|'.join(NOUNS.split())})\b(?! [a-z]+=)")
 NEVER_ONE = {
     ("comm/collectives.py", "buffer.numel()"),  # an assertion
     ("layers/cache.py", "seen"),  # an assertion
-    ("layers/loss.py", "logits_BSV.shape[-1]"),  # a padded vocabulary
-    ("layers/loss.py", "group.size"),  # one rank has all columns
     ("config/overrides.py", "MOST_JOBS"),
     ("config/overrides.py", "jobs"),  # more than the limit
     ("config/value_rules.py", "LONGEST_NAME"),

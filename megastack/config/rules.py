@@ -34,7 +34,6 @@ WORKS: Mapping[str, tuple[object, ...]] = {
     "parallel.cp": (1,),
     "parallel.ep": (1,),
     "schedule.memory_limit": (None,),
-    "loss.chunked": (False,),
     "observe.trace_steps": ([],),
 }
 """The supported values, by key; a key that is not listed accepts every value of its type and range."""

@@ -205,7 +205,9 @@ class LossOptions:
 
     label_smoothing: float = option(0.0, "Target probability spread over the vocabulary.", least=0, below=1)
     z_loss: float = option(0.0, "Coefficient of the z-loss, the squared log of the softmax denominator.", least=0)
-    chunked: bool = option(False, "Compute the output head and the loss together, in chunks of tokens.")
+    chunked: bool = option(
+        True, "Compute the output head and the loss together, in chunks of tokens, where that saves memory."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,6 +182,7 @@ class VocabParallelHead(_VocabParallel):
 
     Communicates like a column-parallel layer. The logits are never gathered; the loss is
     :func:`megastack.layers.loss.vocab_parallel_cross_entropy`. The columns of padded rows do not represent tokens.
+    :func:`megastack.layers.chunked_loss.chunked_head_loss` computes head and loss together from the weight.
 
     Args:
         vocab: V, the number of tokens.

@@ -45,6 +45,15 @@ def sum_rows(index: Tensor, rows: Tensor, size: int) -> Tensor:
     return torch.ops.aten.embedding_dense_backward(rows, index, size, -1, False)
 
 
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add ``a @ b`` to a matrix in place; the product is rounded only to the dtype of the sum, which may be wider."""
+    if total.dtype == a.dtype:
+        return total.addmm_(a, b)
+    if total.is_cuda:
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
 _SLOPES = {dtype: torch.tensor(_SLOPE, dtype=dtype) for dtype in (torch.float32, torch.float64)}
 """The constant `_SLOPE` as CPU tensors; creating one takes as long as a small pass."""
 

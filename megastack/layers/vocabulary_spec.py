@@ -13,6 +13,12 @@ from megastack.layers.spec import DEFAULT_INIT, LayerSpec, LocalMicrobatch, Save
 from megastack.mesh.shape import Axis
 from megastack.placement.placement import Initialiser, Placement, Shard
 
+CHUNK_LOGITS = 2**25
+"""Logits of a chunk on one rank: 128 MiB in fp32."""
+SMALLEST_CHUNK = 1024
+"""Tokens of a chunk for a large vocabulary. Each chunk reads and writes the gradient of the weight; with fewer tokens a
+GPU would spend more time on that than on the product."""
+
 
 @dataclass(frozen=True)
 class VocabularySpec(LayerSpec):
@@ -72,17 +78,50 @@ class EmbeddingSpec(VocabularySpec):
         return 2 * self.hidden
 
 
+@dataclass(frozen=True)
 class HeadSpec(VocabularySpec):
-    """The output projection with the loss; with tied embeddings its weight is the embedding's."""
+    """The output projection with the loss; with tied embeddings its weight is the embedding's.
+
+    Args:
+        chunked: compute both in chunks of tokens where that takes less memory.
+    """
+
+    chunked: bool = False
+
+    def chunk(self, tokens: int, tp: int) -> int | None:
+        """The number of tokens of a chunk, identical on all ranks; None to compute the logits of all tokens at once.
+
+        Chunks need a buffer for the gradient of the weight in the wider dtype, as large as the logits of ``hidden``
+        tokens. Logits that are not chunked exist twice at the peak, in other forms. Chunks of equal size are used if
+        the logits that they avoid take more memory than the buffer.
+        """
+        largest = max(SMALLEST_CHUNK, CHUNK_LOGITS // (self.padded // tp) // 128 * 128)
+        if not self.chunked or 2 * (tokens - largest) <= self.hidden:
+            return None
+        even = -(-tokens // -(-tokens // largest))
+        return -(-even // 128) * 128
+
+    def is_chunked(self, microbatch: LocalMicrobatch) -> bool:
+        """Whether the logits of this microbatch are computed in chunks."""
+        return self.chunk(microbatch.batch * microbatch.sequence, microbatch.tp) is not None
 
     def saved(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
-        """The logits and one number per token."""
+        """The logits and one number per token; or, in chunks, the gradients of input and weight, but not the input."""
         row = (microbatch.batch, microbatch.sequence)
+        hidden = (microbatch.batch, microbatch.rows, self.hidden)
+        if self.is_chunked(microbatch):
+            weight = (self.padded // microbatch.tp, self.hidden)
+            return [
+                SavedTensor("gradient of the head's input", hidden, microbatch.width),
+                SavedTensor("gradient of the head's weight", weight, microbatch.wide),
+            ]
         logits = SavedTensor("logits", (*row, self.padded // microbatch.tp), microbatch.width)
         return [logits, SavedTensor("log-sum-exp of the logits", row, microbatch.wide)]
 
     def deferred(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
-        """The gradient of the logits."""
+        """The gradient of the logits; nothing in chunks, whose gradient of the weight is added in I."""
+        if self.is_chunked(microbatch):
+            return []
         logits = (microbatch.batch, microbatch.sequence, self.padded // microbatch.tp)
         return [SavedTensor("gradient of logits", logits, microbatch.width)]
 

@@ -69,7 +69,8 @@ def saved_at_ends(config: TrainConfig, *, embedding: bool, head: bool) -> list[S
         items += spec.embedding.saved(microbatch)
         items += dropout_saved(spec.block.dropout, "embedding", spec.embedding.hidden, microbatch)
     if head:
-        items += [*norm_saved(spec.norm, "norm", "output", microbatch), *spec.head.saved(microbatch)]
+        normed = norm_saved(spec.norm, "norm", "output", microbatch)
+        items += [*(normed[:-1] if spec.head.is_chunked(microbatch) else normed), *spec.head.saved(microbatch)]
     return items
 
 
@@ -83,7 +84,7 @@ def deferred_at_ends(config: TrainConfig, *, embedding: bool, head: bool) -> lis
     spec, microbatch, items = _spec(config), local_microbatch(config), []
     if embedding:
         items += spec.embedding.deferred(microbatch)
-    if head:
+    if head and not spec.head.is_chunked(microbatch):
         items += [norm_saved(spec.norm, "norm", "output", microbatch)[-1], *spec.head.deferred(microbatch)]
     return items
 

@@ -17,8 +17,9 @@ Shapes: B microbatch, S sequence (S/t between stages under sequence parallelism)
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,13 @@ from megastack.batch import Microbatch, StageLoss
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
 from megastack.layers.cache import KeyValueCache
+from megastack.layers.chunked_loss import chunked_head_loss
 from megastack.layers.context import Context
 from megastack.layers.dropout import dropout
 from megastack.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead
 from megastack.layers.linear_ops import column_product
 from megastack.layers.loss import vocab_parallel_losses
-from megastack.layers.overrides import built_in, cache_obstacle
+from megastack.layers.overrides import built_in, cache_obstacle, method_is_built_in, runs_built_in
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.config import ModelConfig
@@ -41,9 +43,18 @@ from megastack.models.recompute import recompute_blocks_
 from megastack.models.specs import decoder_spec
 from megastack.pipeline.stage import StageTensors
 from megastack.placement.module import ParallelModule, ReshardPolicy
+from megastack.torch_private import has_backward_hooks, has_forward_hooks
+
+_LOG = logging.getLogger(__name__)
 
 LOWER_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Activation dtypes below fp32. They apply after the embedding, whose weight may be in fp32."""
+
+
+class _LossOptions(TypedDict):
+    vocab: int
+    label_smoothing: float
+    z_loss: float
 
 
 class Decoder(ParallelModule):
@@ -90,6 +101,8 @@ class Decoder(ParallelModule):
         recompute_blocks_(dict(self.blocks.items()), recompute.mode, recompute.pattern, layers=model.layers)
         self.norm = norm_factory(spec, mesh)() if self.has_head else None
         self.head = VocabParallelHead.from_spec(spec.head, mesh) if projects else None
+        self._head_spec = spec.head
+        self._noted_whole_logits = False
 
     @built_in
     def forward(self, inputs: StageTensors, microbatch: Microbatch) -> dict[str, Any] | StageLoss:
@@ -104,7 +117,12 @@ class Decoder(ParallelModule):
         """
         outputs = self._run(inputs, microbatch)
         self.mesh.observer.on_layer("head" if self.has_head else None)
-        return self._loss(self._logits(outputs["hidden"]), microbatch.labels_BS) if self.has_head else outputs
+        if not self.has_head:
+            return outputs
+        chunk = self._chunk(microbatch.labels_BS.numel())
+        if chunk is None:
+            return self._loss(self._logits(outputs["hidden"]), microbatch.labels_BS)
+        return self._chunked_loss(outputs["hidden"], microbatch.labels_BS, chunk)
 
     def logits(self, inputs: StageTensors, microbatch: Microbatch) -> Tensor:
         """This rank's columns (B, S, V) of the logits, padded vocabulary included; for a stage with the head."""
@@ -133,6 +151,23 @@ class Decoder(ParallelModule):
     def cache_obstacle(self) -> str | None:
         """The reason why generation must run this stage with whole rows for every token; None if a cache is exact."""
         return cache_obstacle(self)
+
+    @property
+    def chunking_obstacle(self) -> str | None:
+        """The reason why a stage with the head computes the logits of all tokens at once under ``loss.chunked``.
+
+        None if the loss and the head's product, which chunks replace, are the package's own and have no hooks. All
+        ranks of a tp group must have the same overrides and hooks.
+        """
+        for method in ("_logits", "_loss"):
+            if not method_is_built_in(self, method):
+                return f"{type(self).__qualname__} overrides `{method}`"
+        if self.head is None:
+            return None
+        if not runs_built_in(self.head, "forward"):
+            return f"head ({type(self.head).__qualname__}) overrides `forward`"
+        hooked = has_forward_hooks(self.head) or has_backward_hooks(self.head)
+        return f"head ({type(self.head).__qualname__}) has hooks" if hooked else None
 
     def units(self) -> dict[nn.Module, ReshardPolicy]:
         """The modules whose parameters are used only by calling them, in order of use, with their reshard policies.
@@ -199,6 +234,17 @@ class Decoder(ParallelModule):
         group = self.mesh[Axis.TP] if self.sequence_parallel else None
         return dropout(hidden_BSD, self.config.model.dropout, context, "embedding", group=group, training=self.training)
 
+    def _chunk(self, tokens: int) -> int | None:
+        """The tokens of a chunk of the loss; None to compute the logits of all tokens at once."""
+        chunk = self._head_spec.chunk(tokens, self.mesh.shape.tp)
+        obstacle = None if chunk is None else self.chunking_obstacle
+        if obstacle is None:
+            return chunk
+        if not self._noted_whole_logits:
+            _LOG.warning("loss.chunked: the logits of all tokens are computed at once, because %s", obstacle)
+        self._noted_whole_logits = True
+        return None
+
     @built_in
     def _logits(self, hidden_BSD: Tensor) -> Tensor:
         assert self.norm is not None, "only the stage with the head has logits"
@@ -212,13 +258,30 @@ class Decoder(ParallelModule):
         )
         return logits_BSV
 
+    @built_in
     def _loss(self, logits_BSV: Tensor, labels_BS: Tensor) -> StageLoss:
-        model, loss = self.config.model, self.config.loss
-        smoothing = loss.label_smoothing if self.training else 0.0
-        cross_entropy, z, _ = vocab_parallel_losses(
-            logits_BSV, labels_BS, self.mesh, vocab=model.vocab, label_smoothing=smoothing, z_loss=loss.z_loss
+        cross_entropy, z = vocab_parallel_losses(logits_BSV, labels_BS, self.mesh, **self._loss_options)
+        return StageLoss(cross_entropy if z is None else cross_entropy + z, cross_entropy.detach())
+
+    def _chunked_loss(self, hidden_BSD: Tensor, labels_BS: Tensor, chunk: int) -> StageLoss:
+        projection = self.embedding if self.head is None else self.head
+        assert self.norm is not None and projection is not None
+        objective, cross_entropy = chunked_head_loss(
+            self.norm(hidden_BSD),
+            projection.weight,
+            labels_BS,
+            self.mesh,
+            chunk=chunk,
+            sequence_parallel=self.sequence_parallel,
+            **self._loss_options,
         )
-        return StageLoss(cross_entropy + z if loss.z_loss else cross_entropy, cross_entropy.detach())
+        return StageLoss(objective, cross_entropy)
+
+    @property
+    def _loss_options(self) -> _LossOptions:
+        loss = self.config.loss
+        smoothing = loss.label_smoothing if self.training else 0.0
+        return {"vocab": self.config.model.vocab, "label_smoothing": smoothing, "z_loss": loss.z_loss}
 
 
 def _call(block: nn.Module, values: Mapping[str, Any], context: Context) -> dict[str, Any]:

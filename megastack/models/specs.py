@@ -168,6 +168,6 @@ def decoder_spec(config: ModelConfig | TrainConfig, tp: int = 1) -> DecoderSpec:
         positions=None if rotary else LearnedPositionsSpec(config.max_positions, model.hidden, init=init, **shared),
         block=BlockSpec(norm, attention, mlp, model.dropout),
         norm=norm,
-        head=spec_of(HeadSpec, model, init=init, **shared),
+        head=spec_of(HeadSpec, model, init=init, chunked=config.loss.chunked, **shared),
         tied=model.tied,
     )

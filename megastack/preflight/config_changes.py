@@ -30,6 +30,7 @@ WITHOUT_EFFECT = (
     "compile",
     "batch.micro_size",
     "model.family",
+    "loss.chunked",
     "data.source",
     "data.paths",
     "data.tokenizer",
