@@ -2,27 +2,26 @@
 
 For a large vocabulary the logits and their gradient are the largest tensors of a training step. They are only needed to
 compute the loss, the gradient of the hidden states and the gradient of the head's weight, and all three are sums over
-tokens. :func:`chunked_head_loss` therefore computes logits, loss and both gradients for one chunk of tokens after
-another, in the forward. The loss is a sum, so its gradient is the same for all tokens, and the backward multiplies the
-two stored gradients by it::
+tokens. :func:`chunked_head_loss` therefore computes logits, loss and both gradients in the forward, for one chunk of
+tokens after another. The loss is a sum, so its gradient is the same for all tokens, and the backward multiplies the two
+stored gradients by it::
 
     logits = x Wᵀ                       one chunk (c, V/t)
     l, x_y -> all-gather over tp        2 numbers per token, 3 with label smoothing
     g = softmax(logits) - target        in place of the logits
     dx = g W,  dW += gᵀ x               (T, D) in the dtype of x, (V/t, D) in fp32 or wider
 
-Alternatives: saving hidden states and computing the logits again in backward (cut cross-entropy, Wijmans et al. 2024)
-needs no buffer for dW, but a fourth matrix product per chunk, a third more time for the head. Saving the logits of all
-chunks is what is avoided. Gradients in the forward are the choice of Liger Kernel (Hsu et al. 2024). They are not added
-to ``.grad`` there: only a backward shows that the loss is used, and with which factor. Without grad mode no gradient is
-computed.
+Liger Kernel (Hsu et al. 2024) computes gradients in the forward as well. The alternative is to save the hidden states
+and to compute the logits again in backward (cut cross-entropy, Wijmans et al. 2024). It needs no buffer for dW, but a
+fourth matrix product, a third more time for the head. The gradients are not added to ``.grad`` in the forward, because
+only the backward shows that the loss is used, and with which factor. Without grad mode no gradient is computed.
 
-The forward of a tensor-parallel group needs the sum over all columns before the gradient of a chunk, so numbers of a
-token are gathered chunk by chunk, as many bytes as for whole logits. The gather overlaps with the product of the next
-chunk, so two chunks are alive. The gradient of the hidden states is reduced in the forward, which overlaps with the
-last product for the weight. Under sequence parallelism the input is gathered once; backward does not need it again.
+On several tensor-parallel ranks the gradient of a chunk depends on the columns of all ranks, so statistics are gathered
+chunk by chunk, with as many bytes as for whole logits. The gather overlaps with the logits of the next chunk, so two
+chunks exist at a time. The gradient of the hidden states is reduced in the forward, which overlaps with the last
+product for the weight. Under sequence parallelism the input is gathered once; the backward does not need it.
 
-Deferred weight gradients (zero-bubble schedules) do not apply to the head: its gradient exists before I, which adds it.
+The weight's gradient is complete before the backward, so schedules that split backwards add it in I, not in W.
 
 Shapes: B microbatch, S sequence, T = B·S tokens, D hidden, V the columns of this rank without padding, t the size of
 the group.

@@ -95,7 +95,7 @@ class HeadSpec(VocabularySpec):
         tokens. Logits that are not chunked exist twice at the peak, in other forms. Chunks of equal size are used if
         the logits that they avoid take more memory than the buffer.
         """
-        largest = max(SMALLEST_CHUNK, CHUNK_LOGITS // (self.padded // tp) // 128 * 128)
+        largest = max(SMALLEST_CHUNK, CHUNK_LOGITS * tp // self.padded // 128 * 128)
         if not self.chunked or 2 * (tokens - largest) <= self.hidden:
             return None
         even = -(-tokens // -(-tokens // largest))

@@ -273,7 +273,7 @@ def test_every_marked_method_decides() -> None:
     modules = (attention, embedding, linear, mlp, norm, block, decoder)
     kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
     marked = {name for kind in kinds for name, value in vars(kind).items() if is_built_in(value)}
-    assert marked == set(METHODS)
+    assert marked - {"_loss"} == set(METHODS), "generation computes no loss"
 
 
 def hooked_on_one_rank(config: TrainConfig) -> tuple[Ids, Ids, str | None]:
