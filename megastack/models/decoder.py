@@ -174,6 +174,8 @@ class Decoder(ParallelModule):
             microbatch.positions_BS,
             microbatch.documents_BS,
             microbatch.samples_B,
+            attention_mask=microbatch.attention_mask,
+            cu_seqlens=microbatch.cu_seqlens,
             step=microbatch.step,
             seed=self.config.seed,
             rope=self.rope,

@@ -68,7 +68,7 @@ def saved_by_block(config: TrainConfig, mesh: Mesh) -> list[Saved]:
     context = decoder._context(microbatch(documents=config.data.document_mask))
     rows = 8 // (mesh.shape.tp if decoder.sequence_parallel else 1)
     hidden_BSD = torch.randn(2, rows, config.model.hidden, dtype=DTYPES[config.precision.compute], requires_grad=True)
-    shared = [context.mask_B1SS, context.bias_B1SS, *(context.rotary or ())[1:]]
+    shared = [context.bias_B1SS, *(context.rotary or ())[1:]]
     given = [x for x in shared if x is not None]
     everything = saved_tensors(decoder.blocks["0"], hidden_BSD, context, given=given)
     return [saved for saved in everything if saved.kind == "made"]
@@ -292,11 +292,12 @@ def test_the_tool_marks_parameters_and_inputs_and_counts_a_storage_once():
     assert all(saved.bytes == 4 * saved.elements for saved in found)
 
 
-def test_blocks_in_bf16_share_one_mask_where_norms_are_in_fp32():
+def test_layers_that_ask_for_a_dense_mask_share_one_in_the_dtype_of_the_scores():
     config = configured("qwen", "bf16")
     decoder = made(config, Mesh.single(), layers=range(1, 2), head=False)
     for name, parameter in decoder.named_parameters():
         if "norm" in name:
             parameter.data = parameter.data.float()
     context = decoder._context(microbatch(documents=True))
-    assert context.mask_for(torch.bfloat16) is context.bias_B1SS is not None
+    assert context.within("blocks.1").mask_for(torch.bfloat16) is context.bias_B1SS is not None
+    assert context.mask_B1SS is context.within("blocks.1").mask_B1SS is not None
