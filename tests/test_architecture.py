@@ -76,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "assemble": {
         *("training", "inference", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe"),
         "config",
+        "layers.attention_kernels",  # the kernel that a run logs at its start
         *("mesh", "comm", "placement"),
     },
     "preflight": {

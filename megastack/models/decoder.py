@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megastack.batch import Microbatch, StageLoss
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
+from megastack.layers.attention_kernels import AttentionCase, Kernel, KernelChoice, choose_kernel
 from megastack.layers.cache import KeyValueCache
 from megastack.layers.context import Context
 from megastack.layers.dropout import dropout
@@ -134,6 +135,18 @@ class Decoder(ParallelModule):
         """The reason why generation must run this stage with whole rows for every token; None if a cache is exact."""
         return cache_obstacle(self)
 
+    def attention_kernel(self, batch: int, sequence: int, *, documents: bool) -> KernelChoice:
+        """The kernel of the built-in attention layer in training, for a microbatch of ``batch`` rows on this device."""
+        spec, tp = decoder_spec(self.config).block.attention, self.mesh.shape.tp
+        if spec.attention_dropout:
+            return KernelChoice(
+                Kernel.MATH, because=f"model.attention_dropout={spec.attention_dropout:g} needs weights"
+            )
+        shape, groups = (batch, sequence, spec.heads // tp, spec.width), max(spec.groups // tp, 1)
+        return choose_kernel(
+            AttentionCase.of(self.mesh.device, self._activation_dtype, shape, groups, documents=documents)
+        )
+
     def units(self) -> dict[nn.Module, ReshardPolicy]:
         """The modules whose parameters are used only by calling them, in order of use, with their reshard policies.
 
@@ -179,9 +192,13 @@ class Decoder(ParallelModule):
             step=microbatch.step,
             seed=self.config.seed,
             rope=self.rope,
-            dtype=LOWER_PRECISION.get(self.config.precision.compute, self._dtype),
+            dtype=self._activation_dtype,
             cache=cache,
         )
+
+    @property
+    def _activation_dtype(self) -> torch.dtype:
+        return LOWER_PRECISION.get(self.config.precision.compute, self._dtype)
 
     @property
     def _dtype(self) -> torch.dtype:

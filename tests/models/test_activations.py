@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megastack import attention_mask
 from megastack.config.data_schema import DataOptions
 from megastack.config.schema import BatchOptions, PrecisionOptions, TrainConfig
+from megastack.layers import attention_spec
 from megastack.layers.embedding import _RowSums
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -178,6 +180,28 @@ def stages(name: str, tp: int, sequence_parallel: bool) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_model_holds_the_predicted_bytes(name):
     assert not stages(name, 1, True)
+
+
+@pytest.fixture(params=[0, 10**9])
+def by_document(request, monkeypatch):
+    """Documents are computed by their offsets, apart or several in a call, as in a large microbatch."""
+    monkeypatch.setattr(attention_spec, "DENSE_BELOW", 0)
+    monkeypatch.setattr(attention_mask, "CALL", request.param)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, documents) in MODELS.items() if documents])
+def test_documents_add_nothing_to_the_bytes_that_a_model_holds(by_document, name):
+    assert not stages(name, 1, True)
+    with_documents = configured(name)
+    without = replace(with_documents, data=DataOptions(document_mask=False))
+    sizes = [activation_bytes(each, range(2), embedding=True, head=True) for each in (with_documents, without)]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("name", ["llama wide", "qwen"])
+def test_a_block_with_documents_saves_the_tensors_of_its_spec_one_by_one(by_document, name, compute):
+    assert not compare(name, compute, 1, True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
