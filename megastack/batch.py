@@ -1,15 +1,18 @@
 """The input of a model for one microbatch, and the output of its last stage.
 
 The data loader, the layers, the pipeline and the training loop share these types without depending on one another.
-Valid tokens are counted on the host, where the labels are created, so no tensor is read back from the device.
+Valid tokens are counted and documents are located on the host, where the loader creates them, so no tensor is read back
+from the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from megastack.attention_mask import AttentionMask
 
 IGNORED_LABEL = -100
 """The label of a position without a target; it is excluded from the loss and from the token count."""
@@ -28,6 +31,10 @@ class Microbatch:
         samples_B: global index of each row's sample in the data stream, int64; a counter for dropout masks.
         step: the optimizer step that consumes the microbatch, starting at 0.
         valid_tokens: the number of labels that are not ignored. Default: counted from labels on the CPU.
+
+    Attributes:
+        attention_mask: the documents as a value on the host, computed while they are on the CPU.
+        cu_seqlens: its offsets for attention kernels, int32, on the device of the tokens.
     """
 
     tokens_BS: Tensor
@@ -37,18 +44,27 @@ class Microbatch:
     samples_B: Tensor
     step: int = 0
     valid_tokens: int = -1
+    attention_mask: AttentionMask | None = field(default=None, init=False)
+    cu_seqlens: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.valid_tokens < 0:
             object.__setattr__(self, "valid_tokens", int((self.labels_BS != IGNORED_LABEL).sum()))
+        if self.documents_BS is not None and self.documents_BS.is_cpu:
+            mask = AttentionMask.of(self.documents_BS.numpy())
+            self._set_mask(mask, torch.from_numpy(mask.cu_seqlens))
+
+    def _set_mask(self, mask: AttentionMask | None, cu_seqlens: Tensor | None) -> None:
+        object.__setattr__(self, "attention_mask", mask)
+        object.__setattr__(self, "cu_seqlens", cu_seqlens)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:
-        """Return the microbatch on `device`; the token count stays on the host and is not recomputed."""
+        """Return the microbatch on `device`; values on the host are not recomputed."""
 
         def move(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=non_blocking)
 
-        return replace(
+        moved = replace(
             self,
             tokens_BS=move(self.tokens_BS),
             labels_BS=move(self.labels_BS),
@@ -56,6 +72,8 @@ class Microbatch:
             documents_BS=None if self.documents_BS is None else move(self.documents_BS),
             samples_B=move(self.samples_B),
         )
+        moved._set_mask(self.attention_mask, None if self.cu_seqlens is None else move(self.cu_seqlens))
+        return moved
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,34 @@ def version_of(x: Tensor) -> int:
     return x._version
 
 
+# Attention kernels, which scaled_dot_product_attention selects by itself only on their own devices.
+
+
+def flash_attention(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
+    """Causal FlashAttention of a GPU, with grouped queries."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q_BHSK, k_BGSK, v_BGSK, 0.0, True)[0]
+
+
+def efficient_attention(q_BHSK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | None) -> Tensor:
+    """Memory-efficient attention of a GPU, with a bias or else causal."""
+    operands = (q_BHSK, k_BHSK, v_BHSK, bias)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(*operands, True, 0.0, bias is None)[0]
+
+
+def cpu_attention(q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Fused attention of a CPU, with a bias or else causal; returns the output and the log-sum-exp, (B, H, S)."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(q_BHSK, k_BGSK, v_BGSK, 0.0, bias is None, attn_mask=bias)
+
+
+def cpu_attention_backward(
+    grad_BHSK: Tensor, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values, from the results of :func:`cpu_attention`."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(grad_BHSK, q_BHSK, k_BGSK, v_BGSK, out, lse, 0.0, bias is None, attn_mask=bias)
+
+
 # Modules.
 
 MODULE_CALL: dict[str, Callable[..., Any]] = {

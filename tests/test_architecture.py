@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent / "megastack"
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "random": {"torch_private"},
-    "batch": set(),
+    "attention_mask": set(),
+    "batch": {"attention_mask"},
     "torch_private": set(),
     "weight_gradients": {"torch_private"},
     "records": set(),
@@ -28,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "mesh": {"comm", "torch_private"},
     "comm": {"torch_private"},
     "placement": {"mesh", "random", "torch_private"},
-    "layers": {"placement", "comm", "random", "mesh", "batch", "weight_gradients", "torch_private"},
+    "layers": {"placement", "comm", "random", "mesh", "attention_mask", "batch", "weight_gradients", "torch_private"},
     "models": {
         "layers",
         "placement",
@@ -75,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "assemble": {
         *("training", "inference", "models", "data", "pipeline", "gradients", "optim", "checkpoint", "observe"),
         "config",
+        "layers.attention_kernels",  # the kernel that a run logs at its start
         *("mesh", "comm", "placement"),
     },
     "preflight": {
@@ -134,6 +136,7 @@ ALLOWED: dict[str, set[str]] = {
 TORCH_FREE = [
     *(
         "errors",
+        "attention_mask",
         "records",
         "targets",
         "cli.main",

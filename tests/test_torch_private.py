@@ -231,3 +231,21 @@ def test_the_state_of_the_cuda_allocator_is_dumped(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda *given, **named: {"segments": []})
     torch_private.dump_cuda_memory(tmp_path / "memory.pickle")
     assert (tmp_path / "memory.pickle").stat().st_size
+
+
+def test_fused_attention_of_a_cpu_returns_its_log_sum_exp_and_has_a_backward_for_grouped_queries() -> None:
+    q, k, v = (torch.randn(2, heads, 5, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    out, lse = torch_private.cpu_attention(q, k, v, None)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    scores = (q @ k.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-13, atol=1e-13)
+    grads = torch_private.cpu_attention_backward(torch.ones_like(out), q, k, v, out, lse, None)
+    for found, wanted in zip(grads, torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
+def test_attention_kernels_of_a_gpu_have_shapes_without_one() -> None:
+    x = torch.empty(1, 2, 16, 8, device="meta", dtype=torch.bfloat16)
+    assert torch_private.flash_attention(x, x[:, :1], x[:, :1]).shape == x.shape
+    assert torch_private.efficient_attention(x, x, x, None).shape == x.shape

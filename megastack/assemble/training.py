@@ -30,6 +30,7 @@ from megastack.data.resume import restored_histories, resume_errors
 from megastack.data.validation import ValidationBatches
 from megastack.errors import CheckpointError
 from megastack.inference.generate import Generator
+from megastack.layers.attention_kernels import KernelChoice
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.models.decoder import Decoder
@@ -62,6 +63,13 @@ class Training:
     def blend(self) -> History:
         """Blend weights of the first data phase so far; empty without a blend."""
         return self.histories[0]
+
+    @property
+    def attention_kernel(self) -> KernelChoice:
+        """The kernel of the built-in attention layer for this run's microbatches."""
+        batch, data = self.config.batch, self.config.data
+        documents = data.pack and data.document_mask
+        return self.stages[0].attention_kernel(batch.micro_size, batch.sequence_length, documents=documents)
 
     def state(self) -> State:
         """Return weights, moments and progress as checkpoint items; the tensors are views of the live ones."""

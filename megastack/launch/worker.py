@@ -6,6 +6,7 @@ it raises: the process that first notices a failure is seldom the one that cause
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -112,6 +113,7 @@ def work(
                 for line in [*describe_environment(mesh.device), *filter(None, [assignment.start])]:
                     log.info(line)
                 training = _build(assignment, mesh, dataset)
+                _log_attention(log, training)
                 loop = build_loop(training, folder, stop, hooks, assignment.resume, **_origin(assignment))
                 result = loop.run()
             log.info("%s after step %d", result.status, result.step)
@@ -195,6 +197,13 @@ def _build(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Train
     elif assignment.weights is not None:
         training.load_weights(assignment.weights)
     return training
+
+
+def _log_attention(log: logging.Logger, training: Training) -> None:
+    """Log the attention kernel; on a GPU that does not run the fastest one, the first rank warns on the console."""
+    choice, mesh = training.attention_kernel, training.mesh
+    warns = choice.because is not None and mesh.device.type != "cpu" and mesh.rank == 0
+    log.log(logging.WARNING if warns else logging.INFO, "built-in attention: %s", choice)
 
 
 def _origin(assignment: Assignment) -> dict[str, Any]:

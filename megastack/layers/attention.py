@@ -5,9 +5,10 @@ query heads read the groups it holds. With fewer groups than ranks, adjacent ran
 projections share their input and its communication. Scores stay on the rank that computes them.
 
 The layer covers multi-head, grouped-query (Ainslie et al. 2023) and multi-query attention, with rotary positions, norms
-on queries and keys (Dehghani et al. 2023), biases, and document masks. The fast path is torch's fused attention.
-Dropout of attention weights uses a slower path that forms the (S, S) weights, because the fused kernel's random numbers
-depend on the parallel layout. Parameters, saved tensors, FLOPs and rules are in :mod:`megastack.layers.attention_spec`.
+on queries and keys (Dehghani et al. 2023), biases, and document masks. The fast path is fused attention
+(:mod:`megastack.layers.attention_kernels`). Dropout of attention weights uses a slower path that forms the (S, S)
+weights, because the fused kernel's random numbers depend on the parallel layout. Parameters, saved tensors, FLOPs and
+rules are in :mod:`megastack.layers.attention_spec`.
 
 Shapes: B microbatch, S sequence, D hidden, H heads, G kv groups, K head dim, t tensor-parallel degree.
 """
@@ -16,11 +17,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from megastack.errors import ConfigError, PlacementError
+from megastack.layers.attention_kernels import attention
 from megastack.layers.attention_spec import AttentionSpec
 from megastack.layers.context import Context
 from megastack.layers.dropout import attention_dropout
@@ -137,15 +138,10 @@ class ParallelAttention(ParallelModule):
 
         With a cache there are more keys than queries.
         """
-        q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
-        mask = None if context is None else context.mask_for(q_BSHK.dtype)
         if self.attention_dropout and self.training and context is not None:
+            q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
             return self._attend_with_dropout(q_BHSK, k_BGSK, v_BGSK, context).transpose(1, 2)
-        grouped = k_BGSK.shape[1] != q_BHSK.shape[1]
-        attended_BHSK = F.scaled_dot_product_attention(
-            q_BHSK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
-        return attended_BHSK.transpose(1, 2)
+        return attention(q_BSHK, k_BSGK, v_BSGK, context)
 
     @built_in
     def _positioned(self, q_BSHK: Tensor, k_BSGK: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,20 @@ from megastack.layers.spec import (
 )
 from megastack.placement.placement import Initialiser, Placement, Shard
 
+DENSE_BELOW = 5_000_000
+"""Multiply-adds of attention below which a dense mask is fastest on a CPU, as ten kernel calls cost as much."""
+
+
+def prefers_dense_mask(batch: int, sequence: int, width: int) -> bool:
+    """Whether a CPU computes documents of a microbatch with a dense mask: it is so small that calls cost more.
+
+    Args:
+        batch: B.
+        sequence: S.
+        width: H·K of this rank.
+    """
+    return batch * sequence**2 * width < DENSE_BELOW
+
 
 @dataclass(frozen=True)
 class AttentionSpec(LayerSpec):
@@ -140,16 +154,17 @@ class AttentionSpec(LayerSpec):
         ]
 
     def shared(self, microbatch: LocalMicrobatch, *, documents: bool, recompute: bool) -> list[SavedTensor]:
-        """The tensors that all attention layers of a stage share: rotary tables, and the mask of documents.
+        """The tensors that all attention layers of a stage share: rotary tables, and a dense mask where one is formed.
 
-        Fused attention saves the mask as numbers; recompute keeps both forms for the second run.
+        Documents are computed from their offsets, except in a small microbatch on a CPU. With dropout of attention
+        weights all scores are formed, and recompute keeps the mask for the second run.
         """
         batch, length = microbatch.batch, microbatch.sequence
-        angles, mask = (batch, length, self.width // 2), (batch, 1, length, length)
+        angles, bias = (batch, length, self.width // 2), (batch, 1, length, length)
         items = [SavedTensor(name, angles, microbatch.wide) for name in ("cosines", "sines") if self.rotary]
-        if documents:
-            items += [SavedTensor("mask", mask, 1)] if recompute else []
-            items += [SavedTensor("bias", mask, microbatch.width)] if recompute or not self.attention_dropout else []
+        dense = prefers_dense_mask(batch, length, self.heads // microbatch.tp * self.width)
+        if documents and (recompute if self.attention_dropout else dense):
+            items.append(SavedTensor("bias", bias, microbatch.width))
         return items
 
     def _q_shape(self, microbatch: LocalMicrobatch) -> tuple[int, int, int, int]:

@@ -4,16 +4,21 @@ Every layer is called as ``forward(hidden_BSD, context=None)``. Without a contex
 row, positions count from 0 and dropout is off, so that a layer can be tested alone. A context is immutable: a
 recomputed forward with the same context repeats its rotations, mask and dropout.
 
-Tokens and labels are in :mod:`megastack.batch`. Shapes: B microbatch size, S sequence, K head dim.
+Documents are described by offsets (:mod:`megastack.attention_mask`), from which the built-in attention computes each
+document by itself. An attention layer that needs a dense mask asks for it, and only then is it computed, once for all
+layers of the microbatch.
+
+Tokens and labels are in :mod:`megastack.batch`. Shapes: B microbatch size, S sequence, K head dim, n documents.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from megastack.attention_mask import AttentionMask
 from megastack.layers.cache import KeyValueCache
 from megastack.layers.rope import Rope, RotaryTables
 
@@ -30,8 +35,9 @@ class Context:
         seed: the seed of the run.
         scope: prefix of the names under which layers draw dropout, such as ``blocks.17``.
         rotary: rotary tables of these positions.
-        mask_B1SS: True where a query (third dim) may see a key (fourth dim); None for a causal mask.
-        bias_B1SS: the mask as a bias that is added to the scores, computed once so that no layer saves its own copy.
+        attention_mask: the documents as a value on the host; None for causal attention over the row or the cache.
+        cu_seqlens: its offsets on the device, (n + 1) int32.
+        dtype: the dtype of :attr:`bias_B1SS`.
         cache: keys and values of earlier tokens, in generation; layers add their own to it.
         recomputing: this forward recomputes activations for the backward; skip counters and other side effects.
     """
@@ -43,10 +49,13 @@ class Context:
     seed: int = 0
     scope: str = ""
     rotary: RotaryTables | None = None
-    mask_B1SS: Tensor | None = None
-    bias_B1SS: Tensor | None = None
+    attention_mask: AttentionMask | None = None
+    cu_seqlens: Tensor | None = None
+    dtype: torch.dtype = torch.float32
     cache: KeyValueCache | None = None
     recomputing: bool = False
+    _dense: dict[torch.dtype, Tensor | None] = field(default_factory=dict, repr=False, compare=False)
+    """Dense masks by dtype, shared with the contexts that :meth:`within` returns."""
 
     @classmethod
     def of(
@@ -55,39 +64,77 @@ class Context:
         documents_BS: Tensor | None = None,
         samples_B: Tensor | None = None,
         *,
+        attention_mask: AttentionMask | None = None,
+        cu_seqlens: Tensor | None = None,
         step: int = 0,
         seed: int = 0,
         rope: Rope | None = None,
         dtype: torch.dtype = torch.float32,
         cache: KeyValueCache | None = None,
     ) -> Context:
-        """The context of a microbatch, with its rotary tables and its mask computed.
+        """The context of a microbatch, with its rotary tables computed.
 
+        Without an ``attention_mask`` and its offsets, documents on a GPU are copied to the host, which waits for them.
         A ``cache`` requires positions and rows of one document each.
         """
+        assert cache is None or (positions_BS is not None and documents_BS is None)
         rotary = rope.tables(positions_BS, dtype) if rope is not None and positions_BS is not None else None
-        mask = None if documents_BS is None else document_mask(documents_BS)
-        if cache is not None:
-            assert positions_BS is not None and documents_BS is None
-            mask = cache.mask(positions_BS)
-        bias = None if mask is None else _bias(mask, dtype)
-        return cls(positions_BS, documents_BS, samples_B, step, seed, "", rotary, mask, bias, cache)
+        if documents_BS is not None and attention_mask is None:
+            attention_mask = AttentionMask.of(documents_BS.cpu().numpy())
+        if attention_mask is not None and cu_seqlens is None:
+            assert documents_BS is not None
+            cu_seqlens = torch.from_numpy(attention_mask.cu_seqlens).to(documents_BS.device)
+        return cls(
+            positions_BS,
+            documents_BS,
+            samples_B,
+            step,
+            seed,
+            rotary=rotary,
+            attention_mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            dtype=dtype,
+            cache=cache,
+        )
 
     def within(self, scope: str) -> Context:
         """The same context for a part of the model, whose name is added to the scope."""
         return replace(self, scope=f"{self.scope}.{scope}" if self.scope else scope)
 
+    @property
+    def mask_B1SS(self) -> Tensor | None:
+        """True where a query (third dim) may see a key (fourth dim); None if attention is causal over the whole row.
+
+        It has B·S² bytes. It is computed at first use and kept for the other layers of the microbatch.
+        """
+        return self._dense_mask(torch.bool)
+
+    @property
+    def bias_B1SS(self) -> Tensor | None:
+        """The same as a bias of :attr:`dtype` to add to the scores: 0, or minus infinity where a key is hidden."""
+        return self._dense_mask(self.dtype)
+
     def mask_for(self, dtype: torch.dtype) -> Tensor | None:
-        """The mask for fused attention: the shared bias if it has this dtype, else the boolean mask."""
-        return self.bias_B1SS if self.bias_B1SS is not None and self.bias_B1SS.dtype == dtype else self.mask_B1SS
+        """The bias for scores of this dtype, for ``scaled_dot_product_attention``; None for causal attention."""
+        return self._dense_mask(dtype)
 
     def bias_for(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A bias of this dtype to add to the scores, 0 or minus infinity, that broadcasts against (B, H, S, S)."""
-        if self.mask_B1SS is None:
+        """The same, where None becomes the causal bias (S, S) of ``length``; it broadcasts against (B, H, S, S)."""
+        bias = self._dense_mask(dtype)
+        if bias is None:
             return torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu_(1)
-        mask = self.mask_for(dtype)
-        assert mask is not None
-        return _bias(mask, dtype) if mask.dtype == torch.bool else mask
+        return bias
+
+    def _dense_mask(self, dtype: torch.dtype) -> Tensor | None:
+        if dtype not in self._dense:
+            mask = self._visible()
+            self._dense[dtype] = mask if mask is None or dtype == torch.bool else _bias(mask, dtype)
+        return self._dense[dtype]
+
+    def _visible(self) -> Tensor | None:
+        if self.cache is not None and self.positions_BS is not None:
+            return self.cache.mask(self.positions_BS)
+        return None if self.documents_BS is None else document_mask(self.documents_BS)
 
     def tables(self, rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
         """Rotary tables for these frequencies: the shared ones if they match, else computed here."""

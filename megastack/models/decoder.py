@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from megastack.batch import Microbatch, StageLoss
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError
+from megastack.layers.attention_kernels import AttentionCase, Kernel, KernelChoice, choose_kernel
 from megastack.layers.cache import KeyValueCache
 from megastack.layers.chunked_loss import chunked_head_loss
 from megastack.layers.context import Context
@@ -169,6 +170,18 @@ class Decoder(ParallelModule):
         hooked = has_forward_hooks(self.head) or has_backward_hooks(self.head)
         return f"head ({type(self.head).__qualname__}) has hooks" if hooked else None
 
+    def attention_kernel(self, batch: int, sequence: int, *, documents: bool) -> KernelChoice:
+        """The kernel of the built-in attention layer in training, for a microbatch of ``batch`` rows on this device."""
+        spec, tp = decoder_spec(self.config).block.attention, self.mesh.shape.tp
+        if spec.attention_dropout:
+            return KernelChoice(
+                Kernel.MATH, because=f"model.attention_dropout={spec.attention_dropout:g} needs weights"
+            )
+        shape, groups = (batch, sequence, spec.heads // tp, spec.width), max(spec.groups // tp, 1)
+        return choose_kernel(
+            AttentionCase.of(self.mesh.device, self._activation_dtype, shape, groups, documents=documents)
+        )
+
     def units(self) -> dict[nn.Module, ReshardPolicy]:
         """The modules whose parameters are used only by calling them, in order of use, with their reshard policies.
 
@@ -209,12 +222,18 @@ class Decoder(ParallelModule):
             microbatch.positions_BS,
             microbatch.documents_BS,
             microbatch.samples_B,
+            attention_mask=microbatch.attention_mask,
+            cu_seqlens=microbatch.cu_seqlens,
             step=microbatch.step,
             seed=self.config.seed,
             rope=self.rope,
-            dtype=LOWER_PRECISION.get(self.config.precision.compute, self._dtype),
+            dtype=self._activation_dtype,
             cache=cache,
         )
+
+    @property
+    def _activation_dtype(self) -> torch.dtype:
+        return LOWER_PRECISION.get(self.config.precision.compute, self._dtype)
 
     @property
     def _dtype(self) -> torch.dtype:

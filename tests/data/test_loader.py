@@ -116,7 +116,19 @@ def test_moving_a_microbatch_keeps_its_count() -> None:
     moved = batch.to("meta")
     assert moved.tokens_BS.is_meta and moved.documents_BS is not None and moved.documents_BS.is_meta
     assert (moved.valid_tokens, moved.step) == (batch.valid_tokens, batch.step)
+    assert moved.cu_seqlens is not None and moved.cu_seqlens.is_meta
+    assert moved.attention_mask is batch.attention_mask is not None
     assert batch.to("cpu").tokens_BS.equal(batch.tokens_BS)
+
+
+def test_a_microbatch_locates_its_documents_again_when_they_are_replaced() -> None:
+    batch = loader().step(0)[0]
+    assert batch.documents_BS is not None and batch.attention_mask is not None and batch.cu_seqlens is not None
+    starts = np.flatnonzero(np.diff(batch.documents_BS.flatten(), prepend=-1)).tolist()
+    assert set(starts) <= set(batch.cu_seqlens.tolist()) == set(batch.attention_mask.cu_seqlens.tolist())
+    single = replace(batch, documents_BS=torch.zeros_like(batch.documents_BS)).attention_mask
+    assert single is not None and not single.has_boundaries
+    assert replace(batch, documents_BS=None).attention_mask is None
 
 
 def test_a_microbatch_made_by_hand_counts_its_labels() -> None:

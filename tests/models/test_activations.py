@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megastack import attention_mask
 from megastack.config.data_schema import DataOptions
 from megastack.config.schema import BatchOptions, PrecisionOptions, TrainConfig
+from megastack.layers import attention_spec
 from megastack.layers.embedding import _RowSums
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -68,7 +70,7 @@ def saved_by_block(config: TrainConfig, mesh: Mesh) -> list[Saved]:
     context = decoder._context(microbatch(documents=config.data.document_mask))
     rows = 8 // (mesh.shape.tp if decoder.sequence_parallel else 1)
     hidden_BSD = torch.randn(2, rows, config.model.hidden, dtype=DTYPES[config.precision.compute], requires_grad=True)
-    shared = [context.mask_B1SS, context.bias_B1SS, *(context.rotary or ())[1:]]
+    shared = [context.bias_B1SS, *(context.rotary or ())[1:]]
     given = [x for x in shared if x is not None]
     everything = saved_tensors(decoder.blocks["0"], hidden_BSD, context, given=given)
     return [saved for saved in everything if saved.kind == "made"]
@@ -178,6 +180,28 @@ def stages(name: str, tp: int, sequence_parallel: bool) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_model_holds_the_predicted_bytes(name):
     assert not stages(name, 1, True)
+
+
+@pytest.fixture(params=[0, 10**9])
+def by_document(request, monkeypatch):
+    """Documents are computed by their offsets, apart or several in a call, as in a large microbatch."""
+    monkeypatch.setattr(attention_spec, "DENSE_BELOW", 0)
+    monkeypatch.setattr(attention_mask, "CALL", request.param)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, documents) in MODELS.items() if documents])
+def test_documents_add_nothing_to_the_bytes_that_a_model_holds(by_document, name):
+    assert not stages(name, 1, True)
+    with_documents = configured(name)
+    without = replace(with_documents, data=DataOptions(document_mask=False))
+    sizes = [activation_bytes(each, range(2), embedding=True, head=True) for each in (with_documents, without)]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("name", ["llama wide", "qwen"])
+def test_a_block_with_documents_saves_the_tensors_of_its_spec_one_by_one(by_document, name, compute):
+    assert not compare(name, compute, 1, True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -292,11 +316,12 @@ def test_the_tool_marks_parameters_and_inputs_and_counts_a_storage_once():
     assert all(saved.bytes == 4 * saved.elements for saved in found)
 
 
-def test_blocks_in_bf16_share_one_mask_where_norms_are_in_fp32():
+def test_layers_that_ask_for_a_dense_mask_share_one_in_the_dtype_of_the_scores():
     config = configured("qwen", "bf16")
     decoder = made(config, Mesh.single(), layers=range(1, 2), head=False)
     for name, parameter in decoder.named_parameters():
         if "norm" in name:
             parameter.data = parameter.data.float()
     context = decoder._context(microbatch(documents=True))
-    assert context.mask_for(torch.bfloat16) is context.bias_B1SS is not None
+    assert context.within("blocks.1").mask_for(torch.bfloat16) is context.bias_B1SS is not None
+    assert context.mask_B1SS is context.within("blocks.1").mask_B1SS is not None

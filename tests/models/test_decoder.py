@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megastack.batch import StageLoss
+from megastack.layers import attention_spec
 from megastack.mesh.mesh import Mesh
 from megastack.models.decoder import Decoder
 from megastack.placement.module import placements_of
@@ -40,14 +41,15 @@ def perturb(decoder: Decoder) -> None:
             parameter.detach().add_(noise, alpha=0.1)
 
 
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", ["none", "dense mask", "offsets"])
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_all_gradients_equal_a_plain_implementation(name, documents):
+def test_loss_and_all_gradients_equal_a_plain_implementation(monkeypatch, name, documents):
+    monkeypatch.setattr(attention_spec, "DENSE_BELOW", 0 if documents == "offsets" else 10**9)
     model, logits_of = CASES[name]
     config = tiny(model, label_smoothing=0.1, z_loss=0.01)
     decoder = build(config, Mesh.single())
     perturb(decoder)
-    batch = microbatch(documents=documents)
+    batch = microbatch(documents=documents != "none")
     loss = decoder({}, batch)
     loss.objective.backward()
 
@@ -192,3 +194,11 @@ def test_a_sample_has_the_same_mask_in_any_microbatch(kind):
         samples_B=batch.samples_B[1:],
     )
     torch.testing.assert_close(decoder.logits({}, batch)[1:], decoder.logits({}, second), rtol=1e-12, atol=1e-12)
+
+
+def test_a_decoder_names_the_kernel_of_its_attention():
+    decoder = build(tiny(LLAMA), Mesh.single())
+    assert str(decoder.attention_kernel(1, 4096, documents=True)) == "fused CPU kernel, one call for each document"
+    assert str(decoder.attention_kernel(1, 8, documents=True)) == "fused CPU kernel"
+    dropping = build(tiny(LLAMA | {"attention_dropout": 0.1}), Mesh.single())
+    assert "unfused attention (model.attention_dropout=0.1" in str(dropping.attention_kernel(1, 8, documents=True))
