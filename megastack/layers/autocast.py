@@ -17,6 +17,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from megastack.torch_private import is_any_autocast_enabled
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -43,6 +45,8 @@ def in_own_dtypes(function: _Method) -> _Method:
 
     @wraps(function)
     def run(ctx: Any, *values: Any) -> Any:
+        if not is_any_autocast_enabled():
+            return function(ctx, *values)
         first = next((value for value in values if isinstance(value, Tensor)), None)
         with nullcontext() if first is None else autocast_off(first):
             return function(ctx, *values)
