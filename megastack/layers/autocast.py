@@ -24,7 +24,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matrix product with ``x``: autocast's if it is on and applies to ``x``, else ``x.dtype``."""
-    if not is_on(x.device.type) or not x.is_floating_point() or x.dtype == torch.float64:
+    if (
+        not is_any_autocast_enabled()
+        or not is_on(x.device.type)
+        or not x.is_floating_point()
+        or x.dtype == torch.float64
+    ):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 

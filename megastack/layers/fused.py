@@ -48,7 +48,9 @@ def _triton_kernels() -> ModuleType | None:
     try:
         from megastack.layers import triton_kernels
     except ImportError as error:
-        logging.getLogger(__name__).warning("Triton is not available, so norms and rotations are slower: %s", error)
+        logging.getLogger(__name__).warning(
+            "Triton is not available, so operations of a block run as several kernels: %s", error
+        )
         return None
     return triton_kernels
 
@@ -238,7 +240,8 @@ def _dropout_mask(
 
 
 def _dropout(x_BLF: Tensor, samples_B: Tensor, seed: int, step: int, site: str, start: int, p: float) -> Tensor:
-    kept = _dropout_mask(samples_B, seed, step, site, start, *x_BLF.shape[1:], p)
+    _, length, features = x_BLF.shape
+    kept = _dropout_mask(samples_B, seed, step, site, start, length, features, p)
     return x_BLF.masked_fill(~kept, 0).mul_(1 / (1 - p)).contiguous()
 
 

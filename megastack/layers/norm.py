@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megastack.layers import fused
-from megastack.layers.autocast import in_own_dtypes, is_on
+from megastack.layers.autocast import in_own_dtypes
 from megastack.layers.kernels import cpu_kernels
 from megastack.layers.overrides import built_in
 from megastack.layers.spec import NormSpec
 from megastack.mesh.mesh import Mesh
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Placement
+from megastack.torch_private import is_any_autocast_enabled
 
 
 class _Norm(ParallelModule):
@@ -85,8 +86,8 @@ class LayerNorm(_Norm):
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Accepts any shape that ends in ``hidden``."""
-        rounds_once = x_BSD.dtype == fused.wide_dtype(x_BSD) or not cpu_kernels(x_BSD)
-        if x_BSD.dtype == self.weight.dtype and rounds_once and not is_on(x_BSD.device.type):
+        own_dtype = not cpu_kernels(x_BSD) or x_BSD.dtype == fused.wide_dtype(x_BSD)
+        if own_dtype and x_BSD.dtype == self.weight.dtype and not is_any_autocast_enabled():
             return F.layer_norm(x_BSD, (self.hidden,), self.weight, self.bias, self.eps)
         return _LayerNorm.apply(x_BSD, self.weight, self.bias, self.eps)
 

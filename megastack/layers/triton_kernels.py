@@ -10,6 +10,9 @@ implementations.
 Shapes: B microbatch, S sequence, D hidden, F inner features, H heads, K head dim.
 """
 
+# mypy: allow-untyped-defs
+# The parameters of a kernel are pointers and scalars, for which Triton has no types.
+
 from __future__ import annotations
 
 import torch
