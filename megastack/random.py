@@ -115,18 +115,32 @@ def dropout_mask(
     Raises:
         ConfigError: ``p`` is not in [0, 1).
     """
-    if not 0 <= p < 1:
-        raise ConfigError(f"dropout={p}: must be at least 0 and below 1")
+    threshold = dropout_threshold(p)
     keep = torch.empty((len(samples_B), length, features), dtype=torch.bool, device=samples_B.device)
     if not has_values(keep) or not keep.numel():
         return keep
-    key_B11 = counter_bits(stream_key("dropout", seed, step, site), samples_B)[:, None, None]
-    threshold = round(p * 2**64) - 2**63
+    key_B11 = counter_bits(dropout_key(seed, step, site), samples_B)[:, None, None]
     for rows, columns in _chunks(length, features, max(1, _chunk_size(keep.device) // len(samples_B))):
         position_L1 = torch.arange(start + rows.start, start + rows.stop, device=keep.device)[:, None]
         feature_F = torch.arange(feature_start + columns.start, feature_start + columns.stop, device=keep.device)
         keep[:, rows, columns] = counter_bits(counter_bits(key_B11, position_L1), feature_F) >= threshold
     return keep
+
+
+def dropout_key(seed: int, step: int, site: str) -> int:
+    """Return the key of a dropout site in a step, as a signed 64-bit number."""
+    return _signed(stream_key("dropout", seed, step, site))
+
+
+def dropout_threshold(p: float) -> int:
+    """Return the smallest signed bits that keep an element.
+
+    Raises:
+        ConfigError: ``p`` is not in [0, 1).
+    """
+    if not 0 <= p < 1:
+        raise ConfigError(f"dropout={p}: must be at least 0 and below 1")
+    return round(p * 2**64) - 2**63
 
 
 class Permutation:

@@ -158,6 +158,27 @@ def after_forward(unit: nn.Module, output: Any) -> Any:
     return cast(Any, unit)._get_fsdp_state()._post_forward(unit, (), output)
 
 
+# Operators and autocast.
+
+
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm over the last dim, and the scale of each row; one kernel on a GPU. Both inputs have one dtype."""
+    out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+    return out, scale
+
+
+def fused_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the input and of the weight; on a GPU only."""
+    backward = torch.ops.aten._fused_rms_norm_backward
+    grad_x, grad_weight = backward(grad, x, weight.shape, scale, weight, [True, True])
+    return grad_x, grad_weight
+
+
+def is_any_autocast_enabled() -> bool:
+    """Whether autocast is on for any type of device on this thread."""
+    return torch._C._is_any_autocast_enabled()
+
+
 # Distributed and CUDA.
 
 _TORCH = f"{Path(torch.__file__).parent}/"

@@ -249,3 +249,29 @@ def test_attention_kernels_of_a_gpu_have_shapes_without_one() -> None:
     x = torch.empty(1, 2, 16, 8, device="meta", dtype=torch.bfloat16)
     assert torch_private.flash_attention(x, x[:, :1], x[:, :1]).shape == x.shape
     assert torch_private.efficient_attention(x, x, x, None).shape == x.shape
+
+
+def test_the_fused_rms_norm_returns_the_scale_of_each_row() -> None:
+    x, weight = torch.randn(2, 3, 4), torch.randn(4)
+    out, scale = torch_private.fused_rms_norm(x, weight, 0.1)
+    assert scale.shape == (2, 3, 1)
+    torch.testing.assert_close(scale, x.square().mean(-1, keepdim=True).add(0.1).rsqrt())
+    torch.testing.assert_close(out, x * scale * weight)
+
+
+def test_the_backward_of_the_fused_rms_norm_has_these_arguments() -> None:
+    """It runs on GPUs only."""
+    arguments = torch.ops.aten._fused_rms_norm_backward.default._schema.arguments
+    names = ["grad_out", "input", "normalized_shape", "rstd", "weight", "output_mask"]
+    assert [argument.name for argument in arguments] == names
+    if torch.cuda.is_available():
+        x, weight = torch.randn(2, 4, device="cuda"), torch.randn(4, device="cuda", requires_grad=True)
+        out, scale = torch_private.fused_rms_norm(x, weight.detach(), 0.1)
+        _, grad_weight = torch_private.fused_rms_norm_backward(out, x, weight.detach(), scale)
+        torch.testing.assert_close(grad_weight, (out * x * scale).sum(0))
+
+
+def test_autocast_is_known_to_be_on_for_any_device() -> None:
+    assert not torch_private.is_any_autocast_enabled()
+    with torch.autocast("cpu"):
+        assert torch_private.is_any_autocast_enabled()

@@ -17,12 +17,19 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from megastack.torch_private import is_any_autocast_enabled
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matrix product with ``x``: autocast's if it is on and applies to ``x``, else ``x.dtype``."""
-    if not is_on(x.device.type) or not x.is_floating_point() or x.dtype == torch.float64:
+    if (
+        not is_any_autocast_enabled()
+        or not is_on(x.device.type)
+        or not x.is_floating_point()
+        or x.dtype == torch.float64
+    ):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 
@@ -43,6 +50,8 @@ def in_own_dtypes(function: _Method) -> _Method:
 
     @wraps(function)
     def run(ctx: Any, *values: Any) -> Any:
+        if not is_any_autocast_enabled():
+            return function(ctx, *values)
         first = next((value for value in values if isinstance(value, Tensor)), None)
         with nullcontext() if first is None else autocast_off(first):
             return function(ctx, *values)

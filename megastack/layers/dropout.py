@@ -8,12 +8,17 @@ repeats its masks. No generator is advanced, so there is no state to save or res
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megastack.comm.group import AxisGroup
 from megastack.errors import ConfigError
+from megastack.layers import fused
 from megastack.layers.context import Context
-from megastack.random import dropout_mask
+from megastack.layers.kernels import cpu_kernels
 
 
 def dropout(
@@ -40,10 +45,8 @@ def dropout(
     """
     if context is None or p == 0 or not training:
         return x_BSD
-    length, features = x_BSD.shape[1:]
-    start = group.rank * length if group is not None else 0
-    kept = _mask(context, site, p, start, length, features)
-    return apply_mask(x_BSD, kept, p)
+    start = group.rank * x_BSD.shape[1] if group is not None else 0
+    return _drop(x_BSD, context, _site(context, site, p), start, p)
 
 
 def attention_dropout(weights_BHSS: Tensor, p: float, context: Context | None, site: str, *, first_head: int) -> Tensor:
@@ -55,20 +58,37 @@ def attention_dropout(weights_BHSS: Tensor, p: float, context: Context | None, s
     """
     if context is None or p == 0:
         return weights_BHSS
-    _, heads, queries, keys = weights_BHSS.shape
-    rows = _mask(context, site, p, first_head * queries, heads * queries, keys)
-    return apply_mask(weights_BHSS, rows.view(weights_BHSS.shape), p)
+    heads, queries = weights_BHSS.shape[1:3]
+    rows = weights_BHSS.flatten(1, 2)
+    return _drop(rows, context, _site(context, site, p), first_head * queries, p).unflatten(1, (heads, queries))
 
 
-def apply_mask(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """``x`` where kept, scaled to keep its mean, else zero; in the dtype of x. Saves only the boolean mask."""
-    return x.masked_fill(~kept, 0) * (1 / (1 - p))
+def _drop(x_BLF: Tensor, context: Context, site: str, start: int, p: float) -> Tensor:
+    """Dropout of positions from ``start`` on, in the dtype of x. On a CPU, autograd saves the boolean mask."""
+    if not cpu_kernels(x_BLF):
+        dropped: Tensor = _Dropout.apply(x_BLF, context.samples_B, context.seed, context.step, site, start, p)
+        return dropped
+    kept = fused.mask(context.samples_B, context.seed, context.step, site, start, *x_BLF.shape[1:], p)
+    return x_BLF.masked_fill(~kept, 0) * (1 / (1 - p))
 
 
-def _mask(context: Context, site: str, p: float, start: int, length: int, features: int) -> Tensor:
+class _Dropout(torch.autograd.Function):
+    """One operator in each direction; backward computes the mask again, so none is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLF: Tensor, *mask: Any) -> Tensor:
+        ctx.mask = mask
+        dropped: Tensor = fused.dropout(x_BLF, *mask)
+        return dropped
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BLF: Tensor) -> tuple[Tensor | None, ...]:
+        return fused.dropout(grad_BLF, *ctx.mask), *[None] * len(ctx.mask)
+
+
+def _site(context: Context, site: str, p: float) -> str:
+    """The global name of a site."""
     if context.samples_B is None:
         raise ConfigError(f"dropout={p:g} at {site}: masks are drawn by sample; pass a context with samples_B")
-    name = f"{context.scope}.{site}" if context.scope else site
-    return dropout_mask(
-        context.seed, context.step, context.samples_B, name, start=start, length=length, features=features, p=p
-    )
+    return f"{context.scope}.{site}" if context.scope else site

@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megastack.errors import ConfigError
+from megastack.layers import fused
 from megastack.layers.autocast import in_own_dtypes
 from megastack.layers.context import Context
 from megastack.layers.kernels import gelu
@@ -94,17 +94,10 @@ class _SwiGLU(torch.autograd.Function):
     @in_own_dtypes
     def forward(ctx: Any, up: Tensor) -> Tensor:
         ctx.save_for_backward(up)
-        gate_BSF, value_BSF = up.unbind(-2)
-        return F.silu(gate_BSF).mul_(value_BSF)
+        return fused.swiglu(up)
 
     @staticmethod
     @once_differentiable
     @in_own_dtypes
     def backward(ctx: Any, grad_BSF: Tensor) -> Tensor:
-        (up,) = ctx.saved_tensors
-        gate_BSF, value_BSF = up.unbind(-2)
-        grad_up = torch.empty_like(up)
-        grad_gate_BSF, grad_value_BSF = grad_up.unbind(-2)
-        torch.mul(F.silu(gate_BSF), grad_BSF, out=grad_value_BSF)
-        torch.ops.aten.silu_backward(grad_BSF * value_BSF, gate_BSF, grad_input=grad_gate_BSF)
-        return grad_up
+        return fused.swiglu_backward(grad_BSF, *ctx.saved_tensors)

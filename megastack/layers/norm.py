@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megastack.layers import fused
 from megastack.layers.autocast import in_own_dtypes
-from megastack.layers.linear_ops import rows_of
+from megastack.layers.kernels import cpu_kernels
 from megastack.layers.overrides import built_in
 from megastack.layers.spec import NormSpec
 from megastack.mesh.mesh import Mesh
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Placement
+from megastack.torch_private import is_any_autocast_enabled
 
 
 class _Norm(ParallelModule):
@@ -84,36 +86,27 @@ class LayerNorm(_Norm):
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Accepts any shape that ends in ``hidden``."""
-        if x_BSD.dtype == self.weight.dtype == _wide(x_BSD):
+        own_dtype = not cpu_kernels(x_BSD) or x_BSD.dtype == fused.wide_dtype(x_BSD)
+        if own_dtype and x_BSD.dtype == self.weight.dtype and not is_any_autocast_enabled():
             return F.layer_norm(x_BSD, (self.hidden,), self.weight, self.bias, self.eps)
         return _LayerNorm.apply(x_BSD, self.weight, self.bias, self.eps)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm that, unlike torch's, does not save the normalised input."""
+    """RMSNorm that, unlike torch's on a CPU, does not save the normalised input."""
 
     @staticmethod
     @in_own_dtypes
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(_wide(x))
-        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        normed, scale = fused.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return normed
 
     @staticmethod
     @once_differentiable
     @in_own_dtypes
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, scale = ctx.saved_tensors
-        grad, normed = grad.to(scale.dtype), x * scale
-        grad_weight = grad_x = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = rows_of(grad * normed).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
-            scaled = grad * weight
-            along = (scaled * normed).mean(-1, keepdim=True)
-            grad_x = scaled.sub_(normed.mul_(along)).mul_(scale).to(x.dtype)
-        return grad_x, grad_weight, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *fused.rms_norm_backward(grad, *ctx.saved_tensors), None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -122,24 +115,12 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @in_own_dtypes
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        dtype = _wide(x)
-        normed, mean, scale = torch.native_layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), eps)
+        normed, mean, scale = fused.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, scale)
-        return normed.to(x.dtype)
+        return normed
 
     @staticmethod
     @once_differentiable
     @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, scale = ctx.saved_tensors
-        dtype, needs_grad = mean.dtype, list(ctx.needs_input_grad[:3])
-        grads = torch.ops.aten.native_layer_norm_backward(
-            grad.to(dtype), x.to(dtype), weight.shape, mean, scale, weight.to(dtype), bias.to(dtype), needs_grad
-        )
-        inputs = zip(grads, (x, weight, bias), needs_grad, strict=True)
-        return *(g.to(like.dtype) if needed else None for g, like, needed in inputs), None
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of the computation."""
-    return torch.promote_types(x.dtype, torch.float32)
+        return *fused.layer_norm_backward(grad, *ctx.saved_tensors), None

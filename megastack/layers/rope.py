@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megastack.errors import ConfigError
+from megastack.layers import fused
+from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.kernels import cpu_kernels
 
 SCALINGS = ("none", "linear", "llama3")
 
@@ -91,7 +95,23 @@ class RotaryTables(NamedTuple):
 
 def rotate(heads_BSHK: Tensor, tables: RotaryTables) -> Tensor:
     """Rotate each pair (i, i + K/2) of every head by its angle, in the tables' dtype; returns the input's dtype."""
-    cos, sin = tables.cos[:, :, None, :], tables.sin[:, :, None, :]
-    first, second = heads_BSHK.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(heads_BSHK.dtype)
+    if cpu_kernels(heads_BSHK):
+        return fused.rotated(heads_BSHK, tables.cos, tables.sin)
+    turned_BSHK: Tensor = _Rotation.apply(heads_BSHK, tables.cos, tables.sin)
+    return turned_BSHK
+
+
+class _Rotation(torch.autograd.Function):
+    """One operator in each direction; saves only the tables."""
+
+    @staticmethod
+    @in_own_dtypes
+    def forward(ctx: Any, heads_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return fused.rotate(heads_BSHK, cos, sin, False)
+
+    @staticmethod
+    @once_differentiable
+    @in_own_dtypes
+    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor, None, None]:
+        return fused.rotate(grad_BSHK, *ctx.saved_tensors, True), None, None

@@ -1,0 +1,221 @@
+"""Operators that are one kernel on a GPU: fake implementations, equality with the CPU path, number, compilation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from threading import Thread
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megastack.layers import fused
+from megastack.layers.attention import ParallelAttention
+from megastack.layers.context import Context
+from megastack.layers.dropout import dropout
+from megastack.layers.kernels import cpu_kernels, kernel_choice
+from megastack.layers.mlp import ParallelMLP
+from megastack.layers.norm import LayerNorm, RMSNorm
+from megastack.layers.rope import Rope, rotate
+from megastack.mesh.mesh import Mesh
+from megastack.models.block import Block
+from megastack.weight_gradients import weight_gradient_scope
+
+B, S, D, HEADS = 2, 6, 16, 2
+ROPE = Rope(D // HEADS)
+MESH = Mesh.single()
+HALF = torch.bfloat16
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def block(norm: type = RMSNorm, activation: str = "swiglu", **options: Any) -> Block:
+    attention = {"rope": ROPE} | options.pop("attention", {})
+    return Block(
+        D,
+        MESH,
+        layer=0,
+        attention=lambda: ParallelAttention(D, HEADS, MESH, **attention),
+        mlp=lambda: ParallelMLP(D, 24, MESH, activation=activation),
+        norm=lambda: norm(D, MESH),
+        **options,
+    )
+
+
+def context(dtype: torch.dtype) -> Context:
+    positions_BS, samples_B = torch.arange(S).expand(B, S), torch.arange(B)
+    return Context.of(positions_BS, samples_B=samples_B, rope=ROPE, dtype=dtype, step=3, seed=5)
+
+
+X = randn(2, 3, 2, 8, dtype=HALF)[:, :, 0]
+WEIGHT, BIAS, SCALE = randn(8, seed=1), randn(8, seed=2), randn(2, 3, 1, seed=3)
+HEADS_BSHK, TABLE = randn(2, 3, 2, 2, 8, dtype=HALF)[..., 0, :], randn(1, 3, 4)
+MASK = (torch.tensor([4, 5]), 1, 2, "here", 7)
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "rms_norm": (fused.rms_norm, (X, WEIGHT, 1e-5)),
+    "rms_norm_backward": (fused.rms_norm_backward, (X, X, WEIGHT, SCALE)),
+    "layer_norm": (fused.layer_norm, (X, WEIGHT, BIAS, 1e-5)),
+    "layer_norm_backward": (fused.layer_norm_backward, (X, X, WEIGHT, BIAS, SCALE, SCALE)),
+    "rotate": (fused.rotate, (HEADS_BSHK, TABLE, TABLE, False)),
+    "swiglu": (fused.swiglu, (HEADS_BSHK,)),
+    "swiglu_backward": (fused.swiglu_backward, (X[:, :1].expand(2, 3, 8), HEADS_BSHK)),
+    "mask": (fused.mask, (*MASK, 3, 8, 0.5)),
+    "dropout": (fused.dropout, (X, *MASK, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fake_tensors_have_shape_dtype_and_strides_of_the_result(name: str) -> None:
+    operator, arguments = CASES[name]
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def gradients(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    x_BSD = randn(B, S, D, dtype=dtype).requires_grad_()
+    module.zero_grad()
+    with torch.random.fork_rng():
+        module(x_BSD, context(dtype)).mul(randn(B, S, D, dtype=dtype, seed=1)).sum().backward()
+    assert x_BSD.grad is not None
+    return [x_BSD.grad, *(parameter.grad for parameter in module.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention": {"qk_norm": True, "attention_dropout": 0.2}, "dropout": 0.3},
+        {"norm": LayerNorm, "activation": "gelu"},
+    ],
+    ids=["llama", "gpt"],
+)
+def test_the_device_implementations_equal_those_of_the_cpu(options: Any, dtype: torch.dtype, tolerance: float) -> None:
+    module = block(**options).to(dtype)
+    x_BSD = randn(B, S, D, dtype=dtype)
+    results = {}
+    for choice in ("cpu", "device"):
+        with kernel_choice(choice):
+            results[choice] = [module(x_BSD, context(dtype)).detach(), *gradients(module, dtype)]
+    assert len(results["cpu"]) == 2 + len(list(module.parameters()))
+    for found, expected in zip(results["device"], results["cpu"], strict=True):
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+@pytest.mark.parametrize("weight_dtype", [HALF, torch.float32])
+def test_norms_of_bf16_on_a_device_round_as_on_the_cpu(kind: type, weight_dtype: torch.dtype) -> None:
+    norm = kind(D, MESH).to(weight_dtype)
+    x_BSD = randn(B, S, D, dtype=HALF)
+    with kernel_choice("device"):
+        found = norm(x_BSD)
+    assert found.dtype == HALF
+    torch.testing.assert_close(found, norm(x_BSD))
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operators that run, without views and allocations."""
+
+    FREE: ClassVar = {
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "unbind",
+        "select",
+        "slice",
+        "split",
+        "detach",
+    }
+    FREE |= {"expand", "alias", "permute", "as_strided", "empty", "empty_like", "new_empty"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operator._schema.name.split("::")[1]
+        if name not in self.FREE:
+            self.counts["attention" if "attention" in name else name] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("p", "forward", "backward"),
+    [
+        (0.0, {}, {}),
+        (0.1, {"dropout": 2}, {"dropout": 2}),
+    ],
+)
+def test_a_block_runs_few_kernels(p: float, forward: dict[str, int], backward: dict[str, int]) -> None:
+    """One operator for each norm, rotation, activation and residual addition, and no cast; the limits are for bf16."""
+    module = block(dropout=p).to(HALF)
+    for norm in (module.attention_norm, module.mlp_norm):
+        norm.float()
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    x_BSD, seen = randn(B, S, D, dtype=HALF).requires_grad_(), context(HALF)
+    with kernel_choice("device"), weight_gradient_scope():
+        with Kernels() as ran:
+            out_BSD = module(x_BSD, seen)
+        with Kernels() as ran_back:
+            out_BSD.backward(torch.ones_like(out_BSD))
+    products = {"mm", "addmm", "addmm_", "linear", "attention", "clone", "stack", "ones_like"}
+    own = {name: count for name, count in ran.counts.items() if name not in products}
+    assert own == {"rms_norm": 2, "rotate": 2, "swiglu": 1, "add": 2} | forward
+    own = {name: count for name, count in ran_back.counts.items() if name not in products}
+    residual, norm_weights = own.pop("add"), own.pop("add_")
+    assert residual <= 3 and norm_weights <= 2
+    assert own == {"rms_norm_backward": 2, "rotate": 2, "swiglu_backward": 1} | backward
+    assert ran.counts.total() <= 26 and ran_back.counts.total() <= 46
+
+
+def test_the_choice_holds_on_other_threads_and_ends_with_its_block() -> None:
+    x, seen = torch.ones(1), []
+    with kernel_choice("device"):
+        thread = Thread(target=lambda: seen.append(cpu_kernels(x)))
+        thread.start()
+        thread.join()
+    assert (seen, cpu_kernels(x)) == ([False], True)
+    with pytest.raises(ZeroDivisionError), kernel_choice("device"):
+        raise ZeroDivisionError
+    assert cpu_kernels(x)
+
+
+def test_without_triton_the_eager_implementations_run_and_a_warning_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    fused._triton_kernels.cache_clear()
+    with patch.dict("sys.modules", {"megastack.layers.triton_kernels": None}):
+        for _ in range(2):
+            assert torch.equal(fused._rms_norm_cuda(X, WEIGHT, 0.1)[0], fused._rms_norm(X, WEIGHT, 0.1)[0])
+    fused._triton_kernels.cache_clear()
+    (record,) = caplog.records
+    assert "Triton" in record.message
+
+
+@pytest.mark.parametrize("choice", ["cpu", "device"])
+def test_the_layers_compile_without_graph_breaks(choice: Any) -> None:
+    norms, mlp = nn.Sequential(RMSNorm(D, MESH), LayerNorm(D, MESH)).bfloat16(), ParallelMLP(D, 4, MESH)
+    tables = ROPE.tables(torch.arange(S)[None], torch.float32)
+
+    def parts(x_BSD: Tensor, seen: Context) -> Tensor:
+        heads_BSHK = rotate(norms(x_BSD).unflatten(-1, (HEADS, D // HEADS)), tables)
+        gated_BSF = mlp.activate(heads_BSHK.reshape(B, S, 2, D // 2))
+        return dropout(gated_BSF, 0.5, seen, "here")
+
+    def run(function: Callable[[Tensor, Context], Tensor], step: int) -> list[Tensor]:
+        x_BSD = randn(B, S, D, dtype=HALF).requires_grad_()
+        out = function(x_BSD, Context(samples_B=torch.arange(B), step=step))
+        out.sum().backward()
+        assert x_BSD.grad is not None
+        return [out.detach(), x_BSD.grad]
+
+    with kernel_choice(choice):
+        compiled = torch.compile(parts, fullgraph=True, backend="aot_eager")
+        for step in (3, 4, 5):
+            for found, expected in zip(run(compiled, step), run(parts, step), strict=True):
+                torch.testing.assert_close(found, expected)
