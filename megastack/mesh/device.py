@@ -91,7 +91,7 @@ def use_deterministic_kernels(environment: MutableMapping[str, str] | None = Non
     env = os.environ if environment is None else environment
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = False
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 
