@@ -295,3 +295,20 @@ def test_inconsistent_shapes_are_rejected() -> None:
 def test_chunks_are_used_where_they_save_memory(vocab, hidden, tokens, tp, chunk) -> None:
     assert HeadSpec(vocab, hidden, chunked=True).chunk(tokens, tp) == chunk
     assert HeadSpec(vocab, hidden).chunk(tokens, tp) is None
+
+
+def test_autocast_applies_to_the_products_and_not_to_the_loss() -> None:
+    found = []
+    for chunk in (3, None):
+        x, weight = randn(1, 8, D).float().requires_grad_(), randn(V, D).float().requires_grad_()
+        labels = LABELS.view(1, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            if chunk is None:
+                loss = vocab_parallel_losses(x @ weight.T, labels, Mesh.single(), vocab=V)[0]
+            else:
+                loss = chunked_head_loss(x, weight, labels, Mesh.single(), vocab=V, chunk=chunk)[0]
+        loss.backward()
+        assert (loss.dtype, x.grad.dtype, weight.grad.dtype) == (torch.float32,) * 3
+        found.append((loss, x.grad, weight.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)

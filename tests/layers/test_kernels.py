@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megastack.layers.kernels import add_rows_, exp_, gelu, sum_rows
+from megastack.layers.kernels import add_product_, add_rows_, exp_, gelu, sum_rows
 from tests.layers.layer_parity import randn
 
 
@@ -31,3 +31,12 @@ def test_rows_are_added_where_the_index_says() -> None:
     expected = torch.stack([rows_TD[1], torch.zeros(3, dtype=rows_TD.dtype), rows_TD[[0, 2, 3]].sum(0)])
     torch.testing.assert_close(sum_rows(index_T, rows_TD, 3), expected)
     torch.testing.assert_close(add_rows_(torch.ones(3, 3, dtype=rows_TD.dtype), index_T, rows_TD), expected + 1)
+
+
+def test_a_product_is_added_to_a_wider_sum_without_rounding() -> None:
+    a, b = randn(5, 300).bfloat16(), randn(300, 7, seed=1).bfloat16()
+    total = torch.ones(5, 7)
+    exact = 1 + a.double() @ b.double()
+    assert add_product_(total, a, b) is total
+    assert (total - exact).abs().max() < 1e-4
+    assert ((1 + a @ b) - exact).abs().max() > 1e-2
