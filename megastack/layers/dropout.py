@@ -3,7 +3,8 @@
 The mask is a function of (seed, step, sample number, site, position, feature); see
 :func:`megastack.random.dropout_mask`. Replicas along tp therefore drop the same elements, a slice of the sequence drops
 the elements that the whole sequence would have dropped there, data-parallel ranks differ, and a recomputed forward
-repeats its masks. No generator is advanced, so there is no state to save or restore.
+repeats its masks. No generator is advanced, so there is no state to save or restore. On a CPU the backward uses the
+stored mask; on a GPU, where computing it costs less than reading it, the mask is never stored.
 """
 
 from __future__ import annotations

@@ -35,8 +35,9 @@ def cpu_kernels(x: Tensor) -> bool:
 def kernel_choice(choice: KernelChoice) -> Iterator[None]:
     """Use the implementations for the CPU or for other devices inside, wherever the tensors are.
 
-    The choice is global to the process, so that backwards on other threads follow it. The device implementations then
-    run on CPU tensors, as torch operations; dry runs and tests use this.
+    The choice is global to the process, so that backwards on other threads follow it. With ``device`` the other
+    implementations run on CPU tensors, as torch operations; dry runs and tests use this. Within an operator of
+    :mod:`megastack.layers.fused`, the device of the tensors decides.
     """
     global _choice
     previous, _choice = _choice, choice

@@ -76,6 +76,19 @@ def test_fake_tensors_have_shape_dtype_and_strides_of_the_result(name: str) -> N
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a GPU with the CPU")
+@pytest.mark.parametrize("weight_dtype", [HALF, torch.float32])
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_computes_what_the_cpu_does(name: str, weight_dtype: torch.dtype) -> None:
+    operator, arguments = CASES[name]
+    arguments = tuple(x.to(weight_dtype) if x is WEIGHT or x is BIAS else x for x in arguments)
+    on_gpu = [x.cuda() if isinstance(x, Tensor) else x for x in arguments]
+    expected, found = operator(*arguments), operator(*on_gpu)
+    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    for one, other in pairs:
+        torch.testing.assert_close(one.cpu(), other, rtol=0.02, atol=0.02)
+
+
 def gradients(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
     x_BSD = randn(B, S, D, dtype=dtype).requires_grad_()
     module.zero_grad()
