@@ -1,5 +1,7 @@
 """The samples that a step reads, on any layout and after any resume."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
