@@ -77,6 +77,19 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         *("mesh", "comm", "placement"),
     },
+    "dryrun": {
+        *(
+            "assemble",
+            "training",
+            "models",
+            "layers.kernels",
+            "pipeline",
+            "gradients",
+            "checkpoint.asynchronous",
+            "data",
+        ),
+        *("config", "mesh", "comm", "placement.module", "batch", "torch_private"),
+    },
     "preflight": {
         *("assemble", "config", "data", "models", "observe", "mesh", "training.state"),
         *("checkpoint.folder", "checkpoint.manifest", "checkpoint.publish"),

@@ -7,7 +7,9 @@ computed from cheaper ones. On other devices torch's own kernels are used.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +22,38 @@ _LOG2_E = math.log2(math.e)
 _SLOPE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
+KernelChoice = Literal["cpu", "device"]
+_choice: KernelChoice | None = None  # for all threads: autograd may run a backward on a thread of its own
+
+
+def cpu_kernels(x: Tensor) -> bool:
+    """Whether operations on ``x`` use the implementations for the CPU; every layer asks here."""
+    return x.is_cpu if _choice is None else _choice == "cpu"
+
+
+@contextmanager
+def kernel_choice(choice: KernelChoice) -> Iterator[None]:
+    """Use the implementations for the CPU or for other devices inside, wherever the tensors are.
+
+    The choice is global to the process, so that backwards on other threads follow it. The device implementations then
+    run on CPU tensors, as torch operations; dry runs and tests use this.
+    """
+    global _choice
+    previous, _choice = _choice, choice
+    try:
+        yield
+    finally:
+        _choice = previous
+
+
 def exp_(x: Tensor) -> Tensor:
     """``exp(x)`` in place. On a CPU it is a power of two, which takes half the time of torch's ``exp``."""
-    return x.mul_(_LOG2_E).exp2_() if x.is_cpu else x.exp_()
+    return x.mul_(_LOG2_E).exp2_() if cpu_kernels(x) else x.exp_()
 
 
 def gelu(x: Tensor) -> Tensor:
     """GPT-2's tanh approximation of the GELU. On a CPU it is computed with the logistic function, without a tanh."""
-    return _LogisticGELU.apply(x) if x.is_cpu and x.dtype in _SLOPES else F.gelu(x, approximate="tanh")
+    return _LogisticGELU.apply(x) if cpu_kernels(x) and x.dtype in _SLOPES else F.gelu(x, approximate="tanh")
 
 
 def add_rows_(table: Tensor, index_T: Tensor, rows_TD: Tensor) -> Tensor:
@@ -35,7 +61,7 @@ def add_rows_(table: Tensor, index_T: Tensor, rows_TD: Tensor) -> Tensor:
 
     On a CPU they are added one by one. On a GPU ``index_add_`` has no fixed order, so their sum is added as a table.
     """
-    if table.is_cpu:
+    if cpu_kernels(table):
         return table.index_add_(0, index_T, rows_TD)
     return table.add_(sum_rows(index_T, rows_TD, table.shape[0]))
 
