@@ -7,18 +7,28 @@ and ``pyproject.toml`` limits torch to the versions that pass these tests. No ot
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorDeviceMismatchError,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.autograd.graph import GradientEdge
 from torch.distributed import distributed_c10d
+from torch._ops import OpOverload
 from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Autograd.
 
@@ -220,3 +230,98 @@ def dump_cuda_memory(path: Path) -> None:
 def is_in_bad_fork() -> bool:
     """Whether this process was forked after its parent initialised CUDA, and therefore cannot use CUDA."""
     return torch.cuda._is_in_bad_fork()
+
+
+# A device without data, and a process group without peers, for dry runs.
+
+NO_DATA = torch.device("lazy", 0)
+"""The device of tensors without data. Of torch's device types, this one runs backwards on the calling thread and needs
+no registration, which would last as long as the process and start a thread, so that the process could not fork."""
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised by an operation on tensors without data whose result depends on their values."""
+SCALAR_READ = torch.ops.aten._local_scalar_dense.default
+"""The operator by which the host reads a scalar."""
+MixedDevices = FakeTensorDeviceMismatchError
+"""Raised by an operation on tensors without data of several devices."""
+
+
+class _Streams:
+    """What FSDP2 requires of a device: streams and events, whose operations complete immediately."""
+
+    class Stream:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def wait_stream(self, stream: Any) -> None:
+            pass
+
+        def wait_event(self, event: Any) -> None:
+            pass
+
+        def record_event(self, event: Any = None) -> Any:
+            return _Streams.Event()
+
+    class Event:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def record(self, stream: Any = None) -> Any:
+            return self
+
+        def wait(self, stream: Any = None) -> None:
+            pass
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.Stream()
+
+    def stream(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Create the tensors of ``NO_DATA`` without data inside; operations on them compute shapes, dtypes and devices.
+
+    Tensors of the CPU are accepted as operands. A CPU tensor and one of ``NO_DATA`` do not mix, as on a GPU, unless the
+    former is a scalar.
+    """
+    if not hasattr(torch, NO_DATA.type):
+        torch._register_device_module(NO_DATA.type, _Streams())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def with_data() -> AbstractContextManager[Any]:
+    """Context manager that suspends :func:`without_data`."""
+    return unset_fake_temporarily()
+
+
+def lacks_data(x: object) -> bool:
+    """Whether this is a tensor without data."""
+    return isinstance(x, FakeTensor)
+
+
+@contextmanager
+def world_without_peers(rank: int, world_size: int) -> Iterator[None]:
+    """Open a default process group whose other ranks do not exist: its operations complete immediately."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@cache
+def is_view(operator: OpOverload) -> bool:
+    """Whether an operator returns views of its inputs and computes nothing."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in operator._schema.arguments)
+
+
+def returns_nothing(operator: OpOverload) -> bool:
+    """Whether an operator has no result; it changes its inputs."""
+    return not operator._schema.returns

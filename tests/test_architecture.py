@@ -79,6 +79,19 @@ ALLOWED: dict[str, set[str]] = {
         "layers.attention_kernels",  # the kernel that a run logs at its start
         *("mesh", "comm", "placement"),
     },
+    "dryrun": {
+        *(
+            "assemble",
+            "training",
+            "models",
+            "layers.kernels",
+            "pipeline",
+            "gradients",
+            "checkpoint.asynchronous",
+            "data",
+        ),
+        *("config", "mesh", "comm", "placement.module", "batch", "torch_private"),
+    },
     "preflight": {
         *("assemble", "config", "data", "models", "observe", "mesh", "training.state"),
         *("checkpoint.folder", "checkpoint.manifest", "checkpoint.publish"),

@@ -23,14 +23,15 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 def build_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> list[Decoder]:
     """Build this rank's stages with initial values; a rank with both ends of a tied embedding shares the parameter."""
     slices = stage_slices(config, schedule.stages)
-    stages = [_stage(config, mesh, slices[index]) for index in schedule.rank_stages(mesh[Axis.PP].rank)]
+    stages = [build_stage(config, mesh, slices[index]) for index in schedule.rank_stages(mesh[Axis.PP].rank)]
     first, last = stages[0], stages[-1]
     if config.model.tied and first is not last and first.has_embedding and last.has_head:
         last.share_embedding(first)
     return stages
 
 
-def _stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
+def build_stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
+    """Build one stage with initial values in the dtypes of the configuration, whichever rank it belongs to."""
     with torch.device("meta"):
         stage = Decoder(config, mesh, layers=part.layers, embedding=part.embedding, head=part.head)
         set_dtypes_(stage, DTYPES[config.precision.compute], config.precision.keep_fp32)

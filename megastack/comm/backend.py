@@ -6,7 +6,8 @@ so on the CPU simpler operations compute the same result faster. On a GPU each c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -111,6 +112,22 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_choice: Backend | None = None  # for all threads, like the kernels' in layers/kernels.py
+
+
 def backend_of(device: torch.device) -> Backend:
     """The backend for tensors on a device."""
+    if _choice is not None:
+        return _choice
     return _GLOO if device.type == "cpu" else _NCCL
+
+
+@contextmanager
+def backend_choice(backend: Backend) -> Iterator[None]:
+    """Use one backend for the tensors of every device inside; dry runs do."""
+    global _choice
+    previous, _choice = _choice, backend
+    try:
+        yield
+    finally:
+        _choice = previous

@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from megastack.comm.group import AxisGroup
+from megastack.comm.peers import absent_peers
 
 T = TypeVar("T")
 
@@ -16,6 +17,8 @@ def all_gather_objects(value: T, group: AxisGroup) -> list[T]:
     """Every rank's value, in group order, on every rank; values are pickled."""
     if group.size == 1:
         return [value]
+    if (peers := absent_peers()) is not None:
+        return peers.gathered(value, group)
     values: list[T | None] = [None] * group.size
     with group.blocks("all_gather_object"):
         dist.all_gather_object(values, value, group=group.group)
@@ -26,6 +29,8 @@ def gather_objects(value: T, group: AxisGroup) -> list[T]:
     """Every rank's value, in group order, on the group's first rank; empty on the others."""
     if group.size == 1:
         return [value]
+    if (peers := absent_peers()) is not None:
+        return peers.gathered(value, group) if group.rank == 0 else []
     values: list[T | None] | None = [None] * group.size if group.rank == 0 else None
     with group.blocks("gather_object"):
         dist.gather_object(value, values, dst=group.ranks[0], group=group.group)

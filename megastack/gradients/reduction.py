@@ -13,17 +13,15 @@ A parameter is tied if the same global name, with the same shape, is present on 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import torch
 from torch import nn
 
-from megastack.comm.collectives import all_gather, all_reduce
 from megastack.comm.group import AxisGroup
+from megastack.comm.objects import all_gather_objects
 from megastack.errors import ConfigError, PlacementError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -123,7 +121,7 @@ def make_reductions(
 ) -> Reductions:
     """Open the groups over which this rank's gradients are summed. Must be called on all ranks of the mesh.
 
-    With several stages, two small collectives over ``pp`` find the tied parameters.
+    With several stages, a small collective over ``pp`` finds the tied parameters.
 
     Args:
         parameters: this rank's parameters, in the same order on all ranks of the stage.
@@ -138,16 +136,7 @@ def make_reductions(
     """
     axes = dict.fromkeys([DATA_AXES, *(placement.data_axes for _, _, placement in parameters)])
     shardings = {each: data_sharding(mesh, each, zero, shard_size) for each in axes}
-    trained = [
-        TrainedParameter(
-            name,
-            tuple(parameter.shape),
-            shardings[placement.data_axes].is_sharded or not is_replicated_over_data(placement, mesh.shape),
-        )
-        for name, parameter, placement in parameters
-        if parameter.requires_grad
-    ]
-    tied, differ = agree_over_stages(trained, mesh)
+    tied, differ = agree_over_stages(trained_parameters(parameters, mesh, zero=zero, shard_size=shard_size), mesh)
     for stages in tied.values():
         mesh.subgroup(Axis.PP, stages)  # before groups inside a stage, so that all ranks open groups in the same order
     return Reductions(
@@ -195,7 +184,7 @@ def reduction_of(
     return Reduction(data, partial_over, replication)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class TrainedParameter:
     """A trained parameter as pipeline stages exchange it.
 
@@ -209,17 +198,24 @@ class TrainedParameter:
     shape: tuple[int, ...]
     differs: bool
 
-    @property
-    def fingerprint(self) -> int:
-        """A number that depends on all three attributes; its lowest bit is ``differs``."""
-        digest = hashlib.blake2b(f"{self.name} {self.shape}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big", signed=True) & ~1 | self.differs
+
+def trained_parameters(
+    parameters: Sequence[NamedParameter], mesh: Mesh, *, zero: int = 0, shard_size: int | None = None
+) -> list[TrainedParameter]:
+    """The trained ones of these parameters, sorted; the arguments are those of :func:`make_reductions`."""
+    found = set()
+    for name, parameter, placement in parameters:
+        if parameter.requires_grad:
+            sharded = data_sharding(mesh, placement.data_axes, zero, shard_size).is_sharded
+            differs = sharded or not is_replicated_over_data(placement, mesh.shape)
+            found.add(TrainedParameter(name, tuple(parameter.shape), differs))
+    return sorted(found)
 
 
 def agree_over_stages(trained: Sequence[TrainedParameter], mesh: Mesh) -> tuple[dict[str, tuple[int, ...]], bool]:
     """Find the parameters that several pipeline coordinates hold. Must be called on all ranks of a pipeline group.
 
-    Two small collectives over ``pp``, once, when buckets are built.
+    Gathers their descriptions over ``pp``, once, when buckets are built.
 
     Args:
         trained: this rank's trained parameters.
@@ -235,24 +231,24 @@ def agree_over_stages(trained: Sequence[TrainedParameter], mesh: Mesh) -> tuple[
     stages = mesh[Axis.PP]
     if stages.size == 1:
         return {}, any(each.differs for each in trained)
-    names = {each.fingerprint: each.name for each in trained}
-    longest = int(all_reduce(torch.tensor(len(names), device=mesh.device), stages, "max"))
-    padded = [*sorted(names), *[0] * (longest - len(names))]
-    rows = all_gather(torch.tensor([padded], dtype=torch.int64, device=mesh.device), stages).tolist()
-    numbers = {number for row in rows for number in row} - {0}
-    holders = {number: tuple(at for at, row in enumerate(rows) if number in row) for number in numbers}
-    _check_overlap({held for held in holders.values() if len(held) > 1}, names, holders)
-    tied = {name: holders[number] for number, name in names.items() if len(holders[number]) > 1}
-    return dict(sorted(tied.items())), any(number & 1 for number in numbers)
+    holders: dict[TrainedParameter, tuple[int, ...]] = {}
+    for at, theirs in enumerate(all_gather_objects(trained, stages)):
+        for each in theirs:
+            holders[each] = (*holders.get(each, ()), at)
+    _check_overlap({held for held in holders.values() if len(held) > 1}, trained, holders)
+    tied = {each.name: holders[each] for each in trained if len(holders[each]) > 1}
+    return dict(sorted(tied.items())), any(each.differs for each in holders)
 
 
 def _check_overlap(
-    sets: set[tuple[int, ...]], names: Mapping[int, str], holders: Mapping[int, tuple[int, ...]]
+    sets: set[tuple[int, ...]],
+    own: Sequence[TrainedParameter],
+    holders: Mapping[TrainedParameter, tuple[int, ...]],
 ) -> None:
     """Raise if sets of stages overlap: ranks would open the groups in different orders and deadlock."""
     for one, other in itertools.combinations(sorted(sets), 2):
         if set(one) & set(other):
-            tied = [name for number, name in names.items() if holders[number] in (one, other)]
+            tied = [each.name for each in own if holders[each] in (one, other)]
             raise PlacementError(
                 f"tied parameters ({', '.join(sorted(tied))} here): one lives on the pipeline ranks {one}, another on "
                 f"{other}; parameters must be tied over the same pipeline ranks, or over ranks that do not overlap"

@@ -285,7 +285,7 @@ class Pipeline:
     def _post(self, receive: _Receive) -> None:
         if receive.outputs not in self._specs:
             assert not receive.gradients, "gradients of an output that does not exist"
-            header = self._channels.receive_header(receive.peer)
+            header = self._channels.receive_header(receive.peer, receive.outputs)
             self._specs[receive.outputs] = [TensorSpec.from_record(record) for record in header]
         specs = [spec for spec in self._specs[receive.outputs] if spec.needs_grad or not receive.gradients]
         receive.messages = [(spec, self._post_tensor(spec, receive.peer)) for spec in specs]

@@ -1,0 +1,72 @@
+"""The places where the host may read a tensor of the device. A read anywhere else stops a GPU, and fails a dry run.
+
+A read is a scalar that becomes a Python number (``float(x)``, ``x.item()``, ``x.tolist()``, ``if x:``), a shape that
+depends on values, or a copy to the host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class HostRead:
+    """A place where the host reads tensors.
+
+    Attributes:
+        what: what it reads.
+        file: the file, relative to the package.
+        function: the function, with its class.
+        times: how often it reads.
+    """
+
+    what: str
+    file: str
+    function: str
+    times: str
+
+
+HOST_READS = (
+    HostRead("header", "comm/p2p.py", "P2PChannels.receive_header", "2 a stage input and microbatch shape, once"),
+    HostRead("loss and norm", "training/loop.py", "Loop._report", "2 a step, after it"),
+    HostRead("loss scale", "training/report.py", "Recorder._train_fields", "1 a step with fp16, after it"),
+    HostRead("agreement", "training/loop.py", "Loop._agree", "1 a step, after it"),
+    HostRead("validation loss", "training/loop.py", "Loop._summed_loss", "1 a validation batch and 1 a validation"),
+    HostRead("offloaded gradients", "optim/main_parameters.py", "MainParameters.gradients", "1 a shard and step"),
+    HostRead("offloaded overflow flag", "optim/optimizer.py", "Optimizer.step", "1 an optimizer group and step"),
+    HostRead("offloaded parameters", "optim/main_parameters.py", "MainParameters.__init__", "1 a shard, once"),
+    HostRead("generated ids", "inference/generate.py", "Generator._choose", "1 a token"),
+    HostRead("checkpoint", "checkpoint/asynchronous.py", "StagingBuffer.copy", "1 a box and save"),
+    HostRead("checksums", "checkpoint/state.py", "_checksum", "1 a replicated box and save"),
+)
+"""Every place. With ``optim.offload`` the update itself runs on the host."""
+
+_NOT_CALLERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_BY_PLACE = {(str(PACKAGE / read.file), read.function): read for read in HOST_READS}
+
+
+def frames() -> Iterator[FrameType]:
+    """The frames of this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def caller() -> FrameType | None:
+    """The innermost frame of this thread that is neither torch's nor a dry run's."""
+    return next((frame for frame in frames() if not frame.f_code.co_filename.startswith(_NOT_CALLERS)), None)
+
+
+def allowed_read() -> HostRead | None:
+    """The place that reads right now, if it is one of ``HOST_READS``; its own callees are other places."""
+    frame = caller()
+    return None if frame is None else _BY_PLACE.get((frame.f_code.co_filename, frame.f_code.co_qualname))
