@@ -47,30 +47,6 @@ def kernel_choice(choice: KernelChoice) -> Iterator[None]:
         _choice = previous
 
 
-KernelChoice = Literal["cpu", "device"]
-_choice: KernelChoice | None = None  # for all threads: autograd may run a backward on a thread of its own
-
-
-def cpu_kernels(x: Tensor) -> bool:
-    """Whether operations on ``x`` use the implementations for the CPU; every layer asks here."""
-    return x.is_cpu if _choice is None else _choice == "cpu"
-
-
-@contextmanager
-def kernel_choice(choice: KernelChoice) -> Iterator[None]:
-    """Use the implementations for the CPU or for other devices inside, wherever the tensors are.
-
-    The choice is global to the process, so that backwards on other threads follow it. The device implementations then
-    run on CPU tensors, as torch operations; dry runs and tests use this.
-    """
-    global _choice
-    previous, _choice = _choice, choice
-    try:
-        yield
-    finally:
-        _choice = previous
-
-
 def exp_(x: Tensor) -> Tensor:
     """``exp(x)`` in place. On a CPU it is a power of two, which takes half the time of torch's ``exp``."""
     return x.mul_(_LOG2_E).exp2_() if cpu_kernels(x) else x.exp_()
