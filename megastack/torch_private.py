@@ -158,3 +158,19 @@ def group_names(name_of: Callable[[list[int], Collection[str]], str]) -> Iterato
 def is_in_bad_fork() -> bool:
     """Whether this process was forked after its parent initialised CUDA, and therefore cannot use CUDA."""
     return torch.cuda._is_in_bad_fork()
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group."""
+    return distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups of this process."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def nccl_trace() -> bytes | None:
+    """Return the contents of NCCL's flight recorder, pickled; None in a build without NCCL."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    return None if dump is None else cast(bytes, dump())

@@ -2,18 +2,23 @@
 
 Counters measure traffic; the recorder lets a hung rank report what it is waiting for, and on which peer. Operations are
 numbered from 1 in the order in which this rank starts them, collectives by group and messages by channel (source to
-destination), so the same number on two ranks identifies the same operation. Recording costs less than a microsecond per
-operation. The recorder is never reset.
+destination), so the same number on two ranks identifies the same operation. The recorder is never reset.
+
+With gloo, a rank is blocked on the operation that it waits for. With NCCL, a wait only makes the current stream wait,
+and the host continues; later the host blocks in an unrelated call that reads a tensor. The recorder therefore keeps a
+:class:`Completion` of each such wait. The rank is blocked on the oldest wait that its stream has not passed.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+_Key = tuple[str, str | bool, int, int, int]
+"""A group or channel; cheaper than its name."""
 KEPT = 32
 """The number of operations, and of actions, that are kept."""
 MESSAGES = {"send": "receive", "receive": "send"}
@@ -55,9 +60,19 @@ def channel_of(axis: str, op: str, ranks: tuple[int, ...]) -> str:
     return f"{axis} {ranks[0]}-{ranks[-1]}/{len(ranks)}"
 
 
-def _key(axis: str, op: str, ranks: tuple[int, ...]) -> tuple[Hashable, ...]:
-    """A key of a group or channel; cheaper than its name."""
-    return axis, op in MESSAGES and op, ranks[0], ranks[-1], len(ranks)
+class Completion(Protocol):
+    """A point in the work of a device, such as a recorded ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it; callable from any thread."""
+
+
+class _StreamWait(NamedTuple):
+    """A wait that did not block the host; ``since`` is when the host issued it."""
+
+    operation: Operation
+    since: float
+    passed: Completion
 
 
 class FlightRecorder:
@@ -65,7 +80,8 @@ class FlightRecorder:
 
     Attributes:
         layer: the layer being computed, if it is known.
-        waiting: the operation that this rank is blocked on; it stays set after a wait that failed.
+        starting: the operation whose starting call has not returned; NCCL connects to its peers in such a call.
+        waiting: the operation that the host is blocked on; it stays set after a wait that failed.
         since: when (``time.monotonic``) the transport began to wait for it.
         moved: when this rank last started an operation, began to wait or finished waiting.
         operations: the last operations, the newest last.
@@ -74,20 +90,26 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self.layer: str | None = None
+        self.starting: Operation | None = None
         self.waiting: Operation | None = None
         self.since = self.moved = time.monotonic()
         self.operations: deque[Operation] = deque(maxlen=KEPT)
         self.actions: deque[object] = deque(maxlen=KEPT)
-        self._numbers: dict[tuple[Hashable, ...], int] = {}
+        self._numbers: dict[_Key, int] = {}
+        self._stream_waits: deque[_StreamWait] = deque()
 
     def start(self, axis: str, op: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> Operation:
         """Record that this rank starts an operation."""
-        key = _key(axis, op, ranks)
+        key = (axis, op in MESSAGES and op, ranks[0], ranks[-1], len(ranks))
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
-        operation = Operation(axis, op, number, shape, ranks)
+        self.starting = operation = Operation(axis, op, number, shape, ranks)
         self.operations.append(operation)
         self.moved = time.monotonic()
         return operation
+
+    def started(self) -> None:
+        """Record that the call that starts the operation has returned."""
+        self.starting = None
 
     def act(self, action: object) -> None:
         """Record that an action of the pipeline begins; its layer is not known yet."""
@@ -104,20 +126,21 @@ class FlightRecorder:
 
     def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
         """Record that this rank blocks from now on; ``since`` is when the transport began to wait, if earlier."""
-        self.waiting, self.moved = operation, time.monotonic()
+        self.starting, self.waiting, self.moved = None, operation, time.monotonic()
         self.since = self.moved if since is None else since
 
     @contextmanager
     def local_work(self) -> Iterator[None]:
         """Context manager for local work inside an operation of several rounds, which this rank joins afterwards.
 
-        Has no effect unless this rank is waiting for an operation.
+        Has no effect unless the host is waiting for an operation.
         """
         operation = self.waiting
         if operation is None:
             yield
             return
-        key = _key(operation.axis, operation.op, operation.ranks)
+        axis, op, _, _, ranks = operation
+        key = (axis, op in MESSAGES and op, ranks[0], ranks[-1], len(ranks))
         self._numbers[key] -= 1
         self.end_wait()
         try:
@@ -126,9 +149,31 @@ class FlightRecorder:
             self._numbers[key] += 1
             self.begin_wait(operation)
 
-    def end_wait(self) -> None:
-        """Record that the operation is complete."""
+    def end_wait(self, passed: Completion | None = None) -> None:
+        """Record that the wait returned.
+
+        Args:
+            passed: whether the device has passed the wait, if the wait did not block the host. If None, the operation
+                is complete.
+        """
+        if passed is not None and self.waiting is not None:
+            self._stream_waits.append(_StreamWait(self.waiting, self.since, passed))
+            while self._stream_waits and self._stream_waits[0].passed.query():
+                self._stream_waits.popleft()
         self.waiting, self.moved = None, time.monotonic()
+
+    def awaited(self) -> tuple[Operation | None, float]:
+        """The oldest operation that this rank or its device is blocked on, and since when; callable from any thread.
+
+        If there is none, the time is that of the most recent progress of the host.
+        """
+        for wait in list(self._stream_waits):
+            if not wait.passed.query():
+                return wait.operation, wait.since
+        waiting, starting = self.waiting, self.starting
+        if waiting is not None:
+            return waiting, self.since
+        return starting, self.moved
 
     def counts(self) -> dict[str, int]:
         """The number of operations started, by group or channel."""

@@ -8,9 +8,10 @@ nothing. A training run installs a :class:`RankObserver`, which counts traffic a
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from megastack.comm.flight_recorder import MESSAGES, FlightRecorder, Operation
+from megastack.comm.flight_recorder import MESSAGES, Completion, FlightRecorder, Operation
 from megastack.comm.traffic import Ledger
 
 
@@ -41,11 +42,22 @@ class Observer(Protocol):
             A handle for :meth:`begin_wait`.
         """
 
+    def on_started(self) -> None:
+        """Called when the call that starts the operation returned."""
+
     def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
-        """Called when this rank blocks. The time-out counts from ``since`` (``time.monotonic``), or from now."""
+        """Called before a wait. The time-out counts from ``since`` (``time.monotonic``), or from now."""
 
     def end_wait(self) -> None:
-        """Called when the operation is complete, but not if the wait failed."""
+        """Called when a wait returned, but not if it failed."""
+
+    def use_device(self, mark: Callable[[], Completion] | None) -> None:
+        """Called once by the mesh, before any operation.
+
+        Args:
+            mark: records how far the current stream has been filled; None if a wait blocks the host until the operation
+                is complete.
+        """
 
     def on_action(self, action: object) -> None:
         """Called when an action of the pipeline schedule begins."""
@@ -70,10 +82,16 @@ class _NoObserver:
     ) -> None:
         return None
 
+    def on_started(self) -> None:
+        pass
+
     def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
         pass
 
     def end_wait(self) -> None:
+        pass
+
+    def use_device(self, mark: Callable[[], Completion] | None) -> None:
         pass
 
     def on_action(self, action: object) -> None:
@@ -97,9 +115,35 @@ class RankObserver:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.flight_recorder = FlightRecorder()
+        self.on_started = self.flight_recorder.started
         self.begin_wait = self.flight_recorder.begin_wait
-        self.end_wait = self.flight_recorder.end_wait
         self.on_action = self.flight_recorder.act
+        self._mark: Callable[[], Completion] | None = None
+
+    def use_device(self, mark: Callable[[], Completion] | None) -> None:
+        """Use ``mark`` to find out whether a device has passed a wait."""
+        self._mark = mark
+
+    @property
+    def exposed_s(self) -> dict[str, float] | None:
+        """By axis, the seconds that the host was blocked in waits since the last reset of :attr:`ledger`.
+
+        ``None`` if waits do not block the host. The time that a stream waits can then be measured only on the device,
+        with timed events around each wait.
+        """
+        return dict(self.ledger.exposed_s) if self._mark is None else None
+
+    def end_wait(self) -> None:
+        """Record that the wait returned, and count the time for which it blocked the host."""
+        recorder = self.flight_recorder
+        if self._mark is not None:
+            recorder.end_wait(self._mark())
+            return
+        operation, began = recorder.waiting, recorder.moved
+        recorder.end_wait()
+        if operation is not None:
+            exposed, axis = self.ledger.exposed_s, operation.axis
+            exposed[axis] = exposed.get(axis, 0.0) + recorder.moved - began
 
     def on_operation(
         self, axis: str, op: str, ranks: tuple[int, ...], shape: tuple[int, ...], payload_bytes: int | None
@@ -121,6 +165,7 @@ class ObservedWork:
 
     def __init__(self, work: Any, observer: Observer, operation: Operation | None) -> None:
         self._work, self._observer, self._operation = work, observer, operation
+        observer.on_started()
         self._started = None if operation is None or operation.op in MESSAGES else time.monotonic()
 
     def wait(self) -> None:

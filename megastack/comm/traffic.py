@@ -39,39 +39,59 @@ class Traffic:
 
 def wire_bytes(op: str, size: int, payload_bytes: int) -> int:
     """Ring-nominal bytes that one rank of ``size`` sends for ``op`` (see the table in the module docstring)."""
+    numerator, denominator = _wire_fraction(op, size)
+    return numerator * payload_bytes // denominator
+
+
+def _wire_fraction(op: str, size: int) -> tuple[int, int]:
+    """Wire bytes per payload byte, as numerator and denominator."""
     if op == "all_reduce":
-        return 2 * (size - 1) * payload_bytes // size
+        return 2 * (size - 1), size
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (size - 1) * payload_bytes // size
+        return size - 1, size
     if op in ("send", "broadcast"):
-        return payload_bytes
+        return 1, 1
     raise AssertionError(f"no wire cost for {op}")
 
 
 class Ledger:
-    """Counters of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation."""
+    """Counters of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation.
+
+    Attributes:
+        exposed_s: by axis, the seconds that the host was blocked in waits. Time on the device is not included: where
+            a wait does not block the host, the values are meaningless (see :attr:`RankObserver.exposed_s`).
+    """
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[str, str], Traffic] = {}
+        self.exposed_s: dict[str, float] = {}
+        self._totals: dict[tuple[str, str, int], list[int]] = {}
 
     def record(self, axis: str, op: str, size: int, payload_bytes: int) -> None:
         """Count one operation over ``size`` ranks of ``axis``."""
-        key = (str(axis), op)
-        traffic = Traffic(1, payload_bytes, wire_bytes(op, size, payload_bytes))
-        self._totals[key] = self._totals.get(key, Traffic()) + traffic
+        totals = self._totals.get((axis, op, size))
+        if totals is None:
+            totals = self._totals[axis, op, size] = [0, 0, 0, *_wire_fraction(op, size)]
+        totals[0] += 1
+        totals[1] += payload_bytes
+        totals[2] += totals[3] * payload_bytes // totals[4]
 
     def total(self, axis: str | None = None, op: str | None = None) -> Traffic:
         """The sum over all operations that match; ``None`` matches everything."""
         total = Traffic()
-        for (on, did), traffic in self._totals.items():
+        for (on, did), traffic in self.records().items():
             if axis in (None, on) and op in (None, did):
                 total = total + traffic
         return total
 
     def records(self) -> Mapping[tuple[str, str], Traffic]:
-        """A copy of the totals by (axis, operation)."""
-        return dict(self._totals)
+        """The totals by (axis, operation)."""
+        found: dict[tuple[str, str], Traffic] = {}
+        for (axis, op, _), (calls, payload, wire, *_) in self._totals.items():
+            key = (str(axis), op)
+            found[key] = found.get(key, Traffic()) + Traffic(calls, payload, wire)
+        return found
 
     def reset(self) -> None:
         """Set all counters to zero."""
         self._totals.clear()
+        self.exposed_s.clear()

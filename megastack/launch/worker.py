@@ -24,16 +24,16 @@ from megastack.data.dataset import Dataset
 from megastack.errors import MegastackError
 from megastack.launch.environment import is_worker
 from megastack.launch.failure import is_about_other_ranks, is_user_error
+from megastack.launch.supervision import Supervision, join_mesh, prepare_environment, release_device
 from megastack.launch.threads import choose_threads
 from megastack.mesh.device import keep_freed_memory
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.observe.console import set_up_logging
-from megastack.observe.failure import FailureRecord, any_failed
+from megastack.observe.failure import FailureRecord
 from megastack.observe.folder import RunFolder
 from megastack.observe.ownership import OwnershipGuard
-from megastack.observe.watchdog import JOINING, Watchdog
 from megastack.preflight.folder import Assignment
 from megastack.training.loop import Loop
 from megastack.training.signals import StopRequest
@@ -74,6 +74,7 @@ def work(
     signals: Sequence[signal.Signals],
     send: Callable[[FailureRecord], object] | None = None,
     wait_for_all: WaitForAll | None = None,
+    conclude: Callable[[], object] = lambda: None,
 ) -> RunResult:
     """Train on this rank; called on every rank of the world, with the rank variables in the environment.
 
@@ -84,19 +85,35 @@ def work(
         signals: the signals that ask this rank, and thereby the run, to stop.
         send: called with this rank's failure report if it cannot be written.
         wait_for_all: called with this rank before it connects to the others.
+        conclude: called on another thread if this rank is blocked by a failure of another rank, after its report was
+            written; its process then exits.
     """
     config, shape, folder = assignment.config, assignment.shape, RunFolder(assignment.folder, assignment.restart)
     threads = choose_threads(config)
     torch.set_num_threads(threads.count)
-    rank, loop = (read_environment() or RankEnvironment(0, 1)).rank, None
+    rank = (read_environment() or RankEnvironment(0, 1)).rank
+    mesh, loop = None, None
+
+    def deliver(record: FailureRecord) -> None:
+        _deliver_report(record, folder, send, may_write=assignment.may_write)
+
+    supervision = Supervision(
+        RankObserver(),
+        folder,
+        rank,
+        assignment,
+        doing=lambda: _describe_progress(loop),
+        step=lambda: 0 if loop is None else loop.progress.step,
+        deliver=deliver,
+        may_write=lambda: assignment.may_write,
+        conclude=conclude,
+    )
     with StopRequest(config.run.time_limit_s, signals) as stop:
         try:
             if wait_for_all is not None:
                 wait_for_all(rank)
-            observer = RankObserver()
-            doing, may_write = (lambda: _describe_progress(loop)), (lambda: assignment.may_write)
-            with _watchdog(observer, folder, rank, assignment, doing=doing, may_write=may_write):
-                mesh = _join_mesh(shape, config, observer)
+            with supervision:
+                mesh = supervision.join()
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
                 log.info("started with pid %d on %s, %s", os.getpid(), mesh.device, threads)
@@ -108,8 +125,8 @@ def work(
             log.info("%s after step %d", result.status, result.step)
         except BaseException as error:
             step, action = (0 if loop is None else loop.progress.step), _describe_failure(loop, error)
-            record = _report_of(error, rank, shape, step=step, action=action, before_training=loop is None)
-            _deliver_report(record, folder, send, may_write=assignment.may_write)
+            deliver(_report_of(error, rank, shape, step=step, action=action, before_training=loop is None))
+            release_device(mesh, config)
             raise
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -119,9 +136,16 @@ def work(
 def run_task(task: Task, observer: RankObserver) -> Any:
     """Join the mesh, call the function of a task and return its result on this rank."""
     torch.set_num_threads(choose_threads(task.config).count)
-    mesh = _join_mesh(task.shape, task.config, observer)
+    prepare_environment(task.config)
+    return _call(task, join_mesh(task.shape, task.config, observer))
+
+
+def _call(task: Task, mesh: Mesh) -> Any:
     try:
         return task.function(task.config, mesh, *task.arguments)
+    except BaseException:
+        release_device(mesh, task.config)
+        raise
     finally:
         if dist.is_initialized() and is_worker():
             dist.destroy_process_group()
@@ -131,43 +155,20 @@ def run_reported_task(wait_for_all: WaitForAll, task: Task, folder: RunFolder) -
     """Like :func:`run_task`, on a forked rank, which writes its state and its failure report into a folder."""
     launched = read_environment()
     assert launched is not None, "the agent sets the rank variables"
-    rank, observer = launched.rank, RankObserver()
+    rank = launched.rank
+
+    def deliver(record: FailureRecord) -> None:
+        record.write(folder.failure(rank))
+
+    supervision = Supervision(RankObserver(), folder, rank, task, doing=lambda: task.name, deliver=deliver)
     try:
         wait_for_all(rank)
-        with _watchdog(observer, folder, rank, task, doing=lambda: task.name):
-            return run_task(task, observer)
+        with supervision:
+            torch.set_num_threads(choose_threads(task.config).count)
+            return _call(task, supervision.join())
     except BaseException as error:
-        record = _report_of(error, rank, task.shape, step=0, action=task.name, before_training=True)
-        record.write(folder.failure(rank))
+        deliver(_report_of(error, rank, task.shape, step=0, action=task.name, before_training=True))
         raise
-
-
-def _watchdog(
-    observer: RankObserver,
-    folder: RunFolder,
-    rank: int,
-    work: Assignment | Task,
-    *,
-    doing: Callable[[], str],
-    may_write: Callable[[], bool] = lambda: True,
-) -> Watchdog:
-    return Watchdog(
-        observer.flight_recorder,
-        folder.report(rank),
-        rank,
-        work.shape.coordinates(rank),
-        limit_s=work.config.launch.timeout_s,
-        doing=doing,
-        failed=lambda: any_failed(folder.failures),
-        may_write=may_write,
-    )
-
-
-def _join_mesh(shape: MeshShape, config: TrainConfig, observer: RankObserver) -> Mesh:
-    """Join the mesh; meanwhile, the flight recorder shows that this rank waits for the others."""
-    with observer.flight_recorder.waits(observer.flight_recorder.start(*JOINING, (), tuple(range(shape.world_size)))):
-        limit_s = config.launch.timeout_s
-        return Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, observer=observer)
 
 
 def _build(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Training:
@@ -197,7 +198,7 @@ def _describe_progress(loop: Loop | None) -> str:
 
 def _describe_failure(loop: Loop | None, error: BaseException) -> str:
     """Describe what this rank was doing, with the operation that it was blocked on if a peer failed."""
-    waiting = loop.mesh.observer.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
+    waiting = loop.mesh.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
     return _describe_progress(loop) + ("" if waiting is None else f", waiting for {waiting}")
 
 
