@@ -123,6 +123,8 @@ class RankObserver:
     def use_device(self, mark: Callable[[], Completion] | None) -> None:
         """Use ``mark`` to find out whether a device has passed a wait."""
         self._mark = mark
+        if mark is not None:
+            self.ledger.exposed_s = None
 
     @property
     def exposed_s(self) -> dict[str, float] | None:
@@ -131,7 +133,7 @@ class RankObserver:
         ``None`` if waits do not block the host. The time that a stream waits can then be measured only on the device,
         with timed events around each wait.
         """
-        return dict(self.ledger.exposed_s) if self._mark is None else None
+        return self.ledger.exposed_s
 
     def end_wait(self) -> None:
         """Record that the wait returned, and count the time for which it blocked the host."""
@@ -139,11 +141,10 @@ class RankObserver:
         if self._mark is not None:
             recorder.end_wait(self._mark())
             return
-        operation, began = recorder.waiting, recorder.moved
+        operation, began, exposed = recorder.waiting, recorder.moved, self.ledger.exposed_s
         recorder.end_wait()
-        if operation is not None:
-            exposed, axis = self.ledger.exposed_s, operation.axis
-            exposed[axis] = exposed.get(axis, 0.0) + recorder.moved - began
+        if operation is not None and exposed is not None:
+            exposed[operation.axis] = exposed.get(operation.axis, 0.0) + recorder.moved - began
 
     def on_operation(
         self, axis: str, op: str, ranks: tuple[int, ...], shape: tuple[int, ...], payload_bytes: int | None

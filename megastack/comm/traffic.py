@@ -58,12 +58,11 @@ class Ledger:
     """Counters of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation.
 
     Attributes:
-        exposed_s: by axis, the seconds that the host was blocked in waits. Time on the device is not included: where
-            a wait does not block the host, the values are meaningless (see :attr:`RankObserver.exposed_s`).
+        exposed_s: by axis, the seconds that the host was blocked in waits; None if waits do not block the host.
     """
 
     def __init__(self) -> None:
-        self.exposed_s: dict[str, float] = {}
+        self.exposed_s: dict[str, float] | None = {}
         self._totals: dict[tuple[str, str, int], list[int]] = {}
 
     def record(self, axis: str, op: str, size: int, payload_bytes: int) -> None:
@@ -94,4 +93,5 @@ class Ledger:
     def reset(self) -> None:
         """Set all counters to zero."""
         self._totals.clear()
-        self.exposed_s.clear()
+        if self.exposed_s is not None:
+            self.exposed_s.clear()

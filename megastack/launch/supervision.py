@@ -1,8 +1,13 @@
-"""What runs beside the work of a rank: its watchdog, and the end of a rank that is blocked without an error.
+"""What runs beside the work of a rank: its watchdog, its heartbeats, and the end of a rank that is blocked.
 
 With gloo, a wait for a rank that is gone or late raises. With NCCL it does not: the host is blocked in a call that does
 not return, and NCCL ends the process by SIGABRT after its own time-out, without a report. The watchdog therefore ends
 such a rank first. It writes the failure report of the rank, lets the launcher print, and exits.
+
+With gloo, the sockets of a process that ends are closed and its peers fail at once. With NCCL they wait until the
+time-out. Every rank therefore renews a heartbeat key, and watches the key of the next rank. A rank that fails, or finds
+that the next one is silent, sets a key that all ranks check. These are a few small requests for each rank and period,
+whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +18,14 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, cast
+
+import torch.distributed as dist
 
 from megastack.comm.backend import backend_of
 from megastack.comm.observer import RankObserver
@@ -24,7 +33,6 @@ from megastack.config.schema import TrainConfig
 from megastack.errors import MegastackError
 from megastack.launch.environment import set_nccl_defaults
 from megastack.launch.failure import FAILED
-from megastack.launch.peers import PeerMonitor
 from megastack.mesh.device import pick_device
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
@@ -35,6 +43,10 @@ from megastack.torch_private import default_store, nccl_trace, process_groups
 
 ABORT_S = 10.0
 """How long to wait for NCCL to abort its kernels."""
+HEARTBEAT_S = 2.0
+SILENT_S = 20.0
+"""A rank without a heartbeat for this time has ended. C code that holds Python's interpreter lock delays heartbeats."""
+_LOST, _DONE = "megastack/lost", "done"
 
 
 class Supervised(Protocol):
@@ -201,3 +213,80 @@ def exit_within(seconds: float) -> None:
     need Python's interpreter lock.
     """
     atexit.register(faulthandler.dump_traceback_later, seconds, exit=True, file=2)
+
+
+class PeerMonitor:
+    """A context manager that renews the heartbeat of this rank and watches the next rank, on a thread.
+
+    Args:
+        store: shared by the ranks of the mesh; the monitor uses a clone.
+        rank: this rank.
+        world_size: the number of ranks.
+        period_s: seconds between heartbeats.
+        silent_s: seconds without a heartbeat after which a rank has ended.
+
+    Attributes:
+        lost: the rank that failed or ended first; None as long as there is none.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        period_s: float = HEARTBEAT_S,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        self.lost: int | None = None
+        self._store, self._rank, self._next = cast(Any, store).clone(), rank, (rank + 1) % world_size
+        self._store.set_timeout(timedelta(seconds=silent_s))
+        self._period_s, self._silent_s = period_s, silent_s
+        self._beats, self._seen, self._seen_at = 0, b"", time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+
+    def __enter__(self) -> PeerMonitor:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        with contextlib.suppress(dist.DistError):
+            if error is None:
+                self._store.set(_heartbeat(self._rank), _DONE)
+            else:
+                self._store.set(_LOST, str(self._rank))
+
+    def describe(self) -> str:
+        """Describe the loss of a rank."""
+        return f"rank {self.lost} ended or no longer responds"
+
+    def _watch(self) -> None:
+        while not self._stop.is_set() and self.lost is None:
+            try:
+                self._poll()
+            except dist.DistError:  # rank 0, or the agent of its machine, serves the store
+                self.lost = 0
+            self._stop.wait(self._period_s)
+
+    def _poll(self) -> None:
+        self._beats += 1
+        self._store.set(_heartbeat(self._rank), str(self._beats))
+        if self._store.check([_LOST]):
+            self.lost = int(self._store.get(_LOST))
+            return
+        now, key = time.monotonic(), _heartbeat(self._next)
+        found = self._store.get(key) if self._store.check([key]) else b""
+        if found != self._seen:
+            self._seen, self._seen_at = found, now
+        if now - self._seen_at > self._silent_s and found.decode() != _DONE:
+            self._store.set(_LOST, str(self._next))
+            self.lost = self._next
+
+
+def _heartbeat(rank: int) -> str:
+    return f"megastack/heartbeat/{rank}"

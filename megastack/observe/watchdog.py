@@ -165,7 +165,7 @@ class Watchdog:
         self._doing, self._may_write, self._failed, self._end = doing, may_write, failed, end
         self.ends_rank = False
         self._awaited: Operation | None = None
-        self._device_moved = 0.0  # when the thread last saw that the device had passed a wait
+        self._awaited_at = 0.0  # when the thread first saw that a rank with `ends_rank` was blocked on it
         self._stop = threading.Event()
         self._reported: float | None = None  # the time of the most recent progress when the report was written
         self._main = threading.get_ident()
@@ -228,8 +228,11 @@ class Watchdog:
             return None, self._recorder.moved
 
     def _moved(self) -> float:
-        """Return when the host or the device last made progress."""
-        return max(self._recorder.moved, self._device_moved)
+        """Return when the rank last made progress: its device if that is blocked, else the host.
+
+        A host that continues while its device is blocked makes no progress.
+        """
+        return self._recorder.moved if self._awaited is None else self._awaited_at
 
     def _watch(self) -> None:
         interval = min(1.0, self._limit_s / POLLS_PER_TIMEOUT)
@@ -239,7 +242,7 @@ class Watchdog:
     def _poll(self) -> None:
         awaited, _ = self._find_awaited()
         if self.ends_rank and awaited is not self._awaited:
-            self._awaited, self._device_moved = awaited, time.monotonic()
+            self._awaited, self._awaited_at = awaited, time.monotonic()
         moved = self._moved()
         idle_s = time.monotonic() - moved
         if self._reported is not None and not self._is_valid(moved):
