@@ -1,8 +1,8 @@
 """A test double of NCCL over gloo on the CPU, for what megastack must not rely on and what it must survive.
 
 - An operation runs later, on the thread of its communicator, in the order in which the host issued them.
-- ``wait()`` returns at once (or after ``run_ahead_s``): it makes the stream of this process wait, not the host. The host
-  blocks when it reads a tensor (``tolist``, ``item``, ``float``, …), until the stream has passed all waits.
+- ``wait()`` returns at once (or after ``run_ahead_s``): it makes the stream of this process wait, not the host. When
+  the host reads a tensor (``tolist``, ``item``, ``float``, …), it blocks until the stream has passed all waits.
 - Two ranks are connected by their first message: both hosts block in that call until both have reached it
   (``p2p="lazy"``). With ``p2p="eager"`` all messages of a group run in one order instead.
 - An operation that takes longer than the time-out of its group, counted from the call, ends the process by SIGABRT.

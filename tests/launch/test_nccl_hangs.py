@@ -22,6 +22,9 @@ from megastack.launch.worker import TaskFailed
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from tests import nccl_double
+from tests.faulty_mlp import fault
+from tests.launch import fault_matrix
+from tests.launch.test_external import CHAIN, LOST, join, torchrun
 from tests.tiny_runs import overrides
 
 AXES = {"dp": (Axis.DP,), "tp": (Axis.TP,), "pp": (Axis.PP,), "fused": (Axis.PP, Axis.TP)}
@@ -118,3 +121,34 @@ def test_a_rank_that_stops_is_named_on_every_axis_in_every_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell
 ) -> None:
     check(tmp_path, monkeypatch, cell)
+
+
+TRAININGS = (
+    ("sleep", "dp2-zero1", "backward"),
+    ("sleep", "dp2-zero3", "backward"),
+    ("sleep", "dp2-pp2", "step"),
+    ("sleep", "tp4", "validation"),
+    ("SIGSTOP", "pp3", "step"),
+    ("SIGKILL", "dp3", "step"),
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "layout", "phase"), TRAININGS)
+def test_a_training_ends_as_it_does_with_gloo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layout: str, phase: str
+) -> None:
+    nccl_double.install(monkeypatch, run_ahead_s=1.0)
+    cell = fault_matrix.Cell(kind, layout, 1, phase)
+    assert fault_matrix.find_errors(tmp_path, cell, fault_matrix.run_cell(tmp_path, cell)) == []
+
+
+@pytest.mark.full
+def test_ranks_of_torchrun_name_the_rank_that_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks combine their reports before they end themselves."""
+    nccl_double.install(monkeypatch, run_ahead_s=1.0)
+    assert join(tmp_path, torchrun, 3, *CHAIN, fault("stop"), stopped=2) == [1, 1, -signal.SIGKILL]
+    screen = capfd.readouterr().err
+    assert re.search(LOST + r"\Z", screen) and screen.count("did not arrive") == 1, screen
