@@ -69,10 +69,9 @@ class Double(Nccl):
     """The backend: one stream for each process, and the timer that ends it."""
 
     process_groups = NAME
-    timeout_margin_s = 1.0
 
-    def __init__(self, run_ahead_s: float, p2p: str) -> None:
-        self.run_ahead_s, self.p2p = run_ahead_s, p2p
+    def __init__(self, run_ahead_s: float, p2p: str, margin_s: float) -> None:
+        self.run_ahead_s, self.p2p, self.timeout_margin_s = run_ahead_s, p2p, margin_s
         self.stream: list[Work] = []
         self.issued: list[Work] = []
 
@@ -180,15 +179,18 @@ class Group(dist.ProcessGroup):
         return self.issue(self.pair(peer), lambda: self.inner.recv(tensors, peer, tag))
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *, run_ahead_s: float = 0.0, p2p: str = "lazy") -> Double:
+def install(
+    monkeypatch: pytest.MonkeyPatch, *, run_ahead_s: float = 0.0, p2p: str = "lazy", margin_s: float = 1.0
+) -> Double:
     """Use the double for CPU tensors, until the test ends.
 
     Args:
         run_ahead_s: how long a wait blocks the host at most. With a second or so, the numbers of a run that does not
             hang are right, although computation on the CPU is not delayed as on a stream.
         p2p: ``lazy`` or ``eager``.
+        margin_s: how much later than ``launch.timeout_s`` it ends a process.
     """
-    double = Double(run_ahead_s, p2p)
+    double = Double(run_ahead_s, p2p, margin_s)
     timers: list[int] = []
 
     def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Group:

@@ -24,7 +24,7 @@ from megastack.mesh.shape import Axis
 from tests import nccl_double
 from tests.faulty_mlp import fault
 from tests.launch import fault_matrix
-from tests.launch.test_external import CHAIN, LOST, join, torchrun
+from tests.launch.test_external import CHAIN, join, torchrun
 from tests.tiny_runs import overrides
 
 AXES = {"dp": (Axis.DP,), "tp": (Axis.TP,), "pp": (Axis.PP,), "fused": (Axis.PP, Axis.TP)}
@@ -148,7 +148,12 @@ def test_ranks_of_torchrun_name_the_rank_that_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The ranks combine their reports before they end themselves."""
-    nccl_double.install(monkeypatch, run_ahead_s=1.0)
+    nccl_double.install(monkeypatch, run_ahead_s=1.0, margin_s=20.0)
     assert join(tmp_path, torchrun, 3, *CHAIN, fault("stop"), stopped=2) == [1, 1, -signal.SIGKILL]
     screen = capfd.readouterr().err
-    assert re.search(LOST + r"\Z", screen) and screen.count("did not arrive") == 1, screen
+    lines = screen.strip().splitlines()
+    assert re.match(r"\[rank 1 \| pp1 dp0 tp0\] waits for pp receive \d+ of \[1, 16, 16\] from rank 2", lines[-2])
+    lost = (
+        r"\[rank 2 \| pp2 dp0 tp0\] did not arrive at pp send \d+ of \[1, 16, 16\] to rank 1 within launch.timeout_s=3"
+    )
+    assert re.fullmatch(lost, lines[-1]) and screen.count("did not arrive") == 1
