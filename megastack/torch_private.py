@@ -325,3 +325,19 @@ def is_view(operator: OpOverload) -> bool:
 def returns_nothing(operator: OpOverload) -> bool:
     """Whether an operator has no result; it changes its inputs."""
     return not operator._schema.returns
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group."""
+    return distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return all process groups of this process."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def nccl_trace() -> bytes | None:
+    """Return the contents of NCCL's flight recorder, pickled; None in a build without NCCL."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    return None if dump is None else cast(bytes, dump())

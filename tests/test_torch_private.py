@@ -184,6 +184,22 @@ def test_a_unit_of_fsdp_is_gathered_and_released_without_a_call() -> None:
     assert run_ranks(passed_through, 2) == [(True, True, [1.0] * 4)] * 2
 
 
+def stored_and_listed() -> tuple[str, int, bool]:
+    mesh = Mesh.from_environment(MeshShape(dp=2))
+    store = torch_private.default_store()
+    store.set(f"here/{mesh.rank}", "yes")
+    return store.get(f"here/{1 - mesh.rank}").decode(), len(torch_private.process_groups()), dist.is_initialized()
+
+
+def test_the_default_store_is_shared_and_all_groups_are_known() -> None:
+    assert run_ranks(stored_and_listed, 2) == [("yes", 1, True)] * 2
+
+
+def test_a_build_without_nccl_has_no_trace_of_it() -> None:
+    trace = torch_private.nccl_trace()
+    assert isinstance(trace, bytes) if dist.is_nccl_available() else trace is None
+
+
 def named_and_timed() -> tuple[str, int, bool]:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     in_use: list[Collection[str]] = []

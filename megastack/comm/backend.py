@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megastack.comm.flight_recorder import Completion
 from megastack.comm.group import AxisGroup
 
 
@@ -36,6 +37,18 @@ class Backend(Protocol):
         """Whether waiting for an operation blocks the host."""
 
     @property
+    def timeout_margin_s(self) -> float:
+        """The seconds by which a process group's time-out exceeds the time-out of the run.
+
+        NCCL ends a process that waits too long by SIGABRT. The run's own time-out must expire before that, so that the
+        ranks report what they waited for.
+        """
+
+    @property
+    def mark(self) -> Callable[[], Completion] | None:
+        """A function that marks the end of the work issued to the device so far; None if waiting blocks the host."""
+
+    @property
     def receive_lead(self) -> int:
         """The number of computations by which a receive may be posted ahead of its position in a schedule."""
 
@@ -55,6 +68,8 @@ class Gloo:
 
     process_groups = "gloo"
     wait_blocks_host = True
+    timeout_margin_s = 0.0
+    mark = None
     receive_lead = 1
     """Gloo matches messages in the background, so an earlier receive hides its handshake."""
 
@@ -81,8 +96,20 @@ class Nccl:
 
     process_groups = "cpu:gloo,cuda:nccl"
     wait_blocks_host = False
+    timeout_margin_s = 60.0
     receive_lead = 0
     """Operations between two ranks run in order, so an early receive could run before a send that the peer needs."""
+
+    @staticmethod
+    def mark() -> Completion:
+        """Record an event in the current stream.
+
+        A ``Work`` would show the same, but it holds the output tensors of its operation. Kept until the device has run
+        the operation, it would keep the memory of everything that the host has issued ahead.
+        """
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def start_gather_(self, pieces: Tensor, group: AxisGroup) -> Work:
         """One all-gather."""

@@ -7,11 +7,18 @@ nothing. A training run installs a :class:`RankObserver`, which counts traffic a
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from megastack.comm.flight_recorder import MESSAGES, FlightRecorder, Operation
+from megastack.comm.flight_recorder import Completion, FlightRecorder, Operation, OperationSequence
 from megastack.comm.traffic import Ledger
+
+_Key = tuple[str, str, int, int, int, bool]
+"""Axis, operation, first rank, last rank, number of ranks, whether it is not counted; cheaper than a name."""
+
+
+def _no_count(payload_bytes: int) -> None:
+    """Count nothing."""
 
 
 class Observer(Protocol):
@@ -41,11 +48,22 @@ class Observer(Protocol):
             A handle for :meth:`begin_wait`.
         """
 
+    def on_started(self) -> float | None:
+        """Called when the call that starts the operation returned; returns when it began (``time.monotonic``)."""
+
     def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
-        """Called when this rank blocks. The time-out counts from ``since`` (``time.monotonic``), or from now."""
+        """Called before a wait for an operation that began at ``since`` (``time.monotonic``), or now."""
 
     def end_wait(self) -> None:
-        """Called when the operation is complete, but not if the wait failed."""
+        """Called when a wait returned, but not if it failed."""
+
+    def use_device(self, mark: Callable[[], Completion] | None) -> None:
+        """Called once by the mesh, before any operation.
+
+        Args:
+            mark: records how far the current stream has been filled; None if a wait blocks the host until the operation
+                is complete.
+        """
 
     def on_action(self, action: object) -> None:
         """Called when an action of the pipeline schedule begins."""
@@ -70,10 +88,16 @@ class _NoObserver:
     ) -> None:
         return None
 
+    def on_started(self) -> None:
+        pass
+
     def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
         pass
 
     def end_wait(self) -> None:
+        pass
+
+    def use_device(self, mark: Callable[[], Completion] | None) -> None:
         pass
 
     def on_action(self, action: object) -> None:
@@ -96,18 +120,46 @@ class RankObserver:
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self.flight_recorder = FlightRecorder()
+        self.flight_recorder = FlightRecorder(self.ledger.waited_s)
+        self._start = self.flight_recorder.start
+        self._known: dict[_Key, tuple[OperationSequence, Callable[[int], None]]] = {}
+        self.on_started = self.flight_recorder.started
         self.begin_wait = self.flight_recorder.begin_wait
         self.end_wait = self.flight_recorder.end_wait
         self.on_action = self.flight_recorder.act
+
+    def use_device(self, mark: Callable[[], Completion] | None) -> None:
+        """Use ``mark`` to find out whether a device has passed a wait."""
+        if mark is not None:
+            self.end_wait = lambda: self.flight_recorder.end_stream_wait(mark())
+            self.ledger.measures_waits = False
+
+    @property
+    def exposed_s(self) -> dict[str, float] | None:
+        """See :attr:`~megastack.comm.traffic.Ledger.exposed_s`."""
+        return self.ledger.exposed_s
 
     def on_operation(
         self, axis: str, op: str, ranks: tuple[int, ...], shape: tuple[int, ...], payload_bytes: int | None
     ) -> Operation:
         """Count the operation and record it."""
+        key = (axis, op, ranks[0], ranks[-1], len(ranks), payload_bytes is None)
+        known = self._known.get(key)
+        if known is None:
+            count: Callable[[int], None] = (
+                _no_count if payload_bytes is None else self.ledger.counter(axis, op, len(ranks)).add
+            )
+            known = self._known[key] = (self.flight_recorder.sequence(axis, op, ranks), count)
+        sequence, count = known
         if payload_bytes is not None:
-            self.ledger.record(axis, op, len(ranks), payload_bytes)
-        return self.flight_recorder.start(axis, op, shape, ranks)
+            count(payload_bytes)
+        return self._start(axis, op, shape, ranks, sequence)
+
+    def _know(
+        self, axis: str, op: str, ranks: tuple[int, ...], *, counted: bool
+    ) -> tuple[OperationSequence, Callable[[int], None]]:
+        count = self.ledger.counter(axis, op, len(ranks)).add if counted else _no_count
+        return self.flight_recorder.sequence(axis, op, ranks), count
 
     def on_layer(self, name: str | None) -> None:
         """Record the layer."""
@@ -121,13 +173,10 @@ class ObservedWork:
 
     def __init__(self, work: Any, observer: Observer, operation: Operation | None) -> None:
         self._work, self._observer, self._operation = work, observer, operation
-        self._started = None if operation is None or operation.op in MESSAGES else time.monotonic()
+        self._started = observer.on_started()
 
     def wait(self) -> None:
-        """Block until the work is complete.
-
-        The time-out of a collective counts from its start, the time-out of a message from this call.
-        """
+        """Block until the work is complete."""
         self._observer.begin_wait(self._operation, self._started)
         self._work.wait()
         self._observer.end_wait()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastack.comm.collectives import Pending
+from megastack.comm.flight_recorder import Operation
 from megastack.comm.group import AxisGroup
 from megastack.comm.observer import ObservedWork
 from megastack.comm.peers import absent_peers
@@ -48,8 +49,9 @@ class P2PChannels:
         """Post a receive for the peer's next message, whose shape and dtype are known."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         channel = self._process_group(peer, self._group.rank)
+        operation = self._begin("receive", buffer, peer)
         work = dist.irecv(buffer, src=self._group.ranks[peer], group=channel)
-        return Pending(self._observed("receive", buffer, work, peer), lambda: buffer)
+        return Pending(ObservedWork(work, self._group.observer, operation), lambda: buffer)
 
     def send_header(self, value: Any, peer: int) -> None:
         """Post a JSON value that describes the tensors to come; it is not counted."""
@@ -66,18 +68,16 @@ class P2PChannels:
 
     def _post(self, x: Tensor, peer: int, payload_bytes: int | None = None) -> None:
         self._release()
+        operation = self._begin("send", x, peer, payload_bytes)
         work = dist.isend(x, dst=self._group.ranks[peer], group=self._process_group(self._group.rank, peer))
-        self._posted.append((self._observed("send", x, work, peer, payload_bytes), x))
+        self._posted.append((ObservedWork(work, self._group.observer, operation), x))
 
-    def _observed(
-        self, op: str, x: Tensor, work: dist.Work | None, peer: int, payload_bytes: int | None = None
-    ) -> ObservedWork:
-        """A posted message whose waits are reported to the observer."""
-        assert work is not None
-        group, observer = self._group, self._group.observer
+    def _begin(self, op: str, x: Tensor, peer: int, payload_bytes: int | None = None) -> Operation | None:
+        """Report a message to the observer before it is posted: NCCL connects two ranks in their first call."""
+        group = self._group
         ends = group.ranks[group.rank], group.ranks[peer]
         ranks = ends if op == "send" else ends[::-1]
-        return ObservedWork(work, observer, observer.on_operation(group.axis, op, ranks, tuple(x.shape), payload_bytes))
+        return group.observer.on_operation(group.axis, op, ranks, tuple(x.shape), payload_bytes)
 
     def _process_group(self, source: int, destination: int) -> dist.ProcessGroup | None:
         return self._group.group if source < destination else self._backward

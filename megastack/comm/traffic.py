@@ -17,6 +17,7 @@ send (a receive counts nothing)        S
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,39 +40,93 @@ class Traffic:
 
 def wire_bytes(op: str, size: int, payload_bytes: int) -> int:
     """Ring-nominal bytes that one rank of ``size`` sends for ``op`` (see the table in the module docstring)."""
+    numerator, denominator = _wire_fraction(op, size)
+    return numerator * payload_bytes // denominator
+
+
+def _wire_fraction(op: str, size: int) -> tuple[int, int]:
+    """Wire bytes per payload byte, as numerator and denominator."""
     if op == "all_reduce":
-        return 2 * (size - 1) * payload_bytes // size
+        return 2 * (size - 1), size
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (size - 1) * payload_bytes // size
+        return size - 1, size
     if op in ("send", "broadcast"):
-        return payload_bytes
+        return 1, 1
     raise AssertionError(f"no wire cost for {op}")
 
 
+class Counter:
+    """Totals of one operation on one axis, as integers."""
+
+    __slots__ = ("_denominator", "_numerator", "calls", "payload_bytes", "wire_bytes")
+
+    def __init__(self, op: str, size: int) -> None:
+        self.calls = self.payload_bytes = self.wire_bytes = 0
+        self._numerator, self._denominator = _wire_fraction(op, size)
+
+    def add(self, payload_bytes: int) -> None:
+        """Count one operation."""
+        self.calls += 1
+        self.payload_bytes += payload_bytes
+        self.wire_bytes += self._numerator * payload_bytes // self._denominator
+
+    @property
+    def traffic(self) -> Traffic:
+        """The totals so far."""
+        return Traffic(self.calls, self.payload_bytes, self.wire_bytes)
+
+
 class Ledger:
-    """Counters of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation."""
+    """Counters of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation.
+
+    Attributes:
+        waited_s: by axis, the seconds that the host was blocked in waits.
+        measures_waits: whether a wait blocks the host until the operation is complete.
+    """
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[str, str], Traffic] = {}
+        self.waited_s: dict[str, float] = defaultdict(float)
+        self.measures_waits = True
+        self._counters: dict[tuple[str, str, int], Counter] = {}
+
+    def counter(self, axis: str, op: str, size: int) -> Counter:
+        """The counter of an operation over ``size`` ranks of ``axis``; valid across resets."""
+        key = (str(axis), op, size)
+        if key not in self._counters:
+            self._counters[key] = Counter(op, size)
+        return self._counters[key]
 
     def record(self, axis: str, op: str, size: int, payload_bytes: int) -> None:
         """Count one operation over ``size`` ranks of ``axis``."""
-        key = (str(axis), op)
-        traffic = Traffic(1, payload_bytes, wire_bytes(op, size, payload_bytes))
-        self._totals[key] = self._totals.get(key, Traffic()) + traffic
+        self.counter(axis, op, size).add(payload_bytes)
 
     def total(self, axis: str | None = None, op: str | None = None) -> Traffic:
         """The sum over all operations that match; ``None`` matches everything."""
         total = Traffic()
-        for (on, did), traffic in self._totals.items():
+        for (on, did), traffic in self.records().items():
             if axis in (None, on) and op in (None, did):
                 total = total + traffic
         return total
 
     def records(self) -> Mapping[tuple[str, str], Traffic]:
-        """A copy of the totals by (axis, operation)."""
-        return dict(self._totals)
+        """The totals by (axis, operation)."""
+        found: dict[tuple[str, str], Traffic] = {}
+        for (axis, op, _), counter in self._counters.items():
+            if counter.calls:
+                found[axis, op] = found.get((axis, op), Traffic()) + counter.traffic
+        return found
+
+    @property
+    def exposed_s(self) -> dict[str, float] | None:
+        """By axis, the seconds of communication that no computation of this rank overlapped.
+
+        ``None`` if waits do not block the host. The time that a stream waits can be measured only on the device, with
+        timed events around each wait.
+        """
+        return dict(self.waited_s) if self.measures_waits else None
 
     def reset(self) -> None:
         """Set all counters to zero."""
-        self._totals.clear()
+        for counter in self._counters.values():
+            counter.calls = counter.payload_bytes = counter.wire_bytes = 0
+        self.waited_s.clear()

@@ -8,12 +8,29 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
+from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, MegastackError, RankEnvironmentError
 from megastack.mesh.environment import in_slurm_step, read_environment
 from megastack.mesh.hostlist import first_host
 
 WAIT_POLICY = "OMP_WAIT_POLICY"
+NCCL_DEFAULTS = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_PROPAGATE_ERROR": "1",
+    "TORCH_GLOO_LAZY_INIT": "1",
+}
+"""Environment variables of a rank with a GPU, unless the user has set them.
+
+NCCL's own flight recorder is kept and written after a time-out, and a rank with an error ends the waits of the others.
+Gloo, which only carries small Python values there, connects two ranks when they first communicate. Otherwise it would
+connect all pairs of ranks of every group, and 1,000 ranks exceed the usual limit of open files.
+"""
+NCCL_DUMP = "TORCH_FR_DUMP_TEMP_FILE"
+"""Prefix of the files of NCCL's flight recorder; ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` is its older name."""
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def is_worker(environment: Mapping[str, str] | None = None) -> bool:
@@ -123,3 +140,30 @@ def lets_threads_sleep(environment: Mapping[str, str] | None = None) -> bool:
     """Whether OpenMP threads sleep while they wait for each other; otherwise they spin and occupy their CPU."""
     env = os.environ if environment is None else environment
     return env.get(WAIT_POLICY, "").strip().lower() == "passive"
+
+
+def set_nccl_defaults(dump: Path | None = None, environment: MutableMapping[str, str] | None = None) -> None:
+    """Set :data:`NCCL_DEFAULTS`, before any process group is created.
+
+    Args:
+        dump: the prefix of the files of NCCL's flight recorder, which the rank is appended to.
+        environment: default: that of this process.
+    """
+    env = os.environ if environment is None else environment
+    for name, value in NCCL_DEFAULTS.items():
+        env.setdefault(name, value)
+    if dump is not None and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in env:
+        env.setdefault(NCCL_DUMP, str(dump))
+
+
+def environment_warnings(config: TrainConfig, environment: Mapping[str, str] | None = None) -> list[str]:
+    """Return warnings about environment variables that may block a run of this configuration."""
+    env = os.environ if environment is None else environment
+    needs_more = config.parallel.pp > 1 or config.parallel.zero.stage >= 2
+    if config.device == "cpu" or env.get(MAX_CONNECTIONS, "").strip() != "1" or not needs_more:
+        return []
+    cause = "parallel.pp > 1" if config.parallel.pp > 1 else f"parallel.zero.stage={config.parallel.zero.stage}"
+    return [
+        f"{MAX_CONNECTIONS}=1: all kernels of a GPU share one queue, and with {cause} a message that waits for another "
+        "rank blocks the kernels behind it; unset it"
+    ]

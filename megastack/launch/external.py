@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.errors import ConfigError, ErrorLine, MegastackError, MeshError, RankEnvironmentError
 from megastack.launch.elastic import LaterStartGuard, describe_last_end, record_start, release_standby, stand_by
-from megastack.launch.environment import adopt_slurm, nodes
+from megastack.launch.environment import adopt_slurm, environment_warnings, nodes
 from megastack.launch.failure import ObservedExits, end_failed_run, failure_of, find_failure, is_user_error
 from megastack.launch.processes import SIGNALS, die_with_parent
 from megastack.launch.rendezvous import (
@@ -36,9 +35,11 @@ from megastack.launch.rendezvous import (
     rejection_without_others,
     reporter_of_others,
 )
+from megastack.launch.supervision import prepare_environment
 from megastack.launch.worker import Task, TaskFailed, run_task, work
+from megastack.mesh.device import pick_device
 from megastack.mesh.environment import RankEnvironment, agent_serves_store, has_agent, read_environment
-from megastack.mesh.mesh import backend_of, pick_device
+from megastack.mesh.mesh import open_process_group
 from megastack.mesh.shape import MeshShape, describe_coordinates
 from megastack.observe.console import Console
 from megastack.observe.failure import read_failures
@@ -117,11 +118,9 @@ class _World:
 
     def open_group(self, config: TrainConfig) -> None:
         """Open the process group of the ranks that train."""
-        backend = backend_of(pick_device(config.device.value)).process_groups
-        limit = timedelta(seconds=config.launch.timeout_s)
-        dist.init_process_group(
-            backend, store=self.store, rank=self.rank, world_size=self.shape.world_size, timeout=limit
-        )
+        device = pick_device(config.device.value)
+        prepare_environment(config)
+        open_process_group(self.store, self.rank, self.shape.world_size, device, config.launch.timeout_s)
 
 
 def _device_errors(config: TrainConfig, rank: int) -> Sequence[ErrorLine]:
@@ -168,7 +167,8 @@ def _work(assignment: Assignment, world: _World, hooks: Hooks | None) -> RunResu
         hooks = replace(given, on_step=[LaterStartGuard(folder), *given.on_step])
     with StopRequest(signals=SIGNALS):  # if the launcher ends the others, this rank can still finish its report
         try:
-            return work(assignment, hooks=hooks, signals=SIGNALS)
+            conclude = partial(_end, world, assignment, folder)
+            return work(assignment, hooks=hooks, signals=SIGNALS, conclude=conclude)
         except Exception as error:
             if not assignment.may_write:
                 Console(stderr=True, enabled=rank == 0).line(str(error), style="red")
@@ -195,6 +195,7 @@ def _decide(
             return [str(error)]
         notes = (*notes, *_warnings(config), str(assignment.start))
     console = Console()
+    notes = (*environment_warnings(config), *notes)
     for line in (opening, *notes, f"run folder {assignment.folder}"):
         if line:
             console.line(line)

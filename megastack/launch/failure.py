@@ -32,6 +32,8 @@ from megastack.training.state import RunResult
 
 FAILED, REJECTED = 1, 78
 """Exit codes."""
+_BY_OTHERS = (0, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGKILL)
+"""Exit codes of ranks that NCCL or the agent may have ended."""
 USER_ERRORS = (ConfigError, CheckpointError, DataError, PlacementError, MeshError, ScheduleError)
 """Errors that the user can fix; before training starts, they mean that the configuration is rejected."""
 
@@ -166,13 +168,16 @@ def failure_of(record: FailureRecord) -> Failure:
 def _without_report(silent: Sequence[int], exits: ObservedExits, *, any_report: bool, timed_out: bool) -> Sequence[int]:
     """Return the ranks without a report that may have caused the failure.
 
-    After a time-out, a straggler is a rank that did not respond, and a rank that aborted may be a victim: NCCL aborts
-    ranks that wait too long. Without a time-out, a straggler may simply be waiting, as with NCCL.
+    NCCL ends ranks by SIGABRT that wait too long, or that learn of an error of another rank. If such a rank ended
+    first, one that crashed comes before it. After a time-out, a straggler is a rank that did not respond. Without a
+    time-out, a straggler may simply be waiting, as with NCCL.
     """
     ended = [rank for rank in silent if rank not in exits.stragglers]
     stragglers = [rank for rank in silent if rank in exits.stragglers]
     if timed_out:
         return [rank for rank in ended if exits.exit_codes.get(rank) != -signal.SIGABRT] or stragglers or ended
+    if exits.exit_codes.get(exits.first) == -signal.SIGABRT:
+        ended = [rank for rank in ended if exits.exit_codes.get(rank, 0) not in _BY_OTHERS] or ended
     return ended or ([] if any_report else stragglers)
 
 

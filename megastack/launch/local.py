@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megastack.comm.observer import RankObserver
@@ -26,6 +25,7 @@ from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.errors import ConfigError, ErrorLine, Violation, counted
+from megastack.launch.environment import environment_warnings
 from megastack.launch.failure import ObservedExits, end_failed_run, find_failure
 from megastack.launch.processes import (
     SIGNALS,
@@ -37,6 +37,7 @@ from megastack.launch.processes import (
     start_ranks,
 )
 from megastack.launch.worker import Task, TaskFailed, WaitForAll, run_reported_task, run_task, work
+from megastack.mesh.device import count_gpus
 from megastack.mesh.shape import MeshShape
 from megastack.observe.console import Console
 from megastack.observe.failure import FailureRecord, any_failed, by_cause, read_failures
@@ -88,7 +89,8 @@ def launch(
         prepared = claim_run(config, overrides, found)
         with Heartbeat(prepared.taken.ownership), _recorded_errors(prepared.assignment):
             console = Console()
-            for line in (opening, *prepared.notes, f"run folder {prepared.assignment.folder}"):
+            notes = (*environment_warnings(config), *prepared.notes)
+            for line in (opening, *notes, f"run folder {prepared.assignment.folder}"):
                 if line:
                     console.line(line)
             result = _run(prepared, hooks, stop)
@@ -123,13 +125,25 @@ def _require_startable(config: TrainConfig, shape: MeshShape) -> None:
             "train: ranks are forked from this process, which holds a process group; use "
             "torch.distributed.destroy_process_group() before, or torchrun"
         )
-    if config.device != "cpu" and torch.cuda.device_count() and forks_lose_cuda():
+    errors += _device_errors(config, ranks)
+    if errors:
+        raise ConfigError.of(errors)
+
+
+def _device_errors(config: TrainConfig, ranks: int) -> list[ErrorLine]:
+    """Return why forked ranks could not have a GPU each, if this machine has any."""
+    gpus = 0 if config.device == "cpu" else count_gpus()
+    errors = list[ErrorLine]()
+    if 0 < gpus < ranks:
+        rule = f"{counted(ranks, 'rank')} (pp·dp·cp·tp) need a GPU each, and this machine has {counted(gpus, 'GPU')}"
+        fewer = f"degrees of at most {counted(gpus, 'rank')}"
+        errors.append(Violation("device", config.device, rule, ("cpu", fewer, "torchrun or srun on several machines")))
+    if gpus and forks_lose_cuda():
         rule = "ranks are forked from this process, which has called the CUDA runtime, so they cannot use a GPU"
         called = "train before the first such call (torch.cuda.is_available() is one)"
         advice = ("cpu", called, "PYTORCH_NVML_BASED_CUDA_CHECK=1", "megastack train", "torchrun")
         errors.append(Violation("device", config.device, rule, advice))
-    if errors:
-        raise ConfigError.of(errors)
+    return errors
 
 
 def _run(prepared: Prepared, hooks: Hooks | None, stop: StopForwarder) -> RunResult:
@@ -220,6 +234,8 @@ def launch_task(task: Task) -> Any:
     """
     if task.shape.world_size == 1:
         return run_task(task, RankObserver())
+    if errors := _device_errors(task.config, task.shape.world_size):
+        raise ConfigError.of(errors)
     with tempfile.TemporaryDirectory(prefix="megastack-") as name, best_effort_output():
         folder, ranks = RunFolder(Path(name)), task.shape.world_size
         try:

@@ -56,11 +56,9 @@ QUIET = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 """Loggers of the agent; the ranks' own reports replace its messages about failures."""
 ADDRESS = "127.0.0.1"
 RENDEZVOUS = "megastack"
-INTERRUPTED_EVERY_S = 0.1
-REPEAT_SIGNAL_S = 1.0
+INTERRUPTED_EVERY_S, REPEAT_SIGNAL_S, CHECK_EVERY_S = 0.1, 1.0, 0.2
 FIND_EVERY_S = 0.01
 """How often to look for started processes. Ranks wait at a barrier until all are forked, so none is missed."""
-CHECK_EVERY_S = 0.2
 
 
 class RanksFailed(Exception):
@@ -329,12 +327,12 @@ class StopForwarder:
 class StragglerKiller:
     """A context manager that kills the processes started in it that are still alive ``grace_s`` after a failure.
 
-    After a failure, the elastic agent asks the other ranks to end. A stopped process does not respond, and the agent
-    waits for it with its own time-out; this context manager enforces ``launch.grace_s``.
+    After a failure, the elastic agent asks the other ranks to end, with its own time-out. A process that is stopped, or
+    whose device waits for another rank, does not respond.
 
     Args:
         ranks: the number of processes that will be started.
-        failed: whether a rank has failed; called often, on a thread.
+        failed: whether a rank has reported a failure; called often, on a thread. An exit code is a failure as well.
         grace_s: how long the others may take to end.
 
     Attributes:
@@ -362,7 +360,7 @@ class StragglerKiller:
     def _watch(self) -> None:
         while not self._over.wait(CHECK_EVERY_S if len(self._ranks) == self._count else FIND_EVERY_S):
             self._find()
-            if self._failed():
+            if self._failed() or any(map(_has_failed, self._ranks)):
                 if not self._over.wait(self._grace_s):
                     self._kill()
                 return
@@ -386,6 +384,15 @@ class StragglerKiller:
         """Return the exit code of each rank, after the context; empty if some ended before all were found."""
         codes = {rank: child.exitcode for rank, child in enumerate(self._ranks)}
         return {rank: code for rank, code in codes.items() if code is not None and len(codes) == self._count}
+
+
+def _has_failed(child: BaseProcess) -> bool:
+    """Whether a process ended with an exit code; leaves it to the agent to reap it."""
+    try:
+        ended = os.waitid(os.P_PID, child.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the agent has reaped it
+        return bool(child.exitcode)
+    return ended is not None and ended.si_status != 0
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -6,7 +6,6 @@ it raises: the process that first notices a failure is seldom the one that cause
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -26,23 +25,18 @@ from megastack.data.dataset import Dataset
 from megastack.errors import MegastackError
 from megastack.launch.environment import is_worker
 from megastack.launch.failure import is_about_other_ranks, is_user_error
+from megastack.launch.supervision import Supervision, join_mesh, prepare_environment, release_device
 from megastack.launch.threads import choose_threads
-from megastack.mesh.device import (
-    bind_to_cpus_near,
-    keep_freed_memory,
-    set_allocator_defaults,
-    use_deterministic_kernels,
-)
+from megastack.mesh.device import keep_freed_memory
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.observe.console import set_up_logging
 from megastack.observe.devices import describe_environment, is_out_of_memory
-from megastack.observe.failure import FailureRecord, any_failed
+from megastack.observe.failure import FailureRecord
 from megastack.observe.folder import RunFolder
 from megastack.observe.ownership import OwnershipGuard
 from megastack.observe.profiler import write_memory_snapshot
-from megastack.observe.watchdog import JOINING, Watchdog
 from megastack.plan.smaller import smaller_settings
 from megastack.preflight.folder import Assignment
 from megastack.training.loop import Loop
@@ -84,6 +78,7 @@ def work(
     signals: Sequence[signal.Signals],
     send: Callable[[FailureRecord], object] | None = None,
     wait_for_all: WaitForAll | None = None,
+    conclude: Callable[[], object] = lambda: None,
 ) -> RunResult:
     """Train on this rank; called on every rank of the world, with the rank variables in the environment.
 
@@ -94,26 +89,41 @@ def work(
         signals: the signals that ask this rank, and thereby the run, to stop.
         send: called with this rank's failure report if it cannot be written.
         wait_for_all: called with this rank before it connects to the others.
+        conclude: called on another thread if this rank is blocked by a failure of another rank, after its report was
+            written; its process then exits.
     """
     config, shape, folder = assignment.config, assignment.shape, RunFolder(assignment.folder, assignment.restart)
     threads = choose_threads(config)
     torch.set_num_threads(threads.count)
-    rank, loop = (read_environment() or RankEnvironment(0, 1)).rank, None
+    rank = (read_environment() or RankEnvironment(0, 1)).rank
+    mesh, loop = None, None
+
+    def deliver(record: FailureRecord) -> None:
+        _deliver_report(record, folder, send, may_write=assignment.may_write)
+
+    supervision = Supervision(
+        RankObserver(),
+        folder,
+        rank,
+        assignment,
+        doing=lambda: _describe_progress(loop),
+        step=lambda: 0 if loop is None else loop.progress.step,
+        deliver=deliver,
+        may_write=lambda: assignment.may_write,
+        conclude=conclude,
+    )
     with StopRequest(config.run.time_limit_s, signals) as stop:
         try:
             if wait_for_all is not None:
                 wait_for_all(rank)
-            observer = RankObserver()
-            doing, may_write = (lambda: _describe_progress(loop)), (lambda: assignment.may_write)
-            with _watchdog(observer, folder, rank, assignment, doing=doing, may_write=may_write):
-                mesh = _join_mesh(shape, config, observer)
+            with supervision:
+                mesh = supervision.join()
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
                 log.info("started with pid %d on %s, %s", os.getpid(), mesh.device, threads)
                 for line in [*describe_environment(mesh.device), *filter(None, [assignment.start])]:
                     log.info(line)
                 training = _build(assignment, mesh, dataset)
-                _log_attention(log, training)
                 loop = build_loop(training, folder, stop, hooks, assignment.resume, **_origin(assignment))
                 result = loop.run()
             log.info("%s after step %d", result.status, result.step)
@@ -123,7 +133,8 @@ def work(
             if is_out_of_memory(error):
                 advice = _advise_on_memory(config, shape, folder.memory_snapshot(rank))
                 record = replace(record, error=f"{record.error}\n{advice}")
-            _deliver_report(record, folder, send, may_write=assignment.may_write)
+            deliver(record)
+            release_device(mesh, config)
             raise
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -133,9 +144,16 @@ def work(
 def run_task(task: Task, observer: RankObserver) -> Any:
     """Join the mesh, call the function of a task and return its result on this rank."""
     torch.set_num_threads(choose_threads(task.config).count)
-    mesh = _join_mesh(task.shape, task.config, observer)
+    prepare_environment(task.config)
+    return _call(task, join_mesh(task.shape, task.config, observer))
+
+
+def _call(task: Task, mesh: Mesh) -> Any:
     try:
         return task.function(task.config, mesh, *task.arguments)
+    except BaseException:
+        release_device(mesh, task.config)
+        raise
     finally:
         if dist.is_initialized() and is_worker():
             dist.destroy_process_group()
@@ -145,48 +163,20 @@ def run_reported_task(wait_for_all: WaitForAll, task: Task, folder: RunFolder) -
     """Like :func:`run_task`, on a forked rank, which writes its state and its failure report into a folder."""
     launched = read_environment()
     assert launched is not None, "the agent sets the rank variables"
-    rank, observer = launched.rank, RankObserver()
+    rank = launched.rank
+
+    def deliver(record: FailureRecord) -> None:
+        record.write(folder.failure(rank))
+
+    supervision = Supervision(RankObserver(), folder, rank, task, doing=lambda: task.name, deliver=deliver)
     try:
         wait_for_all(rank)
-        with _watchdog(observer, folder, rank, task, doing=lambda: task.name):
-            return run_task(task, observer)
+        with supervision:
+            torch.set_num_threads(choose_threads(task.config).count)
+            return _call(task, supervision.join())
     except BaseException as error:
-        record = _report_of(error, rank, task.shape, step=0, action=task.name, before_training=True)
-        record.write(folder.failure(rank))
+        deliver(_report_of(error, rank, task.shape, step=0, action=task.name, before_training=True))
         raise
-
-
-def _watchdog(
-    observer: RankObserver,
-    folder: RunFolder,
-    rank: int,
-    work: Assignment | Task,
-    *,
-    doing: Callable[[], str],
-    may_write: Callable[[], bool] = lambda: True,
-) -> Watchdog:
-    return Watchdog(
-        observer.flight_recorder,
-        folder.report(rank),
-        rank,
-        work.shape.coordinates(rank),
-        limit_s=work.config.launch.timeout_s,
-        doing=doing,
-        failed=lambda: any_failed(folder.failures),
-        may_write=may_write,
-    )
-
-
-def _join_mesh(shape: MeshShape, config: TrainConfig, observer: RankObserver) -> Mesh:
-    """Join the mesh; meanwhile, the flight recorder shows that this rank waits for the others."""
-    set_allocator_defaults()
-    if config.run.deterministic:
-        use_deterministic_kernels()
-    with observer.flight_recorder.waits(observer.flight_recorder.start(*JOINING, (), tuple(range(shape.world_size)))):
-        limit_s = config.launch.timeout_s
-        mesh = Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, observer=observer)
-    bind_to_cpus_near(mesh.device, config.launch.numa_binding.value)
-    return mesh
 
 
 def _build(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Training:
@@ -197,13 +187,6 @@ def _build(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Train
     elif assignment.weights is not None:
         training.load_weights(assignment.weights)
     return training
-
-
-def _log_attention(log: logging.Logger, training: Training) -> None:
-    """Log the attention kernel; on a GPU that does not run the fastest one, the first rank warns on the console."""
-    choice, mesh = training.attention_kernel, training.mesh
-    warns = choice.because is not None and mesh.device.type != "cpu" and mesh.rank == 0
-    log.log(logging.WARNING if warns else logging.INFO, "built-in attention: %s", choice)
 
 
 def _origin(assignment: Assignment) -> dict[str, Any]:
@@ -223,7 +206,7 @@ def _describe_progress(loop: Loop | None) -> str:
 
 def _describe_failure(loop: Loop | None, error: BaseException) -> str:
     """Describe what this rank was doing, with the operation that it was blocked on if a peer failed."""
-    waiting = loop.mesh.observer.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
+    waiting = loop.mesh.flight_recorder.waiting if loop is not None and is_peer_failure(error) else None
     return _describe_progress(loop) + ("" if waiting is None else f", waiting for {waiting}")
 
 

@@ -24,10 +24,10 @@ from megastack.comm.group import AxisGroup
 from megastack.comm.observer import NO_OBSERVER, Observer, RankObserver
 from megastack.comm.traffic import Ledger
 from megastack.errors import MeshError, RankEnvironmentError
-from megastack.mesh.device import pick_device
+from megastack.mesh.device import DeviceDescription, pick_device, select_device
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinates
-from megastack.mesh.store import open_store
+from megastack.mesh.store import check_devices, open_store
 from megastack.torch_private import group_names, set_timeout
 
 _FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
@@ -80,8 +80,14 @@ class Mesh:
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> Mesh:
-        """A mesh of one rank without an observer; it needs no process group and never communicates."""
-        return cls(MeshShape(), 0, torch.device(device), None)
+        """A mesh of one rank without an observer; it needs no process group and never communicates.
+
+        Makes a GPU the current device of this process.
+
+        Raises:
+            MeshError: there is no such GPU.
+        """
+        return cls(MeshShape(), 0, select_device(torch.device(device)), None)
 
     @classmethod
     def from_environment(
@@ -100,12 +106,14 @@ class Mesh:
             RankEnvironmentError: the variables are invalid, or rank 0 cannot be reached at the given address.
         """
         target, observer = pick_device(device), observer or RankObserver()
-        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+        backend = backend_of(target)
+        observer.use_device(backend.mark)
+        limit = None if timeout_s is None else timedelta(seconds=timeout_s + backend.timeout_margin_s)
         if not dist.is_initialized():
             launched = read_environment()
             if launched is None and shape.world_size == 1:
                 return cls(shape, 0, target, None, observer=observer)
-            _open_world(shape, launched, backend_of(target).process_groups, timeout_s)
+            _open_world(shape, launched, target, timeout_s)
         _require_size(shape, dist.get_world_size())
         grid = _device_mesh(shape, target, limit)
         return cls(shape, dist.get_rank(), target, grid, timeout=limit, observer=observer)
@@ -199,7 +207,28 @@ def _name_by_ranks(ranks: list[int], names: Collection[str]) -> str:
     return f"{name}{sum(other.startswith(name) for other in names)}"
 
 
-def _open_world(shape: MeshShape, launched: RankEnvironment | None, backend: str, timeout_s: float | None) -> None:
+def open_process_group(store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
+    """Open the default process group of ranks that share a store.
+
+    Args:
+        store: shared by these ranks only.
+        rank: this rank.
+        world_size: the number of ranks.
+        device: the device of this rank.
+        timeout_s: how long a rank waits for another.
+
+    Raises:
+        MeshError: ranks share a GPU, or have different kinds of device.
+    """
+    backend = backend_of(device)
+    check_devices(store, rank, world_size, DeviceDescription.of(device), timeout_s)
+    limit = timedelta(seconds=timeout_s + backend.timeout_margin_s)
+    dist.init_process_group(backend.process_groups, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def _open_world(
+    shape: MeshShape, launched: RankEnvironment | None, device: torch.device, timeout_s: float | None
+) -> None:
     """Open the default process group of the ranks that a launcher started."""
     if launched is None:
         missing = ", ".join(name for name in LAUNCHER_VARIABLES if name not in os.environ)
@@ -210,14 +239,13 @@ def _open_world(shape: MeshShape, launched: RankEnvironment | None, backend: str
     _require_size(shape, launched.world_size)
     address, port = launched.require_endpoint()
     limit_s = _DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    limit = timedelta(seconds=limit_s)
     store = open_store(launched, limit_s)
     if store is None:
         raise RankEnvironmentError(
             f"MASTER_ADDR={address}, MASTER_PORT={port}: rank 0 could not be reached at {address}:{port} within "
             f"{limit_s:g} s; check that it was started there"
         )
-    dist.init_process_group(backend, store=store, rank=launched.rank, world_size=launched.world_size, timeout=limit)
+    open_process_group(store, launched.rank, launched.world_size, device, limit_s)
 
 
 def _require_size(shape: MeshShape, ranks: int) -> None:

@@ -1,5 +1,7 @@
 """The store for the rendezvous of ranks: rank 0 listens at ``MASTER_ADDR:MASTER_PORT`` and the others connect.
 
+Ranks compare their devices in it before they create process groups.
+
 If the port is in use, torch's constructor raises an error with a C++ trace. If a listener accepts connections but is
 not a store, torch's client waits without limit. Here both cases raise an error that names the variable, and no wait
 exceeds the time-out.
@@ -7,19 +9,24 @@ exceeds the time-out.
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from megastack.errors import RankEnvironmentError
+from megastack.errors import MeshError, RankEnvironmentError
+from megastack.mesh.device import DeviceDescription, find_device_error
 from megastack.mesh.environment import RankEnvironment, agent_serves_store
 
 RESOLVES_S = 20.0
 """Seconds to wait until the name of a machine, which may still be starting, appears in DNS."""
 RETRY_S = 0.5
+_DEVICE = "device"
+"""Prefix of the keys under which ranks publish their devices."""
 
 
 def open_store(launched: RankEnvironment, timeout_s: float) -> dist.TCPStore | None:
@@ -57,6 +64,34 @@ def open_store(launched: RankEnvironment, timeout_s: float) -> dist.TCPStore | N
     if not serves:
         return None
     raise _no_server(address, port, raised[0] if raised else None)
+
+
+def check_devices(store: dist.Store, rank: int, world_size: int, device: DeviceDescription, timeout_s: float) -> None:
+    """Compare the devices of all ranks; called on every rank, with the same result.
+
+    NCCL reports a GPU that two ranks share only when it connects them, and ranks with different backends wait for each
+    other.
+
+    Args:
+        store: shared by these ranks only.
+        rank: this rank.
+        world_size: the number of ranks.
+        device: the device of this rank.
+        timeout_s: how long a rank waits for the others.
+
+    Raises:
+        MeshError: two ranks have the same GPU, or devices of different kinds.
+    """
+    limit = timedelta(seconds=timeout_s)
+    store.set(f"{_DEVICE}/{rank}", json.dumps(asdict(device)))
+    if rank == 0:
+        keys = [f"{_DEVICE}/{other}" for other in range(world_size)]
+        store.wait(keys, limit)
+        found = [DeviceDescription(**json.loads(store.get(key))) for key in keys]
+        store.set(f"{_DEVICE}/error", find_device_error(found) or "")
+    store.wait([f"{_DEVICE}/error"], limit)
+    if error := store.get(f"{_DEVICE}/error").decode():
+        raise MeshError(error)
 
 
 def _resolve(address: str, limit_s: float) -> None:

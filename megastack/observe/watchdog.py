@@ -5,6 +5,9 @@ for most of the time-out, and when this rank or another one fails. The reports o
 the first wait times out. A stopped process writes no report. :func:`find_missing_ranks` compares the reports.
 Operations have the same numbers on all ranks, so the reports show which rank did not reach an operation and which ranks
 wait for it.
+
+With gloo, a wait that times out raises. With NCCL, the host is blocked in a call that does not return until NCCL ends
+the process. There the thread also ends the rank, before NCCL does.
 """
 
 from __future__ import annotations
@@ -137,6 +140,11 @@ class Watchdog:
         doing: describes what the rank is doing.
         may_write: whether the run still owns its folder.
         failed: whether another rank has failed; called only while this rank makes no progress.
+        end: ends a rank that is blocked although the time-out has passed, or although another rank has failed. Called
+            on the thread with the report, and only if :attr:`ends_rank` is set.
+
+    Attributes:
+        ends_rank: whether the thread must end a blocked rank, because no wait raises.
     """
 
     def __init__(
@@ -150,10 +158,14 @@ class Watchdog:
         doing: Callable[[], str],
         may_write: Callable[[], bool] = lambda: True,
         failed: Callable[[], bool] = lambda: False,
+        end: Callable[[RankState], object] = lambda state: None,
     ) -> None:
         self._recorder, self._path, self._limit_s = flight_recorder, path, limit_s
         self._rank, self._coordinates = rank, describe_coordinates(coordinates)
-        self._doing, self._may_write, self._failed = doing, may_write, failed
+        self._doing, self._may_write, self._failed, self._end = doing, may_write, failed, end
+        self.ends_rank = False
+        self._awaited: Operation | None = None
+        self._awaited_at = 0.0  # when the thread first saw that a rank with `ends_rank` was blocked on it
         self._stop = threading.Event()
         self._reported: float | None = None  # the time of the most recent progress when the report was written
         self._main = threading.get_ident()
@@ -173,7 +185,7 @@ class Watchdog:
 
     def write(self) -> None:
         """Write the report, unless the existing one is still valid."""
-        moved = self._recorder.moved
+        moved = self._moved()
         if self._is_valid(moved) or not self._may_write():
             return
         self._reported = moved
@@ -193,14 +205,14 @@ class Watchdog:
     def report(self) -> RankState:
         """Return the current state of the rank."""
         recorder = self._recorder
-        idle_since = recorder.moved if recorder.waiting is None else recorder.since
+        waiting, idle_since = self._find_awaited()
         return RankState(
             rank=self._rank,
             coordinates=self._coordinates,
             time_ns=time.time_ns(),
             doing=self._doing(),
             seconds=time.monotonic() - idle_since,
-            waiting=recorder.waiting,
+            waiting=waiting,
             counts=recorder.counts(),
             operations=[str(operation) for operation in list(recorder.operations)],
             actions=[str(action) for action in list(recorder.actions)],
@@ -208,17 +220,40 @@ class Watchdog:
             last=recorder.operations[-1] if recorder.operations else None,
         )
 
+    def _find_awaited(self) -> tuple[Operation | None, float]:
+        """Return the operation that the rank is blocked on, and since when."""
+        try:
+            return self._recorder.awaited()
+        except RuntimeError:  # the device has failed, which the main thread reports
+            return None, self._recorder.moved
+
+    def _moved(self) -> float:
+        """Return when the rank last made progress: its device if that is blocked, else the host.
+
+        A host that continues while its device is blocked makes no progress.
+        """
+        return self._recorder.moved if self._awaited is None else self._awaited_at
+
     def _watch(self) -> None:
         interval = min(1.0, self._limit_s / POLLS_PER_TIMEOUT)
-        check_peers_after_s = min(CHECK_PEERS_AFTER_S, self._limit_s / POLLS_PER_TIMEOUT)
         while not self._stop.wait(interval):
-            moved = self._recorder.moved
-            idle_s = time.monotonic() - moved
-            if self._reported is not None and not self._is_valid(moved):
-                self._path.unlink(missing_ok=True)  # the rank and its peers have continued
-                self._reported = None
-            if idle_s >= TIMEOUT_FRACTION * self._limit_s or (idle_s >= check_peers_after_s and self._failed()):
-                self.write()
+            self._poll()
+
+    def _poll(self) -> None:
+        awaited, _ = self._find_awaited()
+        if self.ends_rank and awaited is not self._awaited:
+            self._awaited, self._awaited_at = awaited, time.monotonic()
+        moved = self._moved()
+        idle_s = time.monotonic() - moved
+        if self._reported is not None and not self._is_valid(moved):
+            self._path.unlink(missing_ok=True)  # the rank and its peers have continued
+            self._reported = None
+        check_peers_after_s = min(CHECK_PEERS_AFTER_S, self._limit_s / POLLS_PER_TIMEOUT)
+        peer_failed = idle_s >= check_peers_after_s and self._failed()
+        if idle_s >= TIMEOUT_FRACTION * self._limit_s or peer_failed:
+            self.write()
+        if self.ends_rank and awaited is not None and (idle_s >= self._limit_s or peer_failed):
+            self._end(self.report())
 
 
 def _stack(thread: int) -> list[str]:
@@ -259,14 +294,15 @@ class MissingRank:
 def find_missing_ranks(reports: Sequence[RankState], world_size: int) -> MissingRank | None:
     """Find the rank that others wait for, from the reports of all ranks that could write one.
 
-    If no rank waits on the host, as with NCCL, the most recent operations are used as the awaited ones.
+    If no rank waits for an operation, the most recent operations are used as the awaited ones. If these do not show a
+    missing rank either, it is the rank that has started fewer operations than its peers.
 
     Returns:
         ``None`` if no rank waits, or if ranks wait for each other in a cycle.
     """
-    if not any(report.waiting for report in reports):
-        return _missing([replace(report, waiting=report.last) for report in reports], world_size)
-    return _missing(reports, world_size) or _straggler(reports)
+    if any(report.waiting for report in reports):
+        return _missing(reports, world_size) or _straggler(reports)
+    return _missing([replace(report, waiting=report.last) for report in reports], world_size) or _behind(reports)
 
 
 def _missing(reports: Sequence[RankState], world_size: int) -> MissingRank | None:
@@ -282,11 +318,22 @@ def _missing(reports: Sequence[RankState], world_size: int) -> MissingRank | Non
     if not roots:
         return None
     first = min(roots, key=lambda rank: (rank in by_rank, -by_rank[rank].seconds if rank in by_rank else 0.0, rank))
-    awaited = next(report.waiting for report in waiting if report.waiting and first in absent[report.rank])
+    awaited = _first_awaited([report for report in waiting if first in absent[report.rank]])
     missing = (by_rank[rank] for rank in roots if rank in by_rank)
     lines = tuple(report.describe() for report in (*waiting, *missing))
     operation = None if awaited[:2] == JOINING else str(awaited.other)
     return MissingRank(first, operation, max(report.seconds for report in waiting), lines)
+
+
+def _first_awaited(reports: Sequence[RankState]) -> Operation:
+    """Return the first operation that ranks wait for, on the group or channel of the longest wait.
+
+    Hosts that do not block in a wait, and sources of broadcasts, are several operations apart.
+    """
+    longest = max(reports, key=lambda report: report.seconds).waiting
+    awaited = [report.waiting for report in reports if report.waiting is not None]
+    assert longest is not None, "called with ranks that wait"
+    return min((found for found in awaited if found.channel == longest.channel), key=lambda found: found.number)
 
 
 def _absent(report: RankState, by_rank: Mapping[int, RankState]) -> set[int]:
@@ -314,3 +361,36 @@ def _straggler(reports: Sequence[RankState]) -> MissingRank | None:
         return None
     operation = None if last.waiting is None or last.waiting[:2] == JOINING else str(last.waiting)
     return MissingRank(last.rank, operation, gap_s, tuple(report.describe() for report in group[:-1]))
+
+
+def _behind(reports: Sequence[RankState]) -> MissingRank | None:
+    """Return a rank that has started fewer operations of a group or channel than its peers, and is ahead of none."""
+    ahead, missed = set[int](), dict[int, tuple[int, str]]()
+    for channel, counts in _counts_by_channel(reports).items():
+        least, most = min(counts.values()), max(counts.values())
+        ahead |= {rank for rank, count in counts.items() if count > least}
+        for rank, count in counts.items():
+            if count < most:
+                missed[rank] = max(missed.get(rank, (0, "")), (most - count, f"operation {count + 1} of {channel}"))
+    roots = [rank for rank in missed if rank not in ahead]
+    if not roots:
+        return None
+    first = max(roots, key=lambda rank: missed[rank])
+    waiting = [report for report in reports if report.rank in ahead]
+    lines = tuple(report.describe() for report in (*waiting, *(found for found in reports if found.rank == first)))
+    return MissingRank(first, missed[first][1], max(report.seconds for report in waiting), lines)
+
+
+def _counts_by_channel(reports: Sequence[RankState]) -> dict[str, dict[int, int]]:
+    """Return the number of operations that the ranks started, by group or by (axis, source, destination)."""
+    found = defaultdict[str, dict[int, int]](dict)
+    ranks = {report.rank for report in reports}
+    for report in reports:
+        for channel, count in report.counts.items():
+            axis, *message, ends = channel.split(" ")
+            if message:
+                for end in map(int, ends.split(">")):
+                    if end in ranks:
+                        found[f"{axis} {ends}"].setdefault(end, 0)
+            found[f"{axis} {ends}"][report.rank] = count
+    return found

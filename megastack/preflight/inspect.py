@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
-import torch
-
 from megastack.checkpoint.folder import Resume
 from megastack.config.convert import value_of
 from megastack.config.schema import TrainConfig
@@ -25,6 +23,7 @@ from megastack.data.dataset import Dataset, DatasetSpec
 from megastack.data.indexed import bin_path, idx_path
 from megastack.data.sources import matching_files
 from megastack.errors import ConfigError, DataError, ErrorLine, Violation
+from megastack.mesh.device import count_gpus
 from megastack.mesh.shape import MeshShape
 from megastack.observe.metrics import tensorboard_installed
 from megastack.preflight.checkpoint import check_start, resume_notes, weights_notes
@@ -63,7 +62,7 @@ def inspect(config: TrainConfig, errors: ErrorCollector, shape: MeshShape | None
 
 
 def _check_device(config: TrainConfig) -> None:
-    if config.device == "cuda" and torch.cuda.device_count() == 0:
+    if config.device == "cuda" and count_gpus() == 0:
         rule = "this machine has no GPU that torch can use"
         raise ConfigError.of([Violation("device", config.device, rule, ("auto", "cpu"))])
 

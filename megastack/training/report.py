@@ -92,7 +92,11 @@ class Recorder:
         before = 0.0 if self._trained_s else outcome.data_seconds
         self._trained_s, self._data_s = self._trained_s + before + cost.seconds, self._data_s + outcome.data_seconds
         fields = self._train_fields(progress, outcome, losses, cost)
-        entry = row("train", progress.step, fields | {"wire_bytes": wire_bytes(ledger)})
+        fields["wire_bytes"] = wire_bytes(ledger)
+        fields["exposed_s"] = ledger.exposed_s
+        if ledger.exposed_s is None:
+            del fields["exposed_s"]
+        entry = row("train", progress.step, fields)
         if self._write(entry):
             if progress.step % self.log_every == 0 or progress.step == self.steps:
                 self.console.train(entry, self.steps)

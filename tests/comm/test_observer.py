@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from megastack.comm.traffic import Traffic
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.testing.ranks import run_ranks
+from scripts.bench_recorder import bare, microseconds
+from scripts.bench_recorder import observed as observed_call
 
 
 class Calls(RankObserver):
@@ -85,6 +88,62 @@ def test_a_rank_observer_counts_and_records() -> None:
     assert (list(observer.flight_recorder.actions), observer.flight_recorder.layer) == (["0F0"], None)
     assert observer.on_operation("tp", "receive", (2, 3), (4,), None).op == "receive"
     assert observer.ledger.total().calls == 1, "an operation without bytes is not counted"
+
+
+class Mark:
+    """A point in a stream that is passed when the test says so."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_where_a_wait_does_not_block_the_host_the_oldest_wait_that_the_stream_has_not_passed_counts() -> None:
+    observer, marks = RankObserver(), [Mark(), Mark(), Mark()]
+    observer.use_device(iter(marks).__next__)
+    recorder = observer.flight_recorder
+    operations = [observer.on_operation("tp", "all_reduce", (0, 1), (1,), 4) for _ in marks]
+    for operation in operations[:2]:
+        observer.begin_wait(operation)
+        observer.end_wait()
+    assert recorder.waiting is None and recorder.awaited()[0] is operations[0]
+    marks[0].passed = True
+    assert recorder.awaited()[0] is operations[1]
+    marks[1].passed = True
+    assert recorder.awaited()[0] is None
+    observer.begin_wait(operations[2])
+    assert recorder.awaited()[0] is operations[2]
+    observer.end_wait()
+    marks[2].passed = True
+    assert recorder.awaited()[0] is None and observer.exposed_s is None
+
+
+def test_a_call_that_starts_an_operation_and_does_not_return_is_a_wait() -> None:
+    """NCCL connects two ranks in their first message."""
+    observer = RankObserver()
+    operation = observer.on_operation("pp", "send", (0, 1), (1,), 4)
+    assert observer.flight_recorder.awaited()[0] is operation
+    ObservedWork(None, observer, operation)
+    assert observer.flight_recorder.awaited()[0] is None
+
+
+def test_the_time_of_waits_is_counted_by_axis_until_the_ledger_is_reset() -> None:
+    observer, work = RankObserver(), type("Work", (), {"wait": lambda self: time.sleep(0.02)})()
+    for axis in ("tp", "tp", "dp"):
+        ObservedWork(work, observer, observer.on_operation(axis, "all_reduce", (0, 1), (1,), 4)).wait()
+    exposed = observer.exposed_s
+    assert exposed is not None and set(exposed) == {"tp", "dp"}
+    assert 0.02 <= exposed["dp"] <= exposed["tp"] - 0.01
+    observer.ledger.reset()
+    assert observer.exposed_s == {} and observer.ledger.records() == {}
+    assert observer.flight_recorder.counts() == {"tp 0-1/2": 2, "dp 0-1/2": 1}, "never reset"
+
+
+def test_recording_costs_about_twice_a_bare_recorder() -> None:
+    """The script prints the figure; the limit leaves room for a busy machine."""
+    ratios = (microseconds(observed_call()) / microseconds(bare()) for _ in range(5))
+    assert any(ratio < 3 for ratio in ratios)
 
 
 def unobserved() -> float:

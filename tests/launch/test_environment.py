@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from megastack.launch.environment import adopt_slurm, first_node, is_first_rank, is_worker, nodes, world_size
+from megastack.config.compose import compose
+from megastack.launch.environment import (
+    NCCL_DEFAULTS,
+    adopt_slurm,
+    environment_warnings,
+    first_node,
+    is_first_rank,
+    is_worker,
+    nodes,
+    set_nccl_defaults,
+    world_size,
+)
 from megastack.mesh.environment import has_agent
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
@@ -79,3 +92,24 @@ def test_the_first_node_of_a_list(nodes, first):
 def test_how_many_machines_there_are_and_who_started_this_process(environment, count, agent):
     assert nodes(environment) == count
     assert has_agent(environment) is agent
+
+
+def test_nccl_reports_into_the_run_folder_unless_the_user_has_other_settings():
+    env: dict[str, str] = {"TORCH_NCCL_PROPAGATE_ERROR": "0"}
+    set_nccl_defaults(Path("run/watch/nccl_"), env)
+    assert env == NCCL_DEFAULTS | {"TORCH_NCCL_PROPAGATE_ERROR": "0", "TORCH_FR_DUMP_TEMP_FILE": "run/watch/nccl_"}
+    env = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "elsewhere"}
+    set_nccl_defaults(Path("run/watch/nccl_"), env)
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in env
+
+
+def test_a_single_hardware_queue_is_warned_about_where_messages_may_block_kernels():
+    single = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    pipeline = compose(["experiment=parity", "parallel.pp=2", "device=cuda"])
+    (warning,) = environment_warnings(pipeline, single)
+    assert warning.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1: ") and "parallel.pp > 1" in warning
+    sharded = compose(["experiment=parity", "parallel.dp=2", "parallel.zero.stage=3", "device=auto"])
+    assert "parallel.zero.stage=3" in environment_warnings(sharded, single)[0]
+    for config in (compose(["experiment=parity", "device=cuda"]), compose(["experiment=parity", "device=cpu"])):
+        assert environment_warnings(config, single) == []
+    assert environment_warnings(pipeline, {}) == environment_warnings(pipeline, {single.popitem()[0]: "8"}) == []

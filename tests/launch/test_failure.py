@@ -104,3 +104,23 @@ def test_a_rank_that_died_is_preferred_to_ranks_that_were_killed_for_it() -> Non
     codes = {0: -signal.SIGKILL, 1: -signal.SIGSEGV, 2: -signal.SIGKILL}
     failure = find_failure([], [report(0, 1), report(2, 1)], ObservedExits(1, codes), SHAPE, 10)
     assert (failure.rank, failure.reason) == (1, "ended by SIGSEGV")
+
+
+def test_ranks_that_all_ended_by_sigabrt_and_wait_for_nothing_are_told_apart_by_what_they_started() -> None:
+    """Rank 2 hangs in its data loader; the others are blocked where they read a tensor, and NCCL ended all of them."""
+    grid, aborted = MeshShape(pp=2, tp=2), dict.fromkeys(range(4), -signal.SIGABRT)
+    counts = [{"tp 0-1/2": 50, "world 0-3/4": 4}, {"tp 0-1/2": 50, "world 0-3/4": 4}]
+    counts += [{"tp 2-3/2": 20, "world 0-3/4": 3}, {"tp 2-3/2": 21, "world 0-3/4": 4}]
+    states = [
+        RankState(rank, "", 0, "training step 3", 600.0, None, found, [], [], ["loop.py:130 in _agree"])
+        for rank, found in enumerate(counts)
+    ]
+    failure = find_failure([], states, ObservedExits(0, aborted), grid, 600.0)
+    assert failure.rank == 2
+    assert failure.reason == "did not arrive at operation 4 of world 0-3/4 within launch.timeout_s=600"
+
+
+def test_a_rank_that_ended_otherwise_is_named_before_those_that_nccl_ended_because_of_it() -> None:
+    codes = {0: -signal.SIGABRT, 1: -signal.SIGSEGV, 2: -signal.SIGABRT}
+    failure = find_failure([], [report(0, 0.5), report(2, 0.5)], ObservedExits(0, codes), SHAPE, 10)
+    assert (failure.rank, failure.reason) == (1, "ended by SIGSEGV")

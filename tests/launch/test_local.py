@@ -14,6 +14,7 @@ import torch
 
 import megastack
 from megastack.checkpoint.reader import CheckpointReader
+from megastack.launch.run import on_ranks
 from megastack.training.state import Hooks
 from tests.faulty_mlp import fault
 from tests.tiny_runs import events, losses, overrides, rows, status, train
@@ -215,17 +216,47 @@ def test_a_process_that_has_used_a_gpu_is_told_that_it_cannot_fork_ranks_for_it(
     assert train(tmp_path, "device=cpu", "run.steps=1") == 0
 
 
+PROBES = (
+    *("is_available", "init", "_lazy_init", "is_initialized", "current_device", "set_device", "current_stream"),
+    *("get_device_name", "get_device_properties", "get_device_capability", "mem_get_info", "synchronize"),
+    *("manual_seed", "manual_seed_all", "get_rng_state", "is_bf16_supported", "empty_cache", "device_count"),
+)
+"""Functions that call the CUDA runtime; device_count does where NVML is missing."""
+
+
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_the_launcher_leaves_the_cuda_runtime_to_its_ranks(tmp_path, monkeypatch, device):
     """After one such call in this process, no rank that is forked from it could use a GPU."""
-    launcher, available = os.getpid(), torch.cuda.is_available
+    launcher = os.getpid()
 
-    def only_in_ranks():
-        assert os.getpid() != launcher
-        return available()
+    def only_in_ranks(probe):
+        def call(*arguments, **options):
+            assert os.getpid() != launcher, f"torch.cuda.{probe.__name__} in the launcher"
+            return probe(*arguments, **options)
 
-    monkeypatch.setattr(torch.cuda, "is_available", only_in_ranks)
+        return call
+
+    for name in PROBES:
+        monkeypatch.setattr(torch.cuda, name, only_in_ranks(getattr(torch.cuda, name)))
     assert train(tmp_path, f"device={device}", "parallel.dp=2", "batch.micro_size=1", "run.steps=1") == 0
+
+
+def test_more_ranks_than_gpus_are_rejected_before_anything_starts(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("auto", "cuda"):
+        assert train(tmp_path, f"device={device}", "parallel.dp=4", "batch.micro_size=1") == 78
+        error = f"device={device}: 4 ranks (pp·dp·cp·tp) need a GPU each, and this machine has 2 GPUs; use cpu, degrees"
+        assert error in capfd.readouterr().err and not (tmp_path / "run").exists()
+    config = megastack.compose([*overrides(tmp_path), "device=cuda", "parallel.tp=2", "parallel.pp=2"])
+    with pytest.raises(megastack.ConfigError, match=r"^device=cuda: 4 ranks .* and this machine has 2 GPUs"):
+        on_ranks("task", config, lambda config, mesh: None)
+
+
+def test_the_waits_of_the_first_rank_are_in_its_rows(tmp_path):
+    assert train(tmp_path, "parallel.tp=2", "run.steps=2") == 0
+    for row in rows(tmp_path / "run"):
+        assert set(row["exposed_s"]) == {"tp"} and 0 < row["exposed_s"]["tp"] < row["step_time_s"]
 
 
 def test_a_process_that_holds_a_process_group_is_told_so(tmp_path, monkeypatch):

@@ -293,6 +293,20 @@ def test_nothing_is_killed_without_a_failure_or_when_all_end_within_the_grace() 
         assert child.exitcode == 0
 
 
+def test_a_process_that_dies_without_a_report_starts_the_grace_of_the_others() -> None:
+    """As with NCCL, where the others wait for it."""
+    ready = fork.Event()
+    with StragglerKiller(2, lambda: False, grace_s=0.2) as killer:
+        children = [fork.Process(target=_exit_when, args=(event, 3)) for event in (ready, fork.Event())]
+        for child in children:
+            child.start()
+        time.sleep(0.5)
+        ready.set()
+        for child in children:
+            child.join(30)
+    assert killer.exit_codes() == {0: 3, 1: -signal.SIGKILL} and killer.killed == {1}
+
+
 def _find_in_a_child(ready: Any) -> None:
     """Names of a child's own children have two numbers."""
     with StragglerKiller(2, lambda: False, grace_s=0) as killer:

@@ -155,3 +155,61 @@ def test_local_work_within_an_operation_does_not_count_as_arrival() -> None:
         assert flight_recorder.waiting == operation and flight_recorder.counts()[operation.channel] == 1
     with flight_recorder.local_work():
         assert flight_recorder.waiting is None and flight_recorder.counts()[operation.channel] == 1
+
+
+def test_messages_show_the_rank_that_started_fewer() -> None:
+    counts = [{"pp send 0>1": 5}, {"pp receive 0>1": 5, "pp send 1>2": 4}, {"world 0-2/3": 1}]
+    missing = find_missing_ranks([report(rank, None, found) for rank, found in enumerate(counts)], 3)
+    assert missing is not None and (missing.rank, missing.operation) == (2, "operation 1 of pp 1>2")
+    assert find_missing_ranks([report(rank, None, {"dp 0-1/2": 3}) for rank in range(2)], 2) is None
+
+
+def test_the_first_operation_that_a_rank_did_not_reach_is_named_whoever_waits_for_a_later_one() -> None:
+    """Hosts that run ahead of their devices, and sources of broadcasts, wait for different operations."""
+    numbers = {0: 9, 1: 7, 2: 8}
+    waits = [
+        report(rank, Operation("dp", "broadcast", number, (), (0, 1, 2, 3)), {"dp 0-3/4": number})
+        for rank, number in numbers.items()
+    ]
+    missing = find_missing_ranks([*waits, report(3, None, {"dp 0-3/4": 6})], 4)
+    assert missing is not None and (missing.rank, missing.operation) == (3, "dp broadcast 7")
+
+
+class _Stuck:
+    """A point that a stream does not reach."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_rank_whose_device_is_blocked_is_ended_even_if_its_host_continues(tmp_path) -> None:
+    flight_recorder, ended = FlightRecorder(), list[RankState]()
+    operation = flight_recorder.start("dp", "all_reduce", (3,), (0, 1))
+    flight_recorder.begin_wait(operation)
+    flight_recorder.end_stream_wait(_Stuck())
+    path = tmp_path / "rank_00000.json"
+    with Watchdog(flight_recorder, path, 0, HERE, limit_s=0.3, doing=lambda: "step", end=ended.append) as watchdog:
+        watchdog.ends_rank = True
+        deadline = time.monotonic() + 20
+        while not ended and time.monotonic() < deadline:
+            flight_recorder.act("1F0")
+            time.sleep(0.01)
+        watchdog.ends_rank = False
+    assert ended[0].waiting == operation and read_reports(tmp_path)[0].waiting == operation
+
+
+def test_a_blocked_rank_is_ended_as_soon_as_another_one_has_failed_and_a_busy_rank_is_not(tmp_path) -> None:
+    for blocked in (True, False):
+        flight_recorder, ended = FlightRecorder(), list[RankState]()
+        operation = flight_recorder.start("dp", "all_reduce", (3,), (0, 1))
+        flight_recorder.begin_wait(operation)
+        if not blocked:
+            flight_recorder.end_wait()
+        path = tmp_path / f"rank_0000{int(blocked)}.json"
+        watches = {"limit_s": 2.0, "doing": lambda: "step", "failed": lambda: True, "end": ended.append}
+        with Watchdog(flight_recorder, path, 0, HERE, **watches) as watchdog:
+            watchdog.ends_rank = True
+            wait_until(path.exists)
+            time.sleep(0.05)
+            watchdog.ends_rank = False
+        assert bool(ended) is blocked
