@@ -23,10 +23,9 @@ from megastack.comm.peer_failure import is_peer_failure
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.errors import MegastackError
-from megastack.launch.environment import is_worker
+from megastack.launch.environment import choose_threads, is_worker
 from megastack.launch.failure import is_about_other_ranks, is_user_error
 from megastack.launch.supervision import Supervision, join_mesh, prepare_environment, release_device
-from megastack.launch.threads import choose_threads
 from megastack.mesh.device import keep_freed_memory
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh

@@ -8,8 +8,7 @@ import pytest
 
 from megastack.cli.main import main
 from megastack.config.compose import compose
-from megastack.launch.environment import let_threads_sleep, lets_threads_sleep
-from megastack.launch.threads import Cpus, choose_threads, cpu_quota
+from megastack.launch.environment import Cpus, choose_threads, cpu_quota, let_threads_sleep, lets_threads_sleep
 from tests.tiny_runs import train
 
 SLEEPS = {"OMP_WAIT_POLICY": "passive"}
