@@ -6,7 +6,9 @@ Valid tokens are counted on the host, where the labels are created, so no tensor
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,18 +46,21 @@ class Microbatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:
         """Return the microbatch on `device`; the token count stays on the host and is not recomputed."""
+        return self._with({name: x.to(device, non_blocking=non_blocking) for name, x in self._tensors().items()})
 
-        def move(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=non_blocking)
+    def _tensors(self) -> dict[str, Tensor]:
+        """The tensors by field, in a fixed order."""
+        named = {
+            "tokens_BS": self.tokens_BS,
+            "labels_BS": self.labels_BS,
+            "positions_BS": self.positions_BS,
+            "samples_B": self.samples_B,
+        }
+        return named if self.documents_BS is None else named | {"documents_BS": self.documents_BS}
 
-        return replace(
-            self,
-            tokens_BS=move(self.tokens_BS),
-            labels_BS=move(self.labels_BS),
-            positions_BS=move(self.positions_BS),
-            documents_BS=None if self.documents_BS is None else move(self.documents_BS),
-            samples_B=move(self.samples_B),
-        )
+    def _with(self, tensors: Mapping[str, Any]) -> Microbatch:
+        """Return the microbatch with all its tensors replaced."""
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,15 @@ class StageLoss:
 
     objective: Tensor
     report: Tensor
+
+
+def copy_microbatches(
+    microbatches: Sequence[Microbatch], copy: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+) -> list[Microbatch]:
+    """Return microbatches whose tensors are all copied by one call of `copy`, which returns them in the same order."""
+    named = [microbatch._tensors() for microbatch in microbatches]
+    copies = iter(copy([x for tensors in named for x in tensors.values()]))
+    return [
+        microbatch._with({name: next(copies) for name in tensors})
+        for microbatch, tensors in zip(microbatches, named, strict=True)
+    ]
