@@ -94,8 +94,8 @@ class Loop:
             the update.
         sample: returns a prompt and its continuation with the current weights.
         doing: the current activity of this rank, for failure reports.
-        steps_ahead: how many steps are launched before the results of the oldest one are read. Default: 0 where waiting
-            blocks the host, 1 on a GPU.
+        steps_ahead: how many steps are launched before the results of the oldest one are read; by default
+            :func:`default_steps_ahead`.
     """
 
     options: LoopOptions
@@ -128,7 +128,7 @@ class Loop:
         self._in_flight: deque[_InFlight] = deque()
         self._inputs = InputAgreement(self._step_inputs, self.mesh)
         if self.steps_ahead is None:
-            self.steps_ahead = 0 if backend_of(self.mesh.device).wait_blocks_host else 1
+            self.steps_ahead = default_steps_ahead(self.mesh.device)
         if self.steps_ahead:
             self.step.held = torch.zeros((), dtype=torch.bool, device=self.mesh.device)
 
@@ -388,6 +388,11 @@ class Loop:
 def _set_training(stages: Sequence[nn.Module], mode: bool) -> None:
     for stage in stages:
         stage.train(mode)
+
+
+def default_steps_ahead(device: torch.device) -> int:
+    """How many steps a loop launches before it reads the results of the oldest: none where waiting blocks the host."""
+    return 0 if backend_of(device).wait_blocks_host else 1
 
 
 def _is_finite(results: StepResults) -> bool:
