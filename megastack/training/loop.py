@@ -16,6 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,10 +128,9 @@ class Loop:
         self._validation_size = (validation.samples, validation.valid_tokens) if validation is not None else (0, 0)
         self._in_flight: deque[_InFlight] = deque()
         self._inputs = InputAgreement(self._step_inputs, self.mesh)
-        if self.steps_ahead is None:
-            self.steps_ahead = default_steps_ahead(self.mesh.device)
-        if self.steps_ahead:
-            self.step.held = torch.zeros((), dtype=torch.bool, device=self.mesh.device)
+        device, ahead = self.mesh.device, self.steps_ahead
+        self._ahead = default_steps_ahead(device) if ahead is None else ahead
+        self.step.held = torch.zeros((), dtype=torch.bool, device=device) if self._ahead else None
 
     def run(self) -> RunResult:
         """Train until the last step, a request to stop, or a loss that is not finite."""
@@ -152,10 +152,6 @@ class Loop:
             self._checkpoint()
         idle = done >= self.options.steps
         return self._end("completed", nothing_to_train(done, self.options.steps) if idle else None)
-
-    @property
-    def _ahead(self) -> int:
-        return self.steps_ahead or 0
 
     @property
     def _launched(self) -> int:
@@ -186,7 +182,8 @@ class Loop:
             outcome = self._train_step(step)
             agreed = self._start_agreement(step + 1 + self._ahead)
         except BaseException:
-            self._report_finished()
+            with suppress(Exception):  # the device or the disk may be what failed
+                self._report_finished()
             raise
         results = [x.view(1).double() for x in (outcome.loss, outcome.grad_norm, outcome.loss_scale) if x is not None]
         read = HostRead(STEP, torch.cat([agreed, *results]))
