@@ -7,6 +7,7 @@ from the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -60,19 +61,25 @@ class Microbatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:
         """Return the microbatch on `device`; values on the host are not recomputed."""
+        return self._with({name: x.to(device, non_blocking=non_blocking) for name, x in self._tensors().items()})
 
-        def move(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=non_blocking)
+    def _tensors(self) -> dict[str, Tensor]:
+        """The tensors by field, in a fixed order."""
+        named = {
+            "tokens_BS": self.tokens_BS,
+            "labels_BS": self.labels_BS,
+            "positions_BS": self.positions_BS,
+            "samples_B": self.samples_B,
+        }
+        documents = {"documents_BS": self.documents_BS, "cu_seqlens": self.cu_seqlens}
+        return named | {name: x for name, x in documents.items() if x is not None}
 
-        moved = replace(
-            self,
-            tokens_BS=move(self.tokens_BS),
-            labels_BS=move(self.labels_BS),
-            positions_BS=move(self.positions_BS),
-            documents_BS=None if self.documents_BS is None else move(self.documents_BS),
-            samples_B=move(self.samples_B),
-        )
-        moved._set_mask(self.attention_mask, None if self.cu_seqlens is None else move(self.cu_seqlens))
+    def _with(self, tensors: Mapping[str, Tensor]) -> Microbatch:
+        """Return the microbatch with all its tensors replaced."""
+        fields = dict(tensors)
+        cu_seqlens = fields.pop("cu_seqlens", None)
+        moved = replace(self, **fields)  # type: ignore[arg-type]
+        moved._set_mask(self.attention_mask, cu_seqlens)
         return moved
 
 
@@ -87,3 +94,15 @@ class StageLoss:
 
     objective: Tensor
     report: Tensor
+
+
+def copy_microbatches(
+    microbatches: Sequence[Microbatch], copy: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+) -> list[Microbatch]:
+    """Return microbatches whose tensors are all copied by one call of `copy`, which returns them in the same order."""
+    named = [microbatch._tensors() for microbatch in microbatches]
+    copies = iter(copy([x for tensors in named for x in tensors.values()]))
+    return [
+        microbatch._with({name: next(copies) for name in tensors})
+        for microbatch, tensors in zip(microbatches, named, strict=True)
+    ]

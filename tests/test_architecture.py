@@ -62,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "comm",
         "checkpoint",
         "records",
+        "placement.buffers",  # a discarded step restores them
     },
     "inference": {"models.decoder", "pipeline", "layers.cache", "mesh", "comm", "batch", "random"},
     "plan": {

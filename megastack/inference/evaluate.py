@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from megastack.batch import Microbatch
+from megastack.batch import Microbatch, copy_microbatches
+from megastack.comm.transfers import copy_to_device
 from megastack.mesh.mesh import Mesh
 from megastack.pipeline.runtime import Pipeline
 from megastack.pipeline.schedule import Schedule
@@ -51,7 +53,8 @@ def evaluate(
         tokens: the number of labels in the batches of all data-parallel ranks.
     """
     pipeline = Pipeline(stages, schedule, mesh)
+    copy = partial(copy_to_device, device=mesh.device)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for batch in batches:
-        total += pipeline.evaluate([microbatch.to(mesh.device) for microbatch in batch])
+        total += pipeline.evaluate(copy_microbatches(batch, copy))
     return Score(float(total) / tokens if tokens else math.nan, tokens)

@@ -87,7 +87,7 @@ def scalars(entry: Row) -> dict[str, float]:
     else:
         found = {TAGS[name]: value for name, value in entry.items() if name in TAGS}
         found |= {f"comm/{axis}/wire_bytes": value for axis, value in entry.get("wire_bytes", {}).items()}
-        found |= {f"comm/{axis}/exposed_s": value for axis, value in entry.get("exposed_s", {}).items()}
+        found |= {f"comm/{axis}/exposed_s": value for axis, value in (entry.get("exposed_s") or {}).items()}
     return {tag: value for tag, value in found.items() if value is not None}
 
 

@@ -57,23 +57,35 @@ class LossScale:
                 shard.local_gradients.mul_((1.0 / self.value).to(shard.local_gradients.dtype))
 
     @torch.no_grad()
-    def update(self, found_inf: Tensor) -> None:
-        """Adapt a dynamic scale after a step; ``found_inf`` is 1 if the step was skipped, identical on all ranks."""
+    def update(self, found_inf: Tensor, *, held: Tensor | None = None) -> None:
+        """Adapt a dynamic scale after a step.
+
+        Args:
+            found_inf: 1 if the step was skipped, identical on all ranks.
+            held: a bool scalar; if it is true, nothing changes.
+        """
         if self.value is None or not self.is_dynamic:
             return
         skipped = found_inf > 0
         good = torch.where(skipped, 0, self.good_steps + 1)
         grows = good >= self._interval
         kept = torch.where(grows, (self.value * 2).clamp(max=HIGHEST), self.value)
-        self.value.copy_(torch.where(skipped, (self.value / 2).clamp(min=LOWEST), kept))
-        self.good_steps.copy_(torch.where(grows, 0, good))
+        value = torch.where(skipped, (self.value / 2).clamp(min=LOWEST), kept)
+        good = torch.where(grows, 0, good)
+        if held is not None:
+            value, good = torch.where(held, self.value, value), torch.where(held, self.good_steps, good)
+        self.value.copy_(value)
+        self.good_steps.copy_(good)
 
-    def may_overflow(self, scale: Tensor | None) -> bool:
-        """Whether a gradient that was non-finite under this scale may be finite under a lower one.
+    def may_overflow(self, scale: float | None) -> bool:
+        """Whether a gradient that was non-finite under this scale may be finite under a lower one."""
+        return self.is_dynamic and scale is not None and scale > LOWEST
 
-        Reads the tensor on the host: call it after a step.
-        """
-        return self.is_dynamic and scale is not None and float(scale) > LOWEST
+    def is_overflow(self, loss: Tensor, scale: Tensor | None) -> Tensor:
+        """Whether a non-finite gradient of this loss may be finite under a lower scale, decided on the device."""
+        if not self.is_dynamic or scale is None:
+            return torch.zeros_like(loss, dtype=torch.bool)
+        return torch.isfinite(loss) & (scale > LOWEST)
 
     def state(self) -> dict[str, Tensor]:
         """The tensors of a dynamic scale by name; writing into them loads the scale."""

@@ -123,8 +123,7 @@ class Pipeline:
         if len(microbatches) != self.schedule.microbatches:
             expected = counted(self.schedule.microbatches, "microbatch", "microbatches")
             raise ScheduleError(f"expected {expected} (from the schedule), got {len(microbatches)}")
-        scale = 1.0 / torch.clamp(torch.as_tensor(denominator, dtype=torch.float64), min=1.0)
-        scale = scale.to(self.mesh.device)
+        scale = 1.0 / torch.clamp(self._scalar(denominator), min=1.0)
         self._execute(self._program, microbatches, scale if loss_scale is None else scale * loss_scale)
         return self._total() * scale
 
@@ -153,7 +152,14 @@ class Pipeline:
         if count not in self._forwards:
             forwards = forward_only(plan.pp, plan.chunks, count, stage_ranks=plan.stage_ranks)
             self._forwards[count] = _Program(forwards, self._axis.rank, self._receive_lead)
-        self._execute(self._forwards[count], microbatches, torch.ones((), dtype=torch.float64))
+        self._execute(self._forwards[count], microbatches, self._scalar(1.0))
+
+    def _scalar(self, value: Tensor | float) -> Tensor:
+        """An fp64 scalar on the device; a number is written there by a kernel, without a copy that blocks the host."""
+        device = self.mesh.device
+        if isinstance(value, Tensor):
+            return value.to(device, torch.float64)
+        return torch.full((), float(value), dtype=torch.float64, device=device)
 
     def _rank_of(self, stage: int) -> int:
         return self.schedule.stage_rank(stage) if 0 <= stage < self.schedule.stages else -1
@@ -177,7 +183,7 @@ class Pipeline:
         self._reset()
         self._microbatches = microbatches
         self._shapes = [_shape_of(microbatch) for microbatch in microbatches]
-        self._scale = scale.to(self.mesh.device)
+        self._scale = scale
         with weight_gradient_scope(min_elements=0 if program.splits else WORTH_ADDING_IN_PLACE):
             for self.current in program.actions:
                 self.mesh.observer.on_action(self.current)

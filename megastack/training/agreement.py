@@ -1,18 +1,18 @@
 """Compares the inputs of a step over all ranks, before its first collective.
 
 Ranks with different shapes, microbatch counts or steps would abort inside the transport, or wait for each other. A
-fingerprint of the inputs therefore travels with the small reduction at the end of the previous step, at no extra cost.
+fingerprint of the inputs therefore travels with the small reduction at the end of an earlier step, at no extra cost.
 Only if fingerprints differ do the ranks exchange the values themselves, to name the ranks that differ.
 
-A rank that cannot read its data is not compared. Its error is kept until the step is due, and is then raised on all
-ranks with that rank's message.
+A rank that cannot read its data is not compared. Errors are kept until the step is due, and are then raised on all
+ranks.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megastack.batch import Microbatch
@@ -63,6 +63,64 @@ class StepInputs:
             f"step {self.step}: microbatches {shapes or 'none'}, {counted(self.tokens, 'valid label')}{masks}; "
             f"validation of {counted(samples, 'sample')}, {counted(tokens, 'valid label')}"
         )
+
+
+class InputAgreement:
+    """Compares the inputs of steps over the ranks, ahead of the steps; errors are raised when a step is due.
+
+    All methods must be called on every rank with the same steps, which are 0-based.
+
+    Args:
+        read: reads this rank's inputs to a step.
+        mesh: the ranks.
+    """
+
+    CONTRIBUTIONS = 3
+    """The number of values of :meth:`contribution`."""
+
+    def __init__(self, read: Callable[[int], StepInputs], mesh: Mesh) -> None:
+        self._read = read
+        self._mesh = mesh
+        self._inputs: dict[int, StepInputs | Exception] = {}
+        self._unreadable: set[int] = set()
+        self._different: set[int] = set()
+
+    def contribution(self, step: int) -> tuple[float, ...]:
+        """Read this rank's inputs to a step. The maxima over the ranks of these values are for :meth:`agreed`.
+
+        An error is kept until the step is due: earlier steps are reported, validated and saved first.
+        """
+        try:
+            inputs = self._inputs[step] = self._read(step)
+        except Exception as error:
+            self._inputs[step] = error
+            return 1.0, *fingerprint_bounds(None)
+        return 0.0, *fingerprint_bounds(inputs)
+
+    def agreed(self, step: int, maxima: Sequence[float]) -> None:
+        """Receive the maxima of all contributions for a step."""
+        unreadable, *bounds = maxima
+        if unreadable:
+            self._unreadable.add(step)
+        if fingerprints_differ(*bounds):
+            self._different.add(step)
+
+    def has_error(self, step: int) -> bool:
+        """Whether :meth:`require` would raise, as far as is known."""
+        return step in self._unreadable or step in self._different
+
+    def require(self, step: int) -> None:
+        """Called when a step is due.
+
+        Raises:
+            DataError: on every rank, if a rank cannot read its inputs to this step, or they are not identical.
+        """
+        inputs = self._inputs.pop(step, None)
+        error = inputs if isinstance(inputs, Exception) else None
+        if step in self._unreadable:
+            require_data(error, step + 1, self._mesh)
+        if step in self._different:
+            require_identical(None if isinstance(inputs, Exception) else inputs, self._mesh)
 
 
 def fingerprint_bounds(inputs: StepInputs | None) -> tuple[float, float]:

@@ -70,7 +70,7 @@ def locate_nonfinite(step: TrainStep, stages: Sequence[nn.Module], number: int) 
     weights = [pair for stage in stages for pair in stage.named_parameters()]
     gradients = dict(step.buckets.named_gradients())
     gradient = _first_nonfinite((name, gradients[name]) for name, _ in reversed(weights) if name in gradients)
-    microbatches = [microbatch.to(mesh.device) for microbatch in step.loader.step(number)]
+    microbatches = step.to_device(step.loader.step(number))
     with _watching(stages, pipeline, mesh.rank) as outputs:
         pipeline.evaluate(microbatches)
     forward = outputs[0] if outputs else None

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from megastack.comm.traffic import Ledger
 from megastack.observe.console import Console
@@ -19,8 +20,20 @@ from megastack.training.nonfinite import NonfiniteOrigin
 from megastack.training.state import Progress, RunResult
 from megastack.training.step import StepOutcome
 
-Losses = tuple[float | None, float | None]
-"""Loss and gradient norm of a step; None if its global batch has no valid label."""
+
+class StepResults(NamedTuple):
+    """The results of a step, read on the host.
+
+    Attributes:
+        loss: see :class:`megastack.training.step.StepOutcome`.
+        grad_norm: likewise.
+        loss_scale: likewise.
+    """
+
+    loss: float | None
+    grad_norm: float | None
+    loss_scale: float | None
+
 
 STATUS_PERIOD_S = 1.0
 """The minimum time between two updates of ``status.json`` while steps are running."""
@@ -51,6 +64,7 @@ class Recorder:
         guard: called before every write; raises if this run may no longer write.
         baseline: computes the nats per token of a bigram model on the validation split.
         phases: descriptions of the later data phases, by the 0-based step at which each begins.
+        read_ahead_s: the time that reading data took before the first step began.
     """
 
     steps: int
@@ -67,6 +81,7 @@ class Recorder:
     guard: Callable[[], None] | None = None
     baseline: Callable[[], float | None] | None = None
     phases: Mapping[int, str] = field(default_factory=dict)
+    read_ahead_s: float = 0.0
     _trained_s: float = 0.0
     _data_s: float = 0.0
     _validation_loss: float | None = None
@@ -86,17 +101,15 @@ class Recorder:
             self.event(step, "stage", data=self.phases[step])
             self.console.line(f"  after step {step}: {self.phases[step]}")
 
-    def train(self, progress: Progress, outcome: StepOutcome, losses: Losses, cost: StepCost, ledger: Ledger) -> Row:
+    def train(
+        self, progress: Progress, outcome: StepOutcome, results: StepResults, cost: StepCost, ledger: Ledger
+    ) -> Row:
         """Write and return the row of a step that ``progress`` already includes."""
-        # The data of a step are read during the previous step, and the data of the first step before any step begins.
-        before = 0.0 if self._trained_s else outcome.data_seconds
+        # The data of a step are read during an earlier step, and the data of the first steps before any step begins.
+        before = 0.0 if self._trained_s else self.read_ahead_s
         self._trained_s, self._data_s = self._trained_s + before + cost.seconds, self._data_s + outcome.data_seconds
-        fields = self._train_fields(progress, outcome, losses, cost)
-        fields["wire_bytes"] = wire_bytes(ledger)
-        fields["exposed_s"] = ledger.exposed_s
-        if ledger.exposed_s is None:
-            del fields["exposed_s"]
-        entry = row("train", progress.step, fields)
+        fields = self._train_fields(progress, outcome, results, cost)
+        entry = row("train", progress.step, fields | {"wire_bytes": wire_bytes(ledger), "exposed_s": ledger.exposed_s})
         if self._write(entry):
             if progress.step % self.log_every == 0 or progress.step == self.steps:
                 self.console.train(entry, self.steps)
@@ -105,13 +118,13 @@ class Recorder:
         return entry
 
     def _train_fields(
-        self, progress: Progress, outcome: StepOutcome, losses: Losses, cost: StepCost
+        self, progress: Progress, outcome: StepOutcome, results: StepResults, cost: StepCost
     ) -> dict[str, object]:
         rate = outcome.tokens / cost.seconds
         used = rate * self.flops_per_token(progress.step - 1) / self.devices
         return {
-            "loss": losses[0],
-            "grad_norm": losses[1],
+            "loss": results.loss,
+            "grad_norm": results.grad_norm,
             "lr": outcome.lr,
             "tokens": outcome.tokens,
             "consumed_tokens": progress.consumed_tokens,
@@ -126,7 +139,7 @@ class Recorder:
             "step_bubble": None,
             "wire_bytes": {},
             "exposed_s": {},
-            "loss_scale": None if outcome.loss_scale is None else float(outcome.loss_scale),
+            "loss_scale": results.loss_scale,
         }
 
     def validation(self, step: int, loss: float | None, tokens: int, samples: int) -> Row:
@@ -155,10 +168,10 @@ class Recorder:
         self.event(step, "no_labels")
         self.console.line(f"  step {step} has no valid label; skipped")
 
-    def nonfinite(self, step: int, losses: tuple[float, float], origin: NonfiniteOrigin) -> None:
+    def nonfinite(self, step: int, results: StepResults, origin: NonfiniteOrigin) -> None:
         """Record a non-finite loss or gradient norm and its origin; an overflowing loss scale has no origin."""
         fields = {"origin": origin.text.lstrip(",; ") or None, "rank": origin.rank, "coordinates": origin.coordinates}
-        self.event(step, "nonfinite", loss=repr(losses[0]), grad_norm=repr(losses[1]), **fields)
+        self.event(step, "nonfinite", loss=repr(results.loss), grad_norm=repr(results.grad_norm), **fields)
 
     def event(self, step: int, name: str, **fields: object) -> None:
         """Write a row of kind ``event``."""

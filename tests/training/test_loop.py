@@ -26,6 +26,12 @@ from tests.faulty_mlp import fault
 from tests.tiny_runs import events, losses, overrides, rows, status, train
 
 
+@pytest.fixture(autouse=True, params=[0, pytest.param(1, marks=pytest.mark.full)], ids=["", "ahead"])
+def steps_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test also passes where the loop launches a step before it reads the results of the previous one."""
+    monkeypatch.setattr("megastack.training.loop.default_steps_ahead", lambda device: request.param)
+
+
 def run(
     folder: Path, *more: str, resume: Path | None = None, hooks: Hooks | None = None, name: str = "run"
 ) -> RunResult:
