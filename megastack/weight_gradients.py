@@ -5,9 +5,11 @@ which the previous stage waits for; the other computes the gradient of the weigh
 the step. The same holds for an embedding.
 
 **In place.** Inside a :func:`weight_gradient_scope`, the product is added directly to ``.grad``, without a temporary
-tensor and an extra pass over it. Accumulation hooks run as usual. Autograd accumulates the gradient where this is not
-possible: a different dtype, no ``.grad`` yet, a weight computed from parameters, a hook on the gradient, or a
-``torch.autograd.grad`` call within a layer. If nothing is deferred, autograd also handles small weights.
+tensor and an extra pass over it. If ``.grad`` is wider than the weight, the product is not rounded: gradients of bf16
+weights accumulate in fp32. Accumulation hooks run as usual. Autograd accumulates the gradient where this is not
+possible: a ``.grad`` of lower precision, no ``.grad`` yet, a weight computed from parameters, a hook on the gradient,
+or a ``torch.autograd.grad`` call within a layer. If nothing is deferred, autograd also handles small weights in fp32
+and fp64.
 
 **Deferred.** Zero-bubble schedules (Qi et al., arXiv 2401.10241) run the second product when a rank would be idle. A
 backward inside :func:`deferring` keeps the operands of the products, and :meth:`DeferredGradients.accumulate` computes
@@ -55,7 +57,7 @@ class WeightGradient(Protocol):
         """Compute the gradient."""
 
     def add_to(self, gradient: Tensor) -> None:
-        """Compute the gradient and add it to a tensor of the weight's shape and dtype."""
+        """Compute the gradient and add it to a tensor of the weight's shape and of at least its precision."""
 
 
 class AccumulationHook:
@@ -74,7 +76,7 @@ class WeightGradientScope:
     """The state of one :func:`weight_gradient_scope`, shared by its forwards and their backwards.
 
     Attributes:
-        min_elements: the size of the smallest weight whose gradient is accumulated in place.
+        min_elements: the size of the smallest weight in fp32 or fp64 whose gradient is accumulated in place.
         deferred: collects the weight gradients of the running backward; ``None`` if it computes them.
     """
 
@@ -98,7 +100,8 @@ def weight_gradient_scope(*, min_elements: int = 0) -> Iterator[WeightGradientSc
     """Enable in-place accumulation and deferral of weight gradients for the forwards inside and their backwards.
 
     Args:
-        min_elements: the size of the smallest weight for which this is done.
+        min_elements: the size of the smallest weight for which this is done; smaller ones below fp32 are included,
+            since autograd would round their gradients.
     """
     scope = WeightGradientScope(min_elements)
     with entered(scope):
@@ -137,11 +140,10 @@ class GradientTarget:
         parameter: the parameter.
     """
 
-    __slots__ = ("_accumulates", "_scope", "parameter", "weight")  # one per weight and microbatch
+    __slots__ = ("_scope", "parameter", "weight")  # one per weight and microbatch
 
-    def __init__(self, weight: Tensor, parameter: Tensor, scope: WeightGradientScope, *, same_dtype: bool) -> None:
-        self.weight, self.parameter = weight, parameter
-        self._scope, self._accumulates = scope, same_dtype
+    def __init__(self, weight: Tensor, parameter: Tensor, scope: WeightGradientScope) -> None:
+        self.weight, self.parameter, self._scope = weight, parameter, scope
 
     @property
     def edge(self) -> GradientEdge:
@@ -174,7 +176,9 @@ class GradientTarget:
     def buffer(self) -> Tensor | None:
         """Return ``.grad`` in the weight's shape; ``None`` if the gradient cannot be added to it."""
         gradient = self.parameter.grad
-        if gradient is None or not self._accumulates or not gradient.is_contiguous():
+        if gradient is None or not gradient.is_contiguous():
+            return None
+        if torch.promote_types(self.weight.dtype, gradient.dtype) != gradient.dtype:
             return None
         return gradient if self.weight is self.parameter else gradient.view(self.weight.shape)
 
@@ -200,14 +204,14 @@ def target_of(weight: Tensor) -> GradientTarget | None:
     from parameters, whose graph can run only once.
     """
     scope = _SCOPE.get()
-    if scope is None or weight.numel() < scope.min_elements or not (torch.is_grad_enabled() and weight.requires_grad):
+    if scope is None or not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
+    if weight.numel() < scope.min_elements and weight.dtype.itemsize >= torch.float32.itemsize:
         return None
     if weight.is_leaf:
-        return GradientTarget(weight, weight, scope, same_dtype=True)
+        return GradientTarget(weight, weight, scope)
     parameter = accumulated_leaf(weight, _VIEWS_AND_CASTS)
-    if parameter is None:
-        return None
-    return GradientTarget(weight, parameter, scope, same_dtype=accumulated_leaf(weight, VIEWS) is parameter)
+    return None if parameter is None else GradientTarget(weight, parameter, scope)
 
 
 class DeferredGradients:

@@ -32,6 +32,7 @@ from megastack.comm.collectives import (
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.layers.autocast import autocast_off, in_own_dtypes, product_dtype
+from megastack.layers.kernels import add_product_
 from megastack.weight_gradients import GradientTarget, target_of
 
 SEQUENCE_DIM = -2
@@ -167,7 +168,7 @@ class _LocalProduct(torch.autograd.Function):
         grad_TO = rows_of(grad)
         grad_x = (grad_TO @ weight).view(x.shape) if needs_input else None
         grad_weight = ctx.target.accumulate(_WeightProduct(grad_TO, _Input(x)))
-        return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None
+        return grad_x, grad_weight, _bias_gradient(grad_TO) if needs_bias else None, None
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -218,7 +219,8 @@ class _ColumnProduct(torch.autograd.Function):
             for row, target, needed in zip(rows, ctx.targets, needs_weights, strict=True)
         ]
         grad_biases = [
-            row.sum(0) if row is not None and needed else None for row, needed in zip(rows, needs_biases, strict=True)
+            _bias_gradient(row) if row is not None and needed else None
+            for row, needed in zip(rows, needs_biases, strict=True)
         ]
         return (None if reduction is None else reduction.wait(), None, None, None, *grad_weights, *grad_biases)
 
@@ -262,12 +264,18 @@ class _WeightProduct:
 
     def add_to(self, gradient: Tensor) -> None:
         """Accumulate without a temporary tensor for the product."""
-        gradient.addmm_(self.grad_TO.T, self.source.rows())
+        with autocast_off(self.grad_TO):
+            add_product_(gradient, self.grad_TO.T, self.source.rows())
 
 
 def _weight_gradient(target: GradientTarget | None, product: _WeightProduct) -> Tensor | None:
     """The gradient that a backward returns for a weight."""
     return product.gradient() if target is None else target.accumulate(product)
+
+
+def _bias_gradient(grad_TO: Tensor) -> Tensor:
+    """``(out,)``, in at least fp32; autograd rounds it if the gradient of the bias has a lower precision."""
+    return grad_TO.sum(0, dtype=torch.promote_types(grad_TO.dtype, torch.float32))
 
 
 def _needs(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[bool, Sequence[bool], Sequence[bool]]:

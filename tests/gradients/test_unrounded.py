@@ -1,0 +1,94 @@
+"""Gradients of bf16 parameters accumulate in fp32, with no rounding to bf16 in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megastack.gradients.buckets import HAS_GRAD_DTYPE, GradientBuckets
+from megastack.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megastack.mesh.mesh import Mesh
+from megastack.models.recompute import recompute
+from megastack.weight_gradients import WORTH_ADDING_IN_PLACE, deferring, weight_gradient_scope
+
+V, D, F, MICROBATCHES = 16, 24, 40, 5
+
+
+class Tied(nn.Module):
+    """An embedding, an MLP with biases, and a head with the weight of the embedding."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(V, D, mesh, vocab_multiple=1)
+        self.up = ColumnParallelLinear(D, F, mesh, bias=True)
+        self.down = RowParallelLinear(F, D, mesh, bias=True)
+        self.head = VocabParallelHead(V, D, mesh, vocab_multiple=1, weight=self.embedding.weight)
+        torch.manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+        self.to(torch.bfloat16)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        hidden = self.embedding(ids_BS)
+        return self.head(hidden + self.down(torch.tanh(self.up(hidden))))
+
+
+def reference(model: Tied) -> dict[str, Tensor]:
+    """Sums the products that the modules' backwards compute from bf16 operands, in fp64, by hooks on the modules."""
+    found = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
+
+    def on_gradient(add: Callable[[Tensor, Tensor], object]) -> Callable[..., None]:
+        """A forward hook that calls ``add(input, output gradient)`` with rows in the backward."""
+
+        def record(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            def hook(grad: Tensor) -> None:
+                add(args[0].detach(), grad.flatten(0, -2).double())
+
+            if output.requires_grad:  # not while it is recomputed
+                output.register_hook(hook)
+
+        return record
+
+    def linear(weight: str, bias: str | None = None) -> Callable[..., None]:
+        def add(x: Tensor, rows: Tensor) -> None:
+            found[weight] += rows.T @ x.flatten(0, -2).double()
+            if bias is not None:
+                found[bias] += rows.sum(0)
+
+        return on_gradient(add)
+
+    table = found["embedding.weight"]
+    model.embedding.register_forward_hook(on_gradient(lambda ids, rows: table.index_add_(0, ids.flatten(), rows)))
+    model.up.register_forward_hook(linear("up.weight", "up.bias"))
+    model.down.register_forward_hook(linear("down.weight", "down.bias"))
+    model.head.register_forward_hook(linear("embedding.weight"))
+    return found
+
+
+@pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="gradients have the parameter's dtype before torch 2.10")
+@pytest.mark.parametrize("mode", ["whole", "deferred", "recomputed"])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+def test_bf16_gradients_equal_the_sum_of_their_products(mode: str, reduce_dtype: torch.dtype | None) -> None:
+    model = Tied(Mesh.single())
+    buckets = GradientBuckets([model], Mesh.single(), reduce_dtype=reduce_dtype)
+    expected = reference(model)
+    with weight_gradient_scope(min_elements=0 if mode == "deferred" else WORTH_ADDING_IN_PLACE):
+        for microbatch in range(MICROBATCHES):
+            generator = torch.Generator().manual_seed(microbatch)
+            ids_BS = torch.randint(0, V, (2, 64), generator=generator)
+            logits = recompute(model, ids_BS) if mode == "recomputed" else model(ids_BS)
+            loss = logits.float().square().mean()
+            if mode == "deferred":
+                with deferring() as deferred:
+                    loss.backward()
+                deferred.accumulate()
+            else:
+                loss.backward()
+    buckets.finish()
+    for name, gradient in buckets.named_gradients():
+        error = (gradient.double() - expected[name]).abs().max() / expected[name].abs().max()
+        assert error < 1e-6, f"{name}: bf16 has a spacing of 8e-3"
