@@ -39,17 +39,14 @@ from megastack.placement.boxes import Box
 from megastack.placement.module import BoxView, placements_of
 from megastack.placement.placement import DATA_AXES, Placement
 from megastack.torch_private import foreach_zero_
-from megastack.weight_gradients import AccumulationHook
-
-HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
-"""Whether a parameter's gradient may have another dtype than the parameter (from torch 2.10 on)."""
+from megastack.weight_gradients import HAS_GRAD_DTYPE, AccumulationHook
 
 
 def default_bucket_size(device: torch.device, data_ranks: int) -> int:
     """The gradient elements at which a bucket is closed by default.
 
     On a GPU this is Megatron's rule: buckets grow with the data group, so that each rank's part of a reduction stays
-    large. On a CPU, where a collective has less latency, smaller buckets (25 MiB in fp32) overlap better.
+    large. On a CPU it is 25 MiB in fp32. Models there are small, and in a bucket or two they would not overlap at all.
     """
     return 25 * 2**18 if device.type == "cpu" else max(40_000_000, 1_000_000 * data_ranks)
 

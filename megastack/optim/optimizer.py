@@ -1,9 +1,9 @@
 """The optimizer of this rank's local shards.
 
 It updates flat shards with torch's fused kernels, with one call per :class:`ParameterGroup` and dtype. The learning
-rate is an argument of each step, from :class:`megastack.optim.lr.LearningRate`; it is not state. Moments and main parameters are
-read and loaded by global parameter name, as boxes, so a checkpoint is independent of buckets and shards. On a rank
-without a trained parameter the optimizer only counts updates.
+rate is an argument of each step, from :class:`megastack.optim.lr.LearningRate`; it is not state. Moments and main
+parameters are read and loaded by global parameter name, as boxes, so a checkpoint is independent of buckets and shards.
+On a rank without a trained parameter the optimizer only counts updates.
 
 Adam's bias correction needs the number of updates of a parameter's moments. A parameter that was frozen or was added
 later has fewer updates than the run: its *start* is the number of updates of the run when its training began. A shard

@@ -24,7 +24,7 @@ class Tied(nn.Module):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.embedding = VocabParallelEmbedding(V, D, mesh, vocab_multiple=1)
-        self.up = ColumnParallelLinear(D, F, mesh, bias=True)
+        self.up = ColumnParallelLinear(D, (5, F // 5), mesh, bias=True)
         self.down = RowParallelLinear(F, D, mesh, bias=True)
         self.head = VocabParallelHead(V, D, mesh, vocab_multiple=1, weight=self.embedding.weight)
         torch.manual_seed(0)
@@ -34,7 +34,7 @@ class Tied(nn.Module):
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         hidden = self.embedding(ids_BS)
-        return self.head(hidden + self.down(torch.tanh(self.up(hidden))))
+        return self.head(hidden + self.down(torch.tanh(self.up(hidden)).flatten(-2)))
 
 
 def reference(model: Tied) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ def reference(model: Tied) -> dict[str, Tensor]:
 
         def record(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
             def hook(grad: Tensor) -> None:
-                add(args[0].detach(), grad.flatten(0, -2).double())
+                add(args[0].detach(), grad.flatten(2).flatten(0, 1).double())
 
             if output.requires_grad:  # not while it is recomputed
                 output.register_hook(hook)
@@ -55,9 +55,9 @@ def reference(model: Tied) -> dict[str, Tensor]:
 
     def linear(weight: str, bias: str | None = None) -> Callable[..., None]:
         def add(x: Tensor, rows: Tensor) -> None:
-            found[weight] += rows.T @ x.flatten(0, -2).double()
+            found[weight] += (rows.T @ x.flatten(0, -2).double()).view_as(found[weight])
             if bias is not None:
-                found[bias] += rows.sum(0)
+                found[bias] += rows.sum(0).view_as(found[bias])
 
         return on_gradient(add)
 
