@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megastack.gradients.buckets import HAS_GRAD_DTYPE, GradientBuckets
+from megastack.gradients.buckets import GradientBuckets
 from megastack.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import MeshShape
 from megastack.models.recompute import recompute
-from megastack.weight_gradients import WORTH_ADDING_IN_PLACE, deferring, weight_gradient_scope
+from megastack.testing.ranks import run_ranks
+from megastack.weight_gradients import HAS_GRAD_DTYPE, WORTH_ADDING_IN_PLACE, deferring, weight_gradient_scope
 
 V, D, F, MICROBATCHES = 16, 24, 40, 5
 
@@ -24,7 +26,7 @@ class Tied(nn.Module):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.embedding = VocabParallelEmbedding(V, D, mesh, vocab_multiple=1)
-        self.up = ColumnParallelLinear(D, (5, F // 5), mesh, bias=True)
+        self.up = ColumnParallelLinear(D, (4, F // 4), mesh, bias=True)
         self.down = RowParallelLinear(F, D, mesh, bias=True)
         self.head = VocabParallelHead(V, D, mesh, vocab_multiple=1, weight=self.embedding.weight)
         torch.manual_seed(0)
@@ -62,20 +64,16 @@ def reference(model: Tied) -> dict[str, Tensor]:
         return on_gradient(add)
 
     table = found["embedding.weight"]
-    model.embedding.register_forward_hook(on_gradient(lambda ids, rows: table.index_add_(0, ids.flatten(), rows)))
+    model.embedding.register_forward_hook(
+        on_gradient(lambda ids, rows: table.index_add_(0, ids.flatten() % len(table), rows))
+    )
     model.up.register_forward_hook(linear("up.weight", "up.bias"))
     model.down.register_forward_hook(linear("down.weight", "down.bias"))
     model.head.register_forward_hook(linear("embedding.weight"))
     return found
 
 
-@pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="gradients have the parameter's dtype before torch 2.10")
-@pytest.mark.parametrize("mode", ["whole", "deferred", "recomputed"])
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
-def test_bf16_gradients_equal_the_sum_of_their_products(mode: str, reduce_dtype: torch.dtype | None) -> None:
-    model = Tied(Mesh.single())
-    buckets = GradientBuckets([model], Mesh.single(), reduce_dtype=reduce_dtype)
-    expected = reference(model)
+def train(model: Tied, mode: str) -> None:
     with weight_gradient_scope(min_elements=0 if mode == "deferred" else WORTH_ADDING_IN_PLACE):
         for microbatch in range(MICROBATCHES):
             generator = torch.Generator().manual_seed(microbatch)
@@ -88,7 +86,39 @@ def test_bf16_gradients_equal_the_sum_of_their_products(mode: str, reduce_dtype:
                 deferred.accumulate()
             else:
                 loss.backward()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+needs_grad_dtype = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="a gradient has its parameter's dtype")
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("mode", ["whole", "deferred", "recomputed"])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+def test_bf16_gradients_equal_the_sum_of_their_products(mode: str, reduce_dtype: torch.dtype | None) -> None:
+    model = Tied(Mesh.single())
+    buckets = GradientBuckets([model], Mesh.single(), reduce_dtype=reduce_dtype)
+    expected = reference(model)
+    train(model, mode)
     buckets.finish()
     for name, gradient in buckets.named_gradients():
-        error = (gradient.double() - expected[name]).abs().max() / expected[name].abs().max()
-        assert error < 1e-6, f"{name}: bf16 has a spacing of 8e-3"
+        assert error(gradient, expected[name]) < 1e-6, f"{name}: bf16 has a spacing of 8e-3"
+
+
+def errors_over_tensor_ranks(mode: str) -> dict[str, float]:
+    mesh = Mesh.from_environment(MeshShape(tp=2))
+    model = Tied(mesh)
+    buckets = GradientBuckets([model], mesh)
+    expected = reference(model)
+    train(model, mode)
+    return {name: error(x, expected[name]) for name, x in buckets.named_gradients() if name != "embedding.weight"}
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("mode", ["whole", "deferred"])
+def test_tensor_parallel_products_are_not_rounded(mode: str) -> None:
+    for errors in run_ranks(errors_over_tensor_ranks, 2, mode):
+        assert len(errors) == 4 and max(errors.values()) < 1e-6
