@@ -155,6 +155,32 @@ def is_persistent(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
+# Operations on lists of tensors: on a GPU one kernel for many tensors. Empty lists are allowed.
+
+
+def foreach_zero_(tensors: list[Tensor]) -> None:
+    """Fill every tensor with zeros."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target; dtypes may differ. A copy from pinned memory does not block the host."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def foreach_div_(tensors: list[Tensor], divisor: Tensor) -> None:
+    """Divide every tensor by a scalar tensor."""
+    if tensors:
+        torch._foreach_div_(tensors, divisor)
+
+
+def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the 2-norm of every tensor, accumulated in a dtype."""
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype)) if tensors else []
+
+
 # FSDP2.
 
 

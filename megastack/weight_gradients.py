@@ -5,9 +5,11 @@ which the previous stage waits for; the other computes the gradient of the weigh
 the step. The same holds for an embedding.
 
 **In place.** Inside a :func:`weight_gradient_scope`, the product is added directly to ``.grad``, without a temporary
-tensor and an extra pass over it. Accumulation hooks run as usual. Autograd accumulates the gradient where this is not
-possible: a different dtype, no ``.grad`` yet, a weight computed from parameters, a hook on the gradient, or a
-``torch.autograd.grad`` call within a layer. If nothing is deferred, autograd also handles small weights.
+tensor and an extra pass over it. If ``.grad`` is wider than the weight, the product is not rounded: gradients of bf16
+weights accumulate in fp32. Accumulation hooks run as usual. Autograd accumulates the gradient where this is not
+possible: no ``.grad`` yet, a weight that is cast or computed from parameters, a hook on the gradient, or a
+``torch.autograd.grad`` call within a layer. If nothing is deferred, autograd also handles small weights in fp32 and
+fp64.
 
 **Deferred.** Zero-bubble schedules (Qi et al., arXiv 2401.10241) run the second product when a rank would be idle. A
 backward inside :func:`deferring` keeps the operands of the products, and :meth:`DeferredGradients.accumulate` computes
@@ -40,6 +42,8 @@ from megastack.torch_private import (
     will_execute,
 )
 
+HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
+"""Whether a parameter's gradient may have another dtype than the parameter (from torch 2.10 on)."""
 WORTH_ADDING_IN_PLACE = 2**18
 """Number of elements from which a pass over a weight takes longer than a Python function call."""
 _VIEWS_AND_CASTS = VIEWS | CASTS
@@ -55,7 +59,7 @@ class WeightGradient(Protocol):
         """Compute the gradient."""
 
     def add_to(self, gradient: Tensor) -> None:
-        """Compute the gradient and add it to a tensor of the weight's shape and dtype."""
+        """Compute the gradient and add it to a tensor of the weight's shape and of at least its precision."""
 
 
 class AccumulationHook:
@@ -74,7 +78,7 @@ class WeightGradientScope:
     """The state of one :func:`weight_gradient_scope`, shared by its forwards and their backwards.
 
     Attributes:
-        min_elements: the size of the smallest weight whose gradient is accumulated in place.
+        min_elements: the size of the smallest weight in fp32 or fp64 whose gradient is accumulated in place.
         deferred: collects the weight gradients of the running backward; ``None`` if it computes them.
     """
 
@@ -98,7 +102,8 @@ def weight_gradient_scope(*, min_elements: int = 0) -> Iterator[WeightGradientSc
     """Enable in-place accumulation and deferral of weight gradients for the forwards inside and their backwards.
 
     Args:
-        min_elements: the size of the smallest weight for which this is done.
+        min_elements: the size of the smallest weight for which this is done; smaller ones below fp32 are included,
+            since autograd would round their gradients.
     """
     scope = WeightGradientScope(min_elements)
     with entered(scope):
@@ -137,11 +142,11 @@ class GradientTarget:
         parameter: the parameter.
     """
 
-    __slots__ = ("_accumulates", "_scope", "parameter", "weight")  # one per weight and microbatch
+    __slots__ = ("_is_cast", "_scope", "parameter", "weight")  # one per weight and microbatch
 
-    def __init__(self, weight: Tensor, parameter: Tensor, scope: WeightGradientScope, *, same_dtype: bool) -> None:
+    def __init__(self, weight: Tensor, parameter: Tensor, scope: WeightGradientScope, *, is_cast: bool) -> None:
         self.weight, self.parameter = weight, parameter
-        self._scope, self._accumulates = scope, same_dtype
+        self._scope, self._is_cast = scope, is_cast
 
     @property
     def edge(self) -> GradientEdge:
@@ -174,16 +179,18 @@ class GradientTarget:
     def buffer(self) -> Tensor | None:
         """Return ``.grad`` in the weight's shape; ``None`` if the gradient cannot be added to it."""
         gradient = self.parameter.grad
-        if gradient is None or not self._accumulates or not gradient.is_contiguous():
+        if gradient is None or self._is_cast or not gradient.is_contiguous():
+            return None
+        if torch.promote_types(self.weight.dtype, gradient.dtype) != gradient.dtype:
             return None
         return gradient if self.weight is self.parameter else gradient.view(self.weight.shape)
 
-    def accumulate(self, product: WeightGradient) -> Tensor | None:
-        """Accumulate or defer a gradient in a backward; return it if autograd has to accumulate it."""
+    def accumulate(self, product: WeightGradient, *, defers: bool = True) -> Tensor | None:
+        """Accumulate a gradient in a backward, or defer it; return it if autograd has to accumulate it."""
         if not self.is_accumulated:
             return product.gradient()
         deferred = self._scope.deferred
-        if deferred is not None and self.can_defer:
+        if deferred is not None and defers and self.can_defer:
             deferred.add(self, product)
             return None
         buffer = self.buffer()
@@ -200,14 +207,16 @@ def target_of(weight: Tensor) -> GradientTarget | None:
     from parameters, whose graph can run only once.
     """
     scope = _SCOPE.get()
-    if scope is None or weight.numel() < scope.min_elements or not (torch.is_grad_enabled() and weight.requires_grad):
+    if scope is None or not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
+    if weight.numel() < scope.min_elements and weight.dtype.itemsize >= torch.float32.itemsize:
         return None
     if weight.is_leaf:
-        return GradientTarget(weight, weight, scope, same_dtype=True)
+        return GradientTarget(weight, weight, scope, is_cast=False)
     parameter = accumulated_leaf(weight, _VIEWS_AND_CASTS)
     if parameter is None:
         return None
-    return GradientTarget(weight, parameter, scope, same_dtype=accumulated_leaf(weight, VIEWS) is parameter)
+    return GradientTarget(weight, parameter, scope, is_cast=accumulated_leaf(weight, VIEWS) is not parameter)
 
 
 class DeferredGradients:

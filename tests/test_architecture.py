@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "pipeline": {"mesh", "comm", "batch", "weight_gradients", "targets"},
     "gradients": {"placement", "comm", "mesh", "weight_gradients", "torch_private"},
-    "optim": {"gradients", "placement"},
+    "optim": {"gradients", "placement", "torch_private"},
     "data": {"random", "batch"},
     "checkpoint": {"placement", "comm", "mesh", "records", "observe.printable"},
     "observe": {"records", "torch_private", "mesh.shape", "comm.flight_recorder"},

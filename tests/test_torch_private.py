@@ -291,3 +291,17 @@ def test_autocast_is_known_to_be_on_for_any_device() -> None:
     assert not torch_private.is_any_autocast_enabled()
     with torch.autocast("cpu"):
         assert torch_private.is_any_autocast_enabled()
+
+
+def test_operations_on_lists_equal_those_on_each_tensor() -> None:
+    values = [torch.arange(3.0), torch.arange(4.0) + 1]
+    for norm, x in zip(torch_private.foreach_norm(values, torch.float64), values, strict=True):
+        torch.testing.assert_close(norm, x.double().norm())
+    torch_private.foreach_div_(values, torch.tensor(2.0))
+    rounded = [torch.empty(3, dtype=torch.bfloat16), torch.empty(4, dtype=torch.bfloat16)]
+    torch_private.foreach_copy_(rounded, values)
+    assert [x.tolist() for x in rounded] == [[0, 0.5, 1], [0.5, 1, 1.5, 2]]
+    torch_private.foreach_zero_(values)
+    assert not any(x.any() for x in values)
+    assert torch_private.foreach_norm([], torch.float64) == []
+    torch_private.foreach_zero_([])

@@ -43,6 +43,7 @@ def build_gradients(config: TrainConfig, stages: Sequence[Decoder], mesh: Mesh) 
             shard_size=zero.shard_size,
             units=list(units),
             groups=groups,
+            bucket_size=config.parallel.bucket_size,
             reduce_dtype=reduce_dtype,
         )
     from megastack.gradients.fully_shard import FullyShardedGradients  # importing FSDP2 is as slow as importing torch

@@ -66,6 +66,12 @@ class Degrees:
         return self.dp * self.config.parallel.cp
 
     @property
+    def uses_fsdp(self) -> bool:
+        """Whether parameters are sharded by FSDP units instead of being in buckets."""
+        zero = self.config.parallel.zero
+        return zero.stage >= 2 and (zero.shard_size or self.data_ranks) > 1
+
+    @property
     def replica_ranks(self) -> int:
         """pp·cp·tp: ranks of one data-parallel replica."""
         parallel = self.config.parallel
@@ -171,7 +177,7 @@ def batch_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
 
 def schedule_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
     """The schedule is registered and supports these sizes and options; reads the file of a custom schedule."""
-    schedule, batch, zero = config.schedule, config.batch, config.parallel.zero
+    schedule, batch = config.schedule, config.batch
     microbatches = max(1, batch.global_size // (batch.micro_size * degrees.dp))  # batch_fits reports 0
     if schedule.options is not None and not isinstance(schedule.options, dict):
         yield Violation("schedule.options", schedule.options, "must be a mapping", ("{name: value}", None))
@@ -188,9 +194,9 @@ def schedule_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
     if found := schedule_violations(*sizes, **options):
         yield from found
         return
-    sharded = zero.stage >= 2 and (zero.shard_size or degrees.data_ranks) > 1
-    if sharded and splits_backward(*sizes, **options):
-        rule = f"parallel.zero.stage={zero.stage} reduces gradients after I and misses the weight gradients of W"
+    if degrees.uses_fsdp and splits_backward(*sizes, **options):
+        stage = config.parallel.zero.stage
+        rule = f"parallel.zero.stage={stage} reduces gradients after I and misses the weight gradients of W"
         unsplit = "1f1b" if schedule.chunks == 1 else "interleaved"
         key = "schedule.name" if schedule._target_ is None else "schedule._target_"
         yield Violation(key, name, rule, (unsplit, "parallel.zero.stage=1"))
@@ -217,7 +223,7 @@ def shard_size_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation
 
 
 def zero_level_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
-    """Periods, tied weights and sampling are possible at this ZeRO level."""
+    """Periods, buckets, tied weights and sampling are possible at this ZeRO level."""
     zero = config.parallel.zero
     if zero.gather == "microbatch" and zero.stage < 3:
         rule = f"parallel.zero.stage={zero.stage} does not shard parameters"
@@ -225,6 +231,9 @@ def zero_level_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation
     if zero.reduce == "microbatch" and zero.stage < 2:
         rule = f"parallel.zero.stage={zero.stage} reduces gradients once per step"
         yield Violation("parallel.zero.reduce", zero.reduce, rule, ("step", "parallel.zero.stage=2"))
+    if config.parallel.bucket_size is not None and degrees.uses_fsdp:
+        rule = f"parallel.zero.stage={zero.stage} reduces gradients by unit"
+        yield Violation("parallel.bucket_size", config.parallel.bucket_size, rule, (None, "parallel.zero.stage=1"))
     if zero.stage >= 2 and config.model.tied and config.parallel.pp == 1 and config.schedule.chunks > 1:
         rule = "with model.tied=true the first and last stages share a parameter, and both are on one rank"
         yield Violation("parallel.zero.stage", zero.stage, rule, (0, 1, "schedule.chunks=1", "model.tied=false"))

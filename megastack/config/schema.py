@@ -121,6 +121,13 @@ class ParallelOptions:
     layers_per_stage: list[int] | None = option(
         None, "Layers of each of the pp·chunks stages, first to last; null balances the stages by cost.", least=0
     )
+    bucket_size: int | None = option(
+        None,
+        "Gradient elements per bucket; null is max(40 million, 1 million · dp·cp) on a GPU and 6.5 million on a CPU. "
+        "ZeRO levels 2 and 3 reduce by unit instead.",
+        least=1,
+        most=2**40,
+    )
     zero: ZeroOptions = option(ZeroOptions, "Sharding over the data-parallel ranks.")
 
 

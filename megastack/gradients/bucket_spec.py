@@ -83,7 +83,7 @@ def make_bucket_specs(
     key_of: Callable[[str, nn.Parameter, Placement], BucketKey],
     *,
     gradient_dtype: Callable[[torch.dtype], torch.dtype],
-    bucket_bytes: int,
+    bucket_size: int,
 ) -> list[BucketSpec]:
     """Plan the buckets of one rank, in the order in which their reductions start.
 
@@ -91,7 +91,7 @@ def make_bucket_specs(
         parameters: trained parameters by global name, in reverse order of use; a name may occur more than once.
         key_of: returns the key of a parameter; parameters with equal keys may share a bucket.
         gradient_dtype: returns the dtype of the gradient of a parameter of a given dtype.
-        bucket_bytes: the size of gradients at which a bucket is closed; a larger parameter has its own bucket.
+        bucket_size: the number of elements at which a bucket is closed; a larger parameter has its own bucket.
     """
     members_of: dict[BucketKey, list[tuple[int, list[NamedParameter]]]] = {}
     for place, same in enumerate(_by_name(parameters)):
@@ -100,9 +100,8 @@ def make_bucket_specs(
     for key, members in members_of.items():
         if key.reduction.group_over(Axis.PP) is not None:
             members.sort(key=lambda member: member[1][0][0])
-        limit = max(1, bucket_bytes // gradient_dtype(key.dtype).itemsize)
         align = ALIGNMENT_BYTES // min(key.dtype.itemsize, gradient_dtype(key.dtype).itemsize)
-        found.extend(_split(key, members, limit, align))
+        found.extend(_split(key, members, bucket_size, align))
     return [spec for _, spec in sorted(found, key=lambda pair: pair[0])]
 
 

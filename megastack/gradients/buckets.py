@@ -2,9 +2,10 @@
 
 A bucket is two flat buffers. Each of its parameters becomes a view of one, and its ``.grad`` a view of the other, so
 autograd accumulates microbatches in place and the optimizer updates whole buckets. Gradients accumulate in
-``promote_types(dtype, fp32)``; if that is not the parameter's dtype, a hook adds each new gradient to the buffer. Under
-ZeRO-1 the sum over the data group is a reduce-scatter, each rank updates its local shard of every bucket, and
-:meth:`~GradientBuckets.gather_parameters` restores the parameters.
+``promote_types(dtype, fp32)``, which is the parameter's ``grad_dtype``. Before torch 2.10 a parameter has none; if the
+dtypes differ, a hook then adds each new gradient to the buffer. Under ZeRO-1 the sum over the data group is a
+reduce-scatter, each rank updates its local shard of every bucket, and :meth:`~GradientBuckets.gather_parameters`
+restores the parameters.
 
 A step runs ``backward…``, :meth:`~GradientBuckets.mark_last_backward` right before the last backward of a stage, that
 backward, :meth:`~GradientBuckets.finish`, clip, update, :meth:`~GradientBuckets.zero_`. Where backwards are split, the
@@ -36,11 +37,18 @@ from megastack.gradients.reduction import NamedParameter, make_reductions, parti
 from megastack.mesh.mesh import Mesh
 from megastack.placement.boxes import Box
 from megastack.placement.module import BoxView, placements_of
-from megastack.placement.placement import Placement
-from megastack.weight_gradients import AccumulationHook
+from megastack.placement.placement import DATA_AXES, Placement
+from megastack.torch_private import foreach_zero_
+from megastack.weight_gradients import HAS_GRAD_DTYPE, AccumulationHook
 
-BUCKET_BYTES = 25 * 2**20
-"""The default size of gradients at which a bucket is closed."""
+
+def default_bucket_size(device: torch.device, data_ranks: int) -> int:
+    """The gradient elements at which a bucket is closed by default.
+
+    On a GPU this is Megatron's rule: buckets grow with the data group, so that each rank's part of a reduction stays
+    large. On a CPU it is 25 MiB in fp32. Models there are small, and in a bucket or two they would not overlap at all.
+    """
+    return 25 * 2**18 if device.type == "cpu" else max(40_000_000, 1_000_000 * data_ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +60,17 @@ class _Accumulator:
     view: Tensor
     stages: frozenset[int]
 
+    def prepare(self) -> None:
+        """Set the dtype in which autograd accumulates."""
+        self.parameter.grad = None
+        if HAS_GRAD_DTYPE:
+            self.parameter.grad_dtype = self.view.dtype
+        self.attach()
+
     def attach(self) -> None:
-        """Let autograd accumulate in the buffer if the dtypes are equal."""
-        self.parameter.grad = self.view if self.view.dtype == self.parameter.dtype else None
+        """Let autograd accumulate in the buffer if the dtypes allow it."""
+        same = HAS_GRAD_DTYPE or self.view.dtype == self.parameter.dtype
+        self.parameter.grad = self.view if same else None
 
     def collect(self) -> None:
         """Add a gradient that autograd stored elsewhere (other dtype, or ``.grad`` was cleared) to the buffer."""
@@ -76,7 +92,7 @@ class GradientBuckets:
         units: sub-modules that are used only by calling them, in order of use; under ZeRO-1 each waits only for its own
             parameters.
         groups: the optimizer group of each global name; ``None`` if only the placement's ``decay`` differs.
-        bucket_bytes: the size of gradients at which a bucket is closed.
+        bucket_size: the gradient elements at which a bucket is closed; ``None`` for :func:`default_bucket_size`.
         reduce_dtype: the dtype in which gradients are summed over the data group; by default
             ``promote_types(dtype, fp32)``. Gradients accumulate in the wider of the two.
 
@@ -100,7 +116,7 @@ class GradientBuckets:
         shard_size: int | None = None,
         units: Sequence[nn.Module] = (),
         groups: Mapping[str, ParameterGroup] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_size: int | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.mesh = mesh
@@ -115,7 +131,8 @@ class GradientBuckets:
             return BucketKey(parameter.dtype, reductions.by_name[name], group, decay)
 
         dtype_of = _gradient_dtypes(reduce_dtype)
-        specs = make_bucket_specs(named, key_of, gradient_dtype=dtype_of, bucket_bytes=bucket_bytes)
+        size = bucket_size or default_bucket_size(mesh.device, mesh[DATA_AXES].size)
+        specs = make_bucket_specs(named, key_of, gradient_dtype=dtype_of, bucket_size=size)
         self.buckets = tuple(Bucket(spec, dtype_of(spec.key.dtype), reduce_dtype) for spec in specs)
         self._partial_sums = partial_sums(self.buckets, lambda bucket: bucket.slots[0].name)
         self._gathers = ParameterGathers(self.buckets, modules, units)
@@ -160,8 +177,7 @@ class GradientBuckets:
 
     def zero_(self) -> None:
         """Clear all gradients for the next step."""
-        for bucket in self.buckets:
-            bucket.gradients.zero_()
+        foreach_zero_([bucket.gradients for bucket in self.buckets])
         for accumulator in self._accumulators:
             accumulator.attach()
         self._begin()
@@ -202,7 +218,7 @@ class GradientBuckets:
 
     def _register_hooks(self) -> None:
         for index, accumulator in enumerate(self._accumulators):
-            accumulator.attach()
+            accumulator.prepare()
             accumulator.parameter.register_post_accumulate_grad_hook(_BucketHook(self, index))
 
     def _accumulated(self, index: int) -> None:

@@ -31,6 +31,7 @@ from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.placement.module import ReshardPolicy
 from megastack.torch_private import after_forward, before_forward
+from megastack.weight_gradients import HAS_GRAD_DTYPE
 
 
 def shard_dim(shape: Sequence[int], ranks: int) -> int:
@@ -130,6 +131,9 @@ class UnitSharder:
         )
         if compute.shard not in self._meshes:
             self._meshes[compute.shard] = _device_mesh(compute.shard, self._device)
+        own = [
+            (x, name) for x in module.modules() for name, p in x.named_parameters(recurse=False) if p in self._compute
+        ]
         sharded = fully_shard(
             module,
             mesh=self._meshes[compute.shard],
@@ -144,6 +148,45 @@ class UnitSharder:
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_custom_all_gather(cast(Any, CountedGather(compute.shard)))
         sharded.set_custom_reduce_scatter(cast(Any, CountedReduce(compute.shard, self._reduce_dtype)))
+        if HAS_GRAD_DTYPE and compute.dtype.itemsize < torch.float32.itemsize:
+            _Fp32Gradients(module, own)
+
+
+class _Fp32Gradients:
+    """Hooks that let the gradients of a group in a lower precision accumulate in fp32 without being rounded first.
+
+    FSDP2 itself converts the gradients of a backward when it is over. Here they begin as zeros in fp32 right before
+    the backward of the module. From then on FSDP2 handles them like those of fp32 parameters.
+
+    Args:
+        module: the module, already sharded.
+        own: the parameters of the group, each as a module and the name in it.
+    """
+
+    def __init__(self, module: nn.Module, own: Sequence[tuple[nn.Module, str]]) -> None:
+        self._own = own
+        module.register_forward_pre_hook(self._set_dtypes)  # after FSDP2's, which gathers the parameters
+        module.register_forward_hook(self._after_forward, prepend=True)  # before FSDP2's, which may free them
+
+    def _gathered(self) -> list[nn.Parameter]:
+        parameters = (getattr(module, name) for module, name in self._own)
+        return [parameter for parameter in parameters if parameter.requires_grad]
+
+    def _set_dtypes(self, module: nn.Module, args: Any) -> None:
+        for parameter in self._gathered():
+            parameter.grad_dtype = torch.float32
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        parameters = self._gathered()
+
+        def before_backward(gradient: Tensor) -> None:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+
+        for x in _tensors(output):
+            if x.requires_grad:
+                x.register_hook(before_backward)
 
 
 def _check_group(module: nn.Module, found: Sequence[Compute]) -> None:

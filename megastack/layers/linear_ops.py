@@ -32,6 +32,7 @@ from megastack.comm.collectives import (
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.layers.autocast import autocast_off, in_own_dtypes, product_dtype
+from megastack.layers.kernels import add_product_
 from megastack.weight_gradients import GradientTarget, target_of
 
 SEQUENCE_DIM = -2
@@ -69,7 +70,7 @@ def column_product(
     if group.size == 1:
         pairs = zip(weights, biases, strict=True)
         return tuple(_local_product(x, weight, bias) for weight, bias in pairs)
-    targets = [target_of(weight) for weight in weights]
+    targets = [target_of(weight) for weight in weights], [_bias_target(bias) for bias in biases]
     return _ColumnProduct.apply(x, group, sequence_parallel, targets, *weights, *biases)
 
 
@@ -103,7 +104,10 @@ def row_product(
         out = scatter_to(partial, group, SEQUENCE_DIM)
     else:
         out = reduce_from(partial, group)
-    return out if bias is None else out + bias
+    if bias is None:
+        return out
+    target = _bias_target(bias)
+    return out + bias if target is None else _AddBias.apply(out, bias, target)
 
 
 def _operands(
@@ -145,17 +149,24 @@ def _local_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     target = target_of(weight)
     if target is None:
         return F.linear(x, weight, bias)
-    product: Tensor = _LocalProduct.apply(x, weight, bias, target)
+    product: Tensor = _LocalProduct.apply(x, weight, bias, target, _bias_target(bias))
     return product
 
 
 class _LocalProduct(torch.autograd.Function):
-    """``F.linear`` whose weight gradient is accumulated in place or deferred."""
+    """``F.linear`` whose weight gradient is accumulated in place or deferred, and the bias gradient in place."""
 
     @staticmethod
     @in_own_dtypes
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: GradientTarget) -> Tensor:
-        ctx.target = target
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: GradientTarget,
+        bias_target: GradientTarget | None,
+    ) -> Tensor:
+        ctx.target, ctx.bias_target = target, bias_target
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -167,7 +178,22 @@ class _LocalProduct(torch.autograd.Function):
         grad_TO = rows_of(grad)
         grad_x = (grad_TO @ weight).view(x.shape) if needs_input else None
         grad_weight = ctx.target.accumulate(_WeightProduct(grad_TO, _Input(x)))
-        return grad_x, grad_weight, grad_TO.sum(0) if needs_bias else None, None
+        return grad_x, grad_weight, _bias_gradient(ctx.bias_target, grad_TO) if needs_bias else None, None, None
+
+
+class _AddBias(torch.autograd.Function):
+    """``x + bias`` whose bias gradient is accumulated in place."""
+
+    @staticmethod
+    @in_own_dtypes
+    def forward(ctx: Any, x: Tensor, bias: Tensor, target: GradientTarget) -> Tensor:
+        ctx.target = target
+        return x + bias
+
+    @staticmethod
+    @in_own_dtypes
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, _bias_gradient(ctx.target, rows_of(grad)) if ctx.needs_input_grad[1] else None, None
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -203,7 +229,8 @@ class _ColumnProduct(torch.autograd.Function):
         needs_input, needs_weights, needs_biases = _needs(ctx, grads)
         rows = [None if grad is None else rows_of(grad) for grad in grads]
         source = _Input(x, group if gathers else None)
-        pairs = zip(needs_weights, ctx.targets, strict=True)
+        targets, bias_targets = ctx.targets
+        pairs = zip(needs_weights, targets, strict=True)
         if any(needed and (target is None or not target.is_deferring) for needed, target in pairs):
             source.begin()
         reduction = None
@@ -215,10 +242,11 @@ class _ColumnProduct(torch.autograd.Function):
             )
         grad_weights = [
             _weight_gradient(target, _WeightProduct(row, source)) if row is not None and needed else None
-            for row, target, needed in zip(rows, ctx.targets, needs_weights, strict=True)
+            for row, target, needed in zip(rows, targets, needs_weights, strict=True)
         ]
         grad_biases = [
-            row.sum(0) if row is not None and needed else None for row, needed in zip(rows, needs_biases, strict=True)
+            _bias_gradient(target, row) if row is not None and needed else None
+            for row, target, needed in zip(rows, bias_targets, needs_biases, strict=True)
         ]
         return (None if reduction is None else reduction.wait(), None, None, None, *grad_weights, *grad_biases)
 
@@ -262,12 +290,41 @@ class _WeightProduct:
 
     def add_to(self, gradient: Tensor) -> None:
         """Accumulate without a temporary tensor for the product."""
-        gradient.addmm_(self.grad_TO.T, self.source.rows())
+        with autocast_off(self.grad_TO):
+            add_product_(gradient, self.grad_TO.T, self.source.rows())
 
 
 def _weight_gradient(target: GradientTarget | None, product: _WeightProduct) -> Tensor | None:
     """The gradient that a backward returns for a weight."""
     return product.gradient() if target is None else target.accumulate(product)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _BiasSum:
+    """The gradient of a bias, the sum of output gradients ``(tokens, out)``, in at least fp32."""
+
+    grad_TO: Tensor
+
+    def begin(self) -> None:
+        """Does nothing: no data is needed from other ranks."""
+
+    def gradient(self) -> Tensor:
+        """``(out,)``."""
+        return self.grad_TO.sum(0, dtype=torch.promote_types(self.grad_TO.dtype, torch.float32))
+
+    def add_to(self, gradient: Tensor) -> None:
+        """Add the sum."""
+        gradient.add_(self.gradient())
+
+
+def _bias_target(bias: Tensor | None) -> GradientTarget | None:
+    return None if bias is None else target_of(bias)
+
+
+def _bias_gradient(target: GradientTarget | None, grad_TO: Tensor) -> Tensor | None:
+    """The gradient that a backward returns for a bias. It is not deferred: the sum costs less than keeping it."""
+    total = _BiasSum(grad_TO)
+    return total.gradient() if target is None else target.accumulate(total, defers=False)
 
 
 def _needs(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[bool, Sequence[bool], Sequence[bool]]:

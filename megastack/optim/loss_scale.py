@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megastack.gradients.interface import Gradients
+from megastack.gradients.norm import divide_
 
 INITIAL = 2.0**16
 LOWEST = 1.0
@@ -53,8 +54,7 @@ class LossScale:
     def unscale_(self, buckets: Gradients) -> None:
         """Divide the reduced gradients by the scale."""
         if self.value is not None:
-            for shard in buckets.buckets:
-                shard.local_gradients.mul_((1.0 / self.value).to(shard.local_gradients.dtype))
+            divide_([shard.local_gradients for shard in buckets.buckets], self.value)
 
     @torch.no_grad()
     def update(self, found_inf: Tensor, *, held: Tensor | None = None) -> None:

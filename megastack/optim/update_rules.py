@@ -61,8 +61,12 @@ class UpdateRule(Protocol):
         lr: float,
         weight_decay: float,
         found_inf: Tensor | None,
+        grad_scale: Tensor | None,
     ) -> None:
-        """Update the values and their states in place, unless ``found_inf`` is 1."""
+        """Update the values and their states in place, unless ``found_inf`` is 1.
+
+        Gradients are divided by ``grad_scale``, an fp32 scalar, in place and by the same kernel.
+        """
 
 
 def rule_of(options: OptimizerOptions) -> UpdateRule:
@@ -106,8 +110,12 @@ class AdamW:
         lr: float,
         weight_decay: float,
         found_inf: Tensor | None,
+        grad_scale: Tensor | None,
     ) -> None:
-        """Update the values and their states in place, unless ``found_inf`` is 1."""
+        """Update the values and their states in place, unless ``found_inf`` is 1.
+
+        Gradients are divided by ``grad_scale``, an fp32 scalar, in place and by the same kernel.
+        """
         adamw(
             list(values),
             list(gradients),
@@ -117,6 +125,7 @@ class AdamW:
             [state[STEP] for state in states],
             foreach=False,
             fused=True,
+            grad_scale=grad_scale,
             found_inf=found_inf,
             amsgrad=False,
             beta1=self.betas[0],
@@ -156,14 +165,19 @@ class SGD:
         lr: float,
         weight_decay: float,
         found_inf: Tensor | None,
+        grad_scale: Tensor | None,
     ) -> None:
-        """Update the values and their states in place, unless ``found_inf`` is 1."""
+        """Update the values and their states in place, unless ``found_inf`` is 1.
+
+        Gradients are divided by ``grad_scale``, an fp32 scalar, in place and by the same kernel.
+        """
         sgd(
             list(values),
             list(gradients),
             [state.get("momentum_buffer") for state in states],
             foreach=False,
             fused=True,
+            grad_scale=grad_scale,
             found_inf=found_inf,
             weight_decay=weight_decay,
             momentum=self.momentum,

@@ -15,7 +15,7 @@ from megastack.comm.transfers import copy_to_device
 from megastack.data.loader import Loader
 from megastack.data.phases import PhasedLoader
 from megastack.gradients.interface import Gradients
-from megastack.gradients.norm import clip_gradients_, is_nonfinite
+from megastack.gradients.norm import clip_divisor, grad_norm, is_nonfinite
 from megastack.mesh.mesh import Mesh
 from megastack.optim.loss_scale import LossScale
 from megastack.optim.lr import LearningRate
@@ -109,10 +109,10 @@ class TrainStep:
         self.loss_scale.unscale_(self.buckets)
         if on_gradients is not None:
             on_gradients()
-        norm = clip_gradients_(self.buckets, self.clip_norm, self.mesh)
+        norm = grad_norm(self.buckets, self.mesh)
         nonfinite = is_nonfinite(norm + loss)
         found_inf = nonfinite if self.held is None else torch.maximum(nonfinite, self.held.to(nonfinite.dtype))
-        self.optimizer.step(rate, found_inf=found_inf)
+        self.optimizer.step(rate, found_inf=found_inf, grad_scale=clip_divisor(norm, self.clip_norm))
         self.loss_scale.update(found_inf, held=self.held)
         if self.held is not None:
             self.held |= (nonfinite > 0) & ~self.loss_scale.is_overflow(loss, scale)

@@ -78,7 +78,7 @@ def sentinel(kind: str, name: str) -> torch.Tensor:
 
 def state_of(mesh: Mesh, zero: int, shard_size: int | None) -> tuple[Optimizer, State]:
     module = Odd(mesh)
-    buckets = GradientBuckets([module], mesh, zero=zero, shard_size=shard_size, bucket_bytes=64)
+    buckets = GradientBuckets([module], mesh, zero=zero, shard_size=shard_size, bucket_size=16)
     optimizer = build_optimizer(buckets, OptimizerOptions("adamw"))
     states = optimizer.moments() | {"master": optimizer.main_parameters()}
     return optimizer, State(optimizer_items(states, stage_placements([module]), mesh))

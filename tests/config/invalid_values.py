@@ -185,6 +185,11 @@ VALUES: list[InvalidCase] = [
         "parallel.zero.stage=3",
     ),
     (
+        {"parallel.zero.stage": 2, "parallel.dp": 2, "parallel.bucket_size": 1000},
+        None,
+        "parallel.bucket_size=1000: parallel.zero.stage=2 reduces gradients by unit; use null or parallel.zero.stage=1",
+    ),
+    (
         {"parallel.zero.stage": 1, "parallel.zero.reduce": Period.microbatch},
         None,
         "parallel.zero.reduce=microbatch: parallel.zero.stage=1 reduces gradients once per step; use step or "

@@ -45,7 +45,7 @@ def noise(name: str, shape: tuple[int, ...], rank: int) -> Tensor:
 
 def train(mesh: Mesh, bag: Bag, optimizer_name: str, steps: int, **options: object) -> dict[str, object]:
     """The results, on this rank, of steps with gradients that differ on every rank."""
-    buckets = GradientBuckets([bag], mesh, bucket_bytes=128, **options)
+    buckets = GradientBuckets([bag], mesh, bucket_size=16, **options)
     optimizer = build_optimizer(buckets, OPTIONS[optimizer_name])
     found: dict[str, object] = {"gradients": [], "norms": []}
     for step in range(steps):
@@ -178,7 +178,7 @@ def waits_under_a_forward() -> tuple[list[int], dict[tuple[str, str], tuple[int,
     """The gathers still running when each block runs, and the traffic of one step."""
     mesh = Mesh.from_environment(MeshShape(dp=2))
     stack = Stack(mesh, 3, 4)
-    buckets = GradientBuckets([stack], mesh, zero=1, units=stack.blocks, bucket_bytes=1)
+    buckets = GradientBuckets([stack], mesh, zero=1, units=stack.blocks, bucket_size=1)
     optimizer = build_optimizer(buckets, OPTIONS["adamw"])
     gathers = buckets._gathers
     seen: list[int] = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megastack.errors import ConfigError, PlacementError
-from megastack.gradients.buckets import GradientBuckets
+from megastack.gradients.buckets import GradientBuckets, default_bucket_size
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.placement.module import ParallelModule
@@ -97,7 +97,10 @@ def test_gradients_accumulate_over_microbatches_in_place() -> None:
     assert gradients(buckets) == {"a": 0.0, "b": 3.0}
 
 
-def test_low_precision_gradients_accumulate_in_fp32() -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_low_precision_gradients_accumulate_in_fp32(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place where torch allows a gradient of another dtype, otherwise by a hook."""
+    monkeypatch.setattr("megastack.gradients.buckets.HAS_GRAD_DTYPE", in_place)
     bag = Bag(Mesh.single(), dtype=torch.bfloat16, a=vector())
     buckets = GradientBuckets([bag], bag.mesh)
     bag.backward(a=1.0)
@@ -106,7 +109,7 @@ def test_low_precision_gradients_accumulate_in_fp32() -> None:
     buckets.finish()
     assert buckets.buckets[0].gradients.dtype == torch.float32
     assert gradients(buckets) == {"a": 1 + 100 / 1024}
-    assert bag.get_parameter("a").grad is None
+    assert (bag.get_parameter("a").grad is not None) == in_place
 
 
 def test_a_gradient_is_accumulated_even_if_grad_was_cleared() -> None:
@@ -120,8 +123,13 @@ def test_a_gradient_is_accumulated_even_if_grad_was_cleared() -> None:
 
 def test_buckets_run_in_reverse_order_of_use_and_are_closed_at_their_size() -> None:
     bag = Bag(Mesh.single(), a=vector(4), b=vector(40), c=vector(4), d=vector(4), e=vector(4))
-    assert names(GradientBuckets([bag], bag.mesh, bucket_bytes=64)) == [["e", "d"], ["c"], ["b"], ["a"]]
+    assert names(GradientBuckets([bag], bag.mesh, bucket_size=8)) == [["e", "d"], ["c"], ["b"], ["a"]]
     assert names(GradientBuckets([bag], bag.mesh)) == [["e", "d", "c", "b", "a"]]
+
+
+def test_buckets_grow_with_the_data_group_on_a_gpu() -> None:
+    assert [default_bucket_size(torch.device("cuda"), ranks) for ranks in (1, 64)] == [40_000_000, 64_000_000]
+    assert default_bucket_size(torch.device("cpu"), 64) * 4 == 25 * 2**20
 
 
 def test_decay_and_dtype_separate_buckets_ordered_by_what_completes_first() -> None:
@@ -223,7 +231,7 @@ def test_what_is_summed_over_tp_follows_from_the_placement() -> None:
 def starts_under_the_backward() -> list[int]:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     chain = Chain(mesh)
-    buckets = GradientBuckets([chain], mesh, bucket_bytes=1)
+    buckets = GradientBuckets([chain], mesh, bucket_size=1)
     assert names(buckets) == [["w2"], ["w1"], ["w0"]]
     seen: list[int] = []
     chain.get_parameter("w0").register_hook(lambda gradient: seen.append(mesh.ledger.total("dp").calls))
@@ -244,7 +252,7 @@ def starts_when_some_gradients_are_pending() -> list[int]:
     """Split backwards: before the last one, all gradients are complete except the ones it computes."""
     mesh = Mesh.from_environment(MeshShape(dp=2))
     bag = Bag(mesh, w=vector(), norm=vector(), v=vector())
-    buckets = GradientBuckets([bag], mesh, bucket_bytes=1)
+    buckets = GradientBuckets([bag], mesh, bucket_size=1)
     assert names(buckets) == [["v"], ["norm"], ["w"]]
     calls = []
 
@@ -274,7 +282,7 @@ def test_buckets_without_pending_gradients_start_at_once() -> None:
 def uses_parameters_in_another_order_on_each_rank() -> dict[str, float]:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     bag = Bag(mesh, a=vector(2), unused=vector(2), b=vector(2), c=vector(2))
-    buckets = GradientBuckets([bag], mesh, bucket_bytes=1)
+    buckets = GradientBuckets([bag], mesh, bucket_size=1)
     order = ["a", "b", "c"] if mesh.rank == 0 else ["c", "a", "b"]
     loss = torch.zeros((), dtype=torch.float64)
     for place, name in enumerate(order):
@@ -293,7 +301,7 @@ def test_order_of_use_may_differ_between_ranks_and_parameters_may_be_unused() ->
 def marks_two_stages() -> list[int]:
     mesh = Mesh.from_environment(MeshShape(dp=2))
     first, last = Bag(mesh, shared=vector(), a=vector()), Bag(mesh, b=vector(), shared=vector())
-    buckets = GradientBuckets([first, last], mesh, bucket_bytes=1)
+    buckets = GradientBuckets([first, last], mesh, bucket_size=1)
     calls = [mesh.ledger.total("dp").calls]
     for stage, bag, more in ((1, last, {"b": 1.0}), (0, first, {"a": 1.0})):
         bag.backward(shared=1.0, **more)

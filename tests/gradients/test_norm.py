@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megastack.gradients import norm
 from megastack.gradients.buckets import GradientBuckets
 from megastack.gradients.norm import clip_gradients_, grad_norm, is_nonfinite
 from megastack.mesh.mesh import Mesh
@@ -48,8 +49,8 @@ def test_norm_and_clipping_follow_torch_on_one_rank() -> None:
     reference = [torch.nn.Parameter(torch.ones(8, dtype=torch.float64))]
     reference[0].grad = values.clone()
     expected = torch.nn.utils.clip_grad_norm_(reference, 2.0)
-    norm = clip_gradients_(buckets, 2.0, bag.mesh)
-    assert norm.item() == pytest.approx(expected.item(), rel=1e-14)
+    found = clip_gradients_(buckets, 2.0, bag.mesh)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-14)
     clipped = torch.cat([gradient for _, gradient in buckets.named_gradients()])
     torch.testing.assert_close(clipped, reference[0].grad, rtol=1e-14, atol=0)
 
@@ -70,6 +71,19 @@ def test_a_large_fp32_bucket_has_the_norm_of_its_fp64_copy() -> None:
     flat[:1_000_003] = torch.linspace(0.0, 1.0, 1_000_003)
     expected = flat.double().norm().item()
     assert grad_norm(buckets, bag.mesh).item() == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gpu_takes_all_norms_at_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    bag = Bag(Mesh.single(), dtype=dtype, a=vector(3000), b=vector(5, decay=False), c=vector(0, decay=False))
+    buckets = GradientBuckets([bag], bag.mesh, bucket_size=1)
+    for bucket in buckets.buckets:
+        bucket.gradients.uniform_()
+    monkeypatch.setattr(norm, "_norms_by_row", norm._norms_at_once)
+    expected = torch.cat([bucket.gradients.double() for bucket in buckets.buckets]).norm()
+    torch.testing.assert_close(grad_norm(buckets, bag.mesh), expected, rtol=1e-14, atol=0)
+    buckets.buckets[-1].gradients[0] = math.nan
+    assert is_nonfinite(grad_norm(buckets, bag.mesh)) == 1
 
 
 def norms_over_tensor_ranks() -> float:
@@ -97,14 +111,14 @@ def norm_of_a_tied_parameter() -> tuple[float, float, int]:
     buckets = GradientBuckets([bag], mesh)
     write(buckets, tied=3.0)
     mesh.ledger.reset()
-    norm = clip_gradients_(buckets, 3.0, mesh).item()
+    found = clip_gradients_(buckets, 3.0, mesh).item()
     scaled = dict(buckets.named_gradients())["tied"][0].item()
-    return norm, scaled, mesh.ledger.total("pp", "all_reduce").wire_bytes
+    return found, scaled, mesh.ledger.total("pp", "all_reduce").wire_bytes
 
 
 def test_a_tied_parameter_counts_once_and_both_copies_are_clipped() -> None:
-    for norm, scaled, wire in run_ranks(norm_of_a_tied_parameter, 2):
-        assert norm == 6.0
+    for found, scaled, wire in run_ranks(norm_of_a_tied_parameter, 2):
+        assert found == 6.0
         assert scaled == pytest.approx(3.0 * 0.5, rel=1e-6)
         assert wire == 8
 
@@ -115,8 +129,8 @@ def stages_without_parameters() -> tuple[float, float]:
     buckets = GradientBuckets([bag], mesh)
     write(buckets, a=0.5)
     buckets.finish()
-    norm = clip_gradients_(buckets, 1.0, mesh)
-    return norm.item(), clip_gradients_(buckets, None, mesh).item()
+    found = clip_gradients_(buckets, 1.0, mesh)
+    return found.item(), clip_gradients_(buckets, None, mesh).item()
 
 
 def test_a_stage_without_parameters_takes_part() -> None:
@@ -135,8 +149,8 @@ def a_bad_value_on_one_rank(bad: float, name: str) -> tuple[bool, float, bool]:
     if mesh.rank == 3:
         dict(buckets.named_gradients())[f"{name}{stage}"][1] = bad
         before = [bucket.gradients.clone() for bucket in buckets.buckets]
-    norm = clip_gradients_(buckets, 1.0, mesh)
-    return math.isfinite(norm.item()), is_nonfinite(norm).item(), _unchanged(buckets, before)
+    found = clip_gradients_(buckets, 1.0, mesh)
+    return math.isfinite(found.item()), is_nonfinite(found).item(), _unchanged(buckets, before)
 
 
 def _unchanged(buckets: GradientBuckets, before: list[Tensor]) -> bool:

@@ -1,12 +1,14 @@
 """The fp32 main parameters of low-precision parameters."""
 
+import pytest
 import torch
 from torch import Tensor
 
 from megastack.gradients.buckets import GradientBuckets
 from megastack.mesh.mesh import Mesh
+from megastack.optim.main_parameters import Arrival
 from megastack.optim.optimizer import Optimizer, build_optimizer
-from megastack.optim.update_rules import OptimizerOptions
+from megastack.optim.update_rules import OptimizerOptions, rule_of
 from megastack.placement.module import ParallelModule
 from megastack.placement.placement import Ones, Placement
 
@@ -80,3 +82,63 @@ def test_gradients_may_be_reduced_in_another_dtype_than_the_weights() -> None:
     assert buckets.buckets[0].gradients.dtype == torch.float64
     build_optimizer(buckets, OptimizerOptions("sgd")).step(0.5)
     assert model.weight.tolist() == [-0.5, -0.5]
+
+
+class Stream:
+    """Host memory whose copies run when they are waited for, as late as an asynchronous device could run them."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((numel,), torch.nan, dtype=dtype)
+
+    def start_copy(self, target: Tensor, source: Tensor) -> Arrival:
+        self.order.append("start")
+        return _Late(self.order, target, source)
+
+
+class _Late:
+    def __init__(self, order: list[str], target: Tensor, source: Tensor) -> None:
+        self.order, self.target, self.source = order, target, source
+
+    def synchronize(self) -> None:
+        self.order.append("wait")
+        self.target.copy_(self.source)
+
+
+class Several(One):
+    """Three weights."""
+
+    def placements(self) -> dict[str, Placement]:
+        return {name: Placement((3,), init=Ones(), decay=name != "b") for name in "abc"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_offloaded_parameters_are_updated_like_others_one_bucket_at_a_time(dtype: torch.dtype, name: str) -> None:
+    options = OptimizerOptions(name, weight_decay=0.1)
+    models = [Several(dtype), Several(dtype)]
+    here, offloaded = (GradientBuckets([model], model.mesh, bucket_size=1) for model in models)
+    memory = Stream()
+    optimizers = [
+        build_optimizer(here, options),
+        Optimizer(offloaded, rule_of(options), options.weight_decay, offload_to=memory),
+    ]
+    for step in range(3):
+        for buckets, optimizer in zip((here, offloaded), optimizers, strict=True):
+            for weight, (_, gradient) in enumerate(buckets.named_gradients()):
+                gradient.fill_(1.0 + weight + step)
+            skip = torch.tensor(float(step == 1))
+            optimizer.step(0.1, found_inf=skip, grad_scale=torch.tensor(3.0, dtype=torch.float64))
+    for own, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(own, other) and (own != 1).all()
+    assert memory.order == 3 * (3 * ["start"] + 3 * ["wait"])
+    for kind, named in optimizers[0].moments().items():
+        for weight, ((_, part),) in named.items():
+            assert torch.equal(part, optimizers[1].moments()[kind][weight][0][1])
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.fill_(5.0)
+    optimizers[1].copy_model_to_main()
+    assert all((part == 5).all() for main in optimizers[1].main_parameters().values() for _, part in main)

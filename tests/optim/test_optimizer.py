@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megastack.errors import ConfigError
 from megastack.gradients.buckets import GradientBuckets
-from megastack.gradients.norm import clip_gradients_, is_nonfinite
+from megastack.gradients.norm import clip_divisor, clip_gradients_, is_nonfinite
 from megastack.gradients.parameter_groups import GroupRule, assign_groups
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
@@ -113,6 +113,27 @@ def test_updates_equal_torch_on_single_parameters(options: OptimizerOptions) -> 
 
 
 @pytest.mark.parametrize("options", [ADAMW, SGD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_update_divides_gradients_as_clipping_does(options: OptimizerOptions, dtype: torch.dtype) -> None:
+    """The divisor has no exact fp32 value; fp64 gradients are divided in fp64."""
+    bags = [Bag(Mesh.single(), dtype, a=Placement((6,)), b=Placement((3,), decay=False)) for _ in range(2)]
+    clipped, scaled = (GradientBuckets([bag], bag.mesh) for bag in bags)
+    optimizers = [build_optimizer(clipped, options), build_optimizer(scaled, options)]
+    for step in range(3):
+        for buckets in (clipped, scaled):
+            for _, gradient in buckets.named_gradients():
+                gradient.copy_(torch.arange(len(gradient)) + step + 1.0)
+        norm = clip_gradients_(clipped, 0.3, clipped.mesh)
+        optimizers[0].step(0.1)
+        optimizers[1].step(0.1, grad_scale=clip_divisor(norm, 0.3))
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    pairs = [*zip(*(bag.parameters() for bag in bags), strict=True)]
+    pairs += [(x, y) for (_, x), (_, y) in zip(clipped.named_gradients(), scaled.named_gradients(), strict=True)]
+    for expected, found in pairs:
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("options", [ADAMW, SGD])
 @pytest.mark.parametrize("skipped", [0, 2])
 def test_a_skipped_step_leaves_no_trace(options: OptimizerOptions, skipped: int) -> None:
     model, buckets, optimizer = build(options)
@@ -141,7 +162,7 @@ def test_moments_and_count_move_to_another_optimizer_by_name(options: OptimizerO
     other.load_state_dict(model.state_dict())
     decays = {name: placement.decay for name, placement in other.placements().items()}
     groups = assign_groups(decays, weight_decay=0.1, no_decay=["^b"], rules=[GroupRule("^c", 0.5, 0.3)])
-    small = GradientBuckets([other], other.mesh, groups=groups, bucket_bytes=1)
+    small = GradientBuckets([other], other.mesh, groups=groups, bucket_size=1)
     resumed = build_optimizer(small, options)
     for kind, views in moments(resumed).items():
         for name, view in views.items():

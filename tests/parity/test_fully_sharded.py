@@ -65,9 +65,10 @@ def test_lower_precision_matches_unsharded_parameters() -> None:
         assert not found, "\n".join(map(str, found[:20]))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_rank_dependent_branch_matches_unsharded_parameters(recompute: str) -> None:
+@pytest.mark.parametrize(("recompute", "compute"), [("none", "fp64"), ("full", "fp64"), ("none", "bf16")])
+def test_a_rank_dependent_branch_matches_unsharded_parameters(recompute: str, compute: str) -> None:
     layer = {"model.mlp": {"_target_": "tests.branch_layers.BranchMLP"}, "recompute.mode": recompute}
+    layer |= {"precision.compute": compute, "optim.name": "sgd"} if compute == "bf16" else {}
     unsharded = trace_layout(configured(layer, LAYOUTS["dp2"]), STEPS, dataset=dataset())
     for more in (ALWAYS, {"parallel.zero.stage": 2}):
         found = layout_differences(unsharded, configured(layer, LAYOUTS["dp2"], more), STEPS, dataset=dataset())
