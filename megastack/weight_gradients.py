@@ -234,6 +234,7 @@ class DeferredGradients:
         """The parameters whose gradients are pending until :meth:`accumulate`."""
         return frozenset(self._pending)
 
+    @torch.no_grad()  # communication would otherwise be recorded: operands are tensors of the forward's graph
     def accumulate(self) -> None:
         """Compute and accumulate all of them, parameter by parameter; the hooks of each parameter run once.
 
@@ -255,7 +256,6 @@ def _begin(groups: list[list[tuple[GradientTarget, WeightGradient]]]) -> None:
             product.begin()
 
 
-@torch.no_grad()
 def _accumulate(products: list[tuple[GradientTarget, WeightGradient]]) -> None:
     """Accumulate the gradients of one parameter."""
     parameter = products[0][0].parameter

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megastack.comm.collectives import all_gather, all_reduce, reduce_scatter
+from megastack.comm.collectives import all_gather, all_reduce, reduce_scatter, start_all_reduce_
 from megastack.comm.group import AxisGroup
 
 
@@ -43,6 +43,11 @@ def copy_to(x: Tensor, group: AxisGroup) -> Tensor:
 def reduce_from(x: Tensor, group: AxisGroup) -> Tensor:
     """The sum of the partial ``x`` over the group, replicated; the gradient is unchanged."""
     return x if group.size == 1 else _ReduceFrom.apply(x, group)
+
+
+def reduce_from_(x: Tensor, group: AxisGroup) -> Tensor:
+    """:func:`reduce_from` in place, for a partial ``x`` that the caller owns and no operation has saved."""
+    return x if group.size == 1 else _ReduceFrom_.apply(x, group)
 
 
 def gather_from(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
@@ -88,6 +93,14 @@ class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return copy_to(grad, ctx.group), None
+
+
+class _ReduceFrom_(_ReduceFrom):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        ctx.mark_dirty(x)
+        return start_all_reduce_(x, group).wait()
 
 
 class _GatherFrom(torch.autograd.Function):

@@ -52,8 +52,11 @@ class Backend(Protocol):
     def receive_lead(self) -> int:
         """The number of computations by which a receive may be posted ahead of its position in a schedule."""
 
-    def start_gather_(self, pieces: Tensor, group: AxisGroup) -> Work:
-        """Fill a contiguous ``(size, n)`` tensor with the rows of all ranks; this rank owns row ``group.rank``."""
+    def start_gather_(self, pieces: Tensor, group: AxisGroup, own: Tensor | None = None) -> Work:
+        """Fill a contiguous ``(size, n)`` tensor with the rows of all ranks.
+
+        This rank's row is ``own``, contiguous, or is already in ``pieces``.
+        """
 
     def start_sum(self, out: Tensor, pieces: Tensor, group: AxisGroup) -> tuple[Work, Callable[[], Tensor]]:
         """Sum contiguous ``pieces`` ``(size, …)`` over the group; row ``group.rank`` of the sum goes to ``out``.
@@ -73,11 +76,13 @@ class Gloo:
     receive_lead = 1
     """Gloo matches messages in the background, so an earlier receive hides its handshake."""
 
-    def start_gather_(self, pieces: Tensor, group: AxisGroup) -> Work:
+    def start_gather_(self, pieces: Tensor, group: AxisGroup, own: Tensor | None = None) -> Work:
         """Broadcast each rank's row directly from and into the buffer.
 
         The all-gather of gloo copies through another buffer and takes about 1.5 times as long.
         """
+        if own is not None:
+            pieces[group.rank] = own
         rows = zip(group.ranks, pieces, strict=True)
         return _Works([dist.broadcast(row, src=rank, group=group.group, async_op=True) for rank, row in rows])
 
@@ -111,9 +116,10 @@ class Nccl:
         event.record()
         return event
 
-    def start_gather_(self, pieces: Tensor, group: AxisGroup) -> Work:
-        """One all-gather."""
-        work: Work = _all_gather(pieces.view(-1), pieces[group.rank], group=group.group, async_op=True)
+    def start_gather_(self, pieces: Tensor, group: AxisGroup, own: Tensor | None = None) -> Work:
+        """One all-gather, which reads this rank's row where it is."""
+        row = pieces[group.rank] if own is None else own
+        work: Work = _all_gather(pieces.view(-1), row, group=group.group, async_op=True)
         return work
 
     def start_sum(self, out: Tensor, pieces: Tensor, group: AxisGroup) -> tuple[Work, Callable[[], Tensor]]:

@@ -5,8 +5,8 @@ owns, end in an underscore. A group of one rank returns its input and reports no
 the group's observer. The ``start_…`` forms return a :class:`Pending` at once, so that computation can overlap with the
 transfer.
 
-None of these is differentiable; the conjugate pairs are in :mod:`megastack.comm.autograd`. Device-dependent
-implementations are in :mod:`megastack.comm.backend`.
+None of these is differentiable, and autograd records none of them; the conjugate pairs are in
+:mod:`megastack.comm.autograd`. Device-dependent implementations are in :mod:`megastack.comm.backend`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def start_all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Pending:
     """Start :func:`all_reduce`."""
     if group.size == 1:
         return done(x)
-    return start_all_reduce_(x.clone(memory_format=torch.contiguous_format), group, op)
+    return start_all_reduce_(x.detach().clone(memory_format=torch.contiguous_format), group, op)
 
 
 def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
@@ -122,10 +122,10 @@ def start_all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     """Start :func:`all_gather`."""
     if group.size == 1:
         return done(x)
-    pieces = x.new_empty((group.size, *x.shape))
-    pieces[group.rank] = x
+    own = x.detach().contiguous()
+    pieces = own.new_empty((group.size, *own.shape))
     operation = _begin(group, "all_gather", pieces)
-    work = backend_of(x.device).start_gather_(pieces.view(group.size, -1), group)
+    work = backend_of(x.device).start_gather_(pieces.view(group.size, -1), group, own.view(-1))
     return _pending(work, group, operation, lambda: _join(pieces, dim))
 
 
@@ -139,7 +139,7 @@ def start_reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     if group.size == 1:
         return done(x)
     assert x.shape[dim] % group.size == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size}"
-    pieces = _cut(x, group.size, dim)
+    pieces = _cut(x.detach(), group.size, dim)
     operation = _begin(group, "reduce_scatter", pieces)
     work, finish = backend_of(x.device).start_sum(x.new_empty(pieces.shape[1:]), pieces, group)
     return _pending(work, group, operation, finish)
@@ -154,24 +154,30 @@ def broadcast(x: Tensor, group: AxisGroup, source: int = 0) -> Tensor:
     """The ``x`` of rank ``source`` of the group, on every rank; shapes must agree."""
     if group.size == 1:
         return x
-    result = x.clone(memory_format=torch.contiguous_format)
+    result = x.detach().clone(memory_format=torch.contiguous_format)
     with group.blocks("broadcast", result.numel() * result.element_size() if group.rank == source else None):
         dist.broadcast(result, src=group.ranks[source], group=group.group)
     return result
 
 
 def _cut(x: Tensor, size: int, dim: int) -> Tensor:
-    """``x`` as its ``size`` equal pieces along ``dim``, contiguous, of shape ``(size, …)``."""
+    """``x`` as its ``size`` equal pieces along ``dim``, contiguous, of shape ``(size, …)``.
+
+    Where the dims before ``dim`` have size 1 (a sequence of a microbatch of one sample) this is a view.
+    """
     dim = dim % x.dim()
-    if dim == 0:
-        return x.contiguous().view(size, x.shape[0] // size, *x.shape[1:])
+    if all(length == 1 for length in x.shape[:dim]):
+        return x.contiguous().view(size, *x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
     return torch.stack(x.chunk(size, dim))
 
 
 def _join(pieces: Tensor, dim: int) -> Tensor:
-    """The inverse of :func:`_cut`."""
-    dim = dim % (pieces.dim() - 1)
-    return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim)
+    """The inverse of :func:`_cut`, a view in the same cases."""
+    size, *shape = pieces.shape
+    dim = dim % len(shape)
+    if all(length == 1 for length in shape[:dim]):
+        return pieces.view(*shape[:dim], size * shape[dim], *shape[dim + 1 :])
+    return torch.cat(pieces.unbind(0), dim)
 
 
 # Collectives for FSDP2, so that its communication is counted as well.

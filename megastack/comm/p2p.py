@@ -1,8 +1,13 @@
 """Point-to-point messages between pipeline ranks: one first-in-first-out channel per (source, destination).
 
-A send is posted and never blocks; its tensor is kept until the message is matched. A receive is posted with a new
-buffer and waited for at first use. Channels are ordered, so a receiver posts its receives in the sender's order;
+A send is posted and its tensors are kept until the message is matched. A receive is posted with a new buffer and waited
+for at first use. Channels are ordered, so a receiver posts its receives in the sender's order;
 :func:`megastack.pipeline.check.check` proves that a schedule does.
+
+Where waiting blocks the host (gloo), a rank never waits for a send within a step; it releases the messages that it
+finds matched. On a GPU the host runs ahead of the messages, so it would find none matched and keep the outputs of all
+microbatches. There each channel has a maximum number of posted messages, and the *stream* waits for the oldest before
+the next one is posted. Memory then follows the schedule and not the speed of the host.
 
 Channels to higher ranks of the axis use one process group and channels to lower ranks another. NCCL runs all operations
 between two ranks of a group in sequence, so a send and a receive in opposite orders would deadlock.
@@ -11,7 +16,7 @@ between two ranks of a group in sequence, so a send and a receive in opposite or
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megastack.comm.backend import backend_of
 from megastack.comm.collectives import Pending
 from megastack.comm.flight_recorder import Operation
 from megastack.comm.group import AxisGroup
 from megastack.comm.observer import ObservedWork
 from megastack.comm.peers import absent_peers
+
+_Message = list[tuple[ObservedWork, Tensor]]
+"""The operations and tensors of a posted message."""
 
 
 class P2PChannels:
@@ -33,17 +42,36 @@ class P2PChannels:
         group: the axis along which messages travel; peers are identified by their rank in it.
         backward: a second process group of the same ranks, for messages to lower ranks.
         device: the device of message tensors.
+        max_posted: the most messages to keep on a channel; the oldest is waited for before one more is posted. Ignored
+            where waiting blocks the host.
     """
 
-    def __init__(self, group: AxisGroup, backward: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: AxisGroup, backward: dist.ProcessGroup | None, device: torch.device, *, max_posted: int = 2
+    ) -> None:
         self._group = group
         self._backward = backward
         self._device = device
-        self._posted: deque[tuple[ObservedWork, Tensor]] = deque()
+        self._max_posted = None if backend_of(device).wait_blocks_host else max_posted
+        self._posted: dict[int, deque[_Message]] = defaultdict(deque)
 
-    def send(self, x: Tensor, peer: int) -> None:
-        """Post a send of ``x`` to a peer; ``x`` must not be modified afterwards."""
-        self._post(x.contiguous(), peer, x.numel() * x.element_size())
+    @property
+    def posted(self) -> int:
+        """The number of messages whose tensors are kept."""
+        return sum(map(len, self._posted.values()))
+
+    def send(self, tensors: Sequence[Tensor], peer: int, *, header: Any = None) -> None:
+        """Post one message: its tensors in order, which must not be modified afterwards.
+
+        Args:
+            tensors: the tensors.
+            peer: the receiver.
+            header: a JSON value that describes the tensors, if the receiver does not know them; it is not counted.
+        """
+        self._release(peer)
+        message = [] if header is None else [self._post(x, peer) for x in self._encoded(header)]
+        message += [self._post(x.contiguous(), peer, x.numel() * x.element_size()) for x in tensors]
+        self._posted[peer].append(message)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
         """Post a receive for the peer's next message, whose shape and dtype are known."""
@@ -53,24 +81,26 @@ class P2PChannels:
         work = dist.irecv(buffer, src=self._group.ranks[peer], group=channel)
         return Pending(ObservedWork(work, self._group.observer, operation), lambda: buffer)
 
-    def send_header(self, value: Any, peer: int) -> None:
-        """Post a JSON value that describes the tensors to come; it is not counted."""
-        text = json.dumps(value).encode()
-        self._post(torch.tensor([len(text)], device=self._device), peer)
-        self._post(torch.tensor(list(text), dtype=torch.uint8, device=self._device), peer)
-
     def receive_header(self, peer: int, about: object = None) -> Any:
-        """Wait for the peer's next message and return it, a JSON value; ``about`` says what it describes."""
+        """Wait for the header of the peer's next message and return it; ``about`` says what it describes.
+
+        The host reads two tensors, once for each boundary between stages and shape of a microbatch.
+        """
         if (peers := absent_peers()) is not None:
             return peers.header(about)
         length = int(self.receive((1,), torch.int64, peer).wait())
         return json.loads(bytes(self.receive((length,), torch.uint8, peer).wait().tolist()))
 
-    def _post(self, x: Tensor, peer: int, payload_bytes: int | None = None) -> None:
-        self._release()
+    def _encoded(self, value: Any) -> tuple[Tensor, Tensor]:
+        """A JSON value as its length and its text, on the device of the messages."""
+        text = list(json.dumps(value).encode())
+        length = torch.tensor([len(text)], device=self._device)
+        return length, torch.tensor(text, dtype=torch.uint8, device=self._device)
+
+    def _post(self, x: Tensor, peer: int, payload_bytes: int | None = None) -> tuple[ObservedWork, Tensor]:
         operation = self._begin("send", x, peer, payload_bytes)
         work = dist.isend(x, dst=self._group.ranks[peer], group=self._process_group(self._group.rank, peer))
-        self._posted.append((ObservedWork(work, self._group.observer, operation), x))
+        return ObservedWork(work, self._group.observer, operation), x
 
     def _begin(self, op: str, x: Tensor, peer: int, payload_bytes: int | None = None) -> Operation | None:
         """Report a message to the observer before it is posted: NCCL connects two ranks in their first call."""
@@ -82,12 +112,23 @@ class P2PChannels:
     def _process_group(self, source: int, destination: int) -> dist.ProcessGroup | None:
         return self._group.group if source < destination else self._backward
 
-    def _release(self) -> None:
-        """Release the tensors of matched messages."""
-        while self._posted and self._posted[0][0].is_completed():
-            self._posted.popleft()[0].wait()
+    def _release(self, peer: int) -> None:
+        """Release messages before one more is posted to a peer."""
+        if self._max_posted is None:
+            for channel in self._posted.values():
+                while channel and all(work.is_completed() for work, _ in channel[0]):
+                    _wait(channel.popleft())
+            return
+        while len(self._posted[peer]) >= self._max_posted:
+            _wait(self._posted[peer].popleft())
 
     def finish(self) -> None:
         """Wait until every message posted so far is matched."""
-        while self._posted:
-            self._posted.popleft()[0].wait()
+        for channel in self._posted.values():
+            while channel:
+                _wait(channel.popleft())
+
+
+def _wait(message: _Message) -> None:
+    for work, _ in message:
+        work.wait()

@@ -19,7 +19,7 @@ from megastack.layers.rules import split_violations
 from megastack.layers.spec import LayerSpec, divisors, spec_of
 from megastack.layers.vocabulary_spec import VocabularySpec
 from megastack.mesh.shape import MeshShape
-from megastack.pipeline.schedules.registry import schedule_violations, splits_backward
+from megastack.pipeline.schedules.registry import batching_error, schedule_violations, splits_backward
 
 
 def data_parallel_degree(config: TrainConfig, world_size: int | None = None) -> int:
@@ -194,11 +194,14 @@ def schedule_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
     if found := schedule_violations(*sizes, **options):
         yield from found
         return
+    key = "schedule.name" if schedule._target_ is None else "schedule._target_"
+    if config.device == "cuda" and (error := batching_error(*sizes, **options)):
+        rule = f"lists messages in an order that can deadlock on GPUs ({error})"
+        yield Violation(key, name, rule, ("lists without sends and receives, which are then added", "device=cpu"))
     if degrees.uses_fsdp and splits_backward(*sizes, **options):
         stage = config.parallel.zero.stage
         rule = f"parallel.zero.stage={stage} reduces gradients after I and misses the weight gradients of W"
         unsplit = "1f1b" if schedule.chunks == 1 else "interleaved"
-        key = "schedule.name" if schedule._target_ is None else "schedule._target_"
         yield Violation(key, name, rule, (unsplit, "parallel.zero.stage=1"))
 
 

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megastack.comm.autograd import reduce_from, scatter_to
+from megastack.comm.autograd import reduce_from_, scatter_to
 from megastack.comm.collectives import (
     Pending,
     all_gather,
     start_all_gather,
-    start_all_reduce,
+    start_all_reduce_,
     start_reduce_scatter,
 )
 from megastack.comm.group import AxisGroup
@@ -103,7 +103,7 @@ def row_product(
         check_sequence(x.shape[SEQUENCE_DIM], group)
         out = scatter_to(partial, group, SEQUENCE_DIM)
     else:
-        out = reduce_from(partial, group)
+        out = reduce_from_(partial, group)
     if bias is None:
         return out
     target = _bias_target(bias)
@@ -238,7 +238,7 @@ class _ColumnProduct(torch.autograd.Function):
             places = next(grad.shape[:-1] for grad in grads if grad is not None)
             grad_x = _input_gradient(rows, weights).view(*places, weights[0].shape[1])
             reduction = (
-                start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce(grad_x, group)
+                start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce_(grad_x, group)
             )
         grad_weights = [
             _weight_gradient(target, _WeightProduct(row, source)) if row is not None and needed else None

@@ -5,6 +5,7 @@ rank and after the actions that they depend on. Sends match receives in first-in
 under two models of a transport. *Posted* (gloo, and any transport that matches in the background): a send never blocks
 and a receive is waited for at its first use. *Batched* (NCCL): the adjacent messages of a rank form a group; the groups
 of a rank run one after another, and a group is complete once the peers of all its messages have started their groups.
+The stream that computes waits for an earlier send of the channel before each send, so that few messages are alive.
 `with_communication` satisfies both; external lists may satisfy only the first. The first error raises a ScheduleError
 that shows the lists as a grid of ranks and steps, with the offending action marked.
 """
@@ -36,6 +37,8 @@ from megastack.pipeline.messages import (
     message_of,
     output_key,
     payload_key,
+    peak_messages,
+    waited_sends,
 )
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.simulate import error, run_order, stuck
@@ -48,11 +51,15 @@ class CheckReport:
     Attributes:
         peaks: for each rank, the most activations alive, in microbatches of the whole rank (chunk activations over v).
         sends: for each rank, the number of messages that it sends in a step.
+        messages: for each rank, the most messages alive at once on a transport that runs behind the host (NCCL): sent
+            and not yet waited for, or received and not yet used; see
+            :func:`~megastack.pipeline.messages.peak_messages`. One message has the size of a stage's output.
         actions: the number of computations of the whole pipeline.
     """
 
     peaks: tuple[float, ...]
     sends: tuple[int, ...]
+    messages: tuple[int, ...]
     actions: int
 
 
@@ -79,6 +86,7 @@ def check(schedule: Schedule, *, batched: bool = True) -> CheckReport:
     return CheckReport(
         peaks=peak_microbatches(schedule),
         sends=tuple(sum(op in SENDS for op in row) for row in ops),
+        messages=peak_messages(complete),
         actions=sum(op in COMPUTE for row in ops for op in row),
     )
 
@@ -229,11 +237,14 @@ def _message_groups(schedule: Schedule, rank: int) -> list[tuple[int, list[int]]
 
 
 def _compute_row(schedule: Schedule, rank: int, home: dict[int, tuple[int, int]]) -> list[progress.Step]:
-    """The rank itself: it posts groups without waiting, and a computation waits for the group of its receive."""
+    """The rank itself: a computation waits for the group of its receive, a send for an earlier send of its channel."""
+    waits = dict(waited_sends(schedule, rank))
     row = []
     for step, parts in enumerate(schedule.steps(rank)):
         messages = [message_of(schedule, key) for packed in parts if (key := input_key(schedule, packed)) is not None]
         needs = tuple(("done", *home[message.receive]) for message in messages if message)
+        if step in waits:
+            needs += tuple(("started", *home[end]) for end in (waits[step].send, waits[step].receive))
         row.append(progress.Step(needs, (("posted", rank, step),)))
     return row
 

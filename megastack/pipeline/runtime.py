@@ -28,8 +28,9 @@ from megastack.errors import ScheduleError, counted
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.pipeline.action import EXECUTED, Action, Op
+from megastack.pipeline.check import check
 from megastack.pipeline.communication import with_communication
-from megastack.pipeline.messages import has_communication
+from megastack.pipeline.messages import MAX_POSTED_SENDS, has_communication
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.schedules.interleaved import forward_only
 from megastack.pipeline.stage import Stage, StageTensors, TensorSpec, leaf
@@ -68,7 +69,8 @@ class Pipeline:
         reports: the reported loss sum of each microbatch of the last step, on the last stage's rank.
 
     Raises:
-        ScheduleError: the schedule is for another number of ranks or chunks, or has unsupported actions.
+        ScheduleError: the schedule is for another number of ranks or chunks, or has unsupported actions, or lists
+            messages in an order that can deadlock on this device.
     """
 
     def __init__(
@@ -87,10 +89,13 @@ class Pipeline:
         self._stages = {index: Stage(module, index) for index, module in zip(own, stages, strict=True)}
         self._chunk_of = {index: chunk for chunk, index in enumerate(own)}
         self._on_last_backward = on_last_backward or (lambda chunk, pending: None)
-        self._receive_lead = backend_of(mesh.device).receive_lead
+        backend = backend_of(mesh.device)
+        if not backend.wait_blocks_host and has_communication(schedule):
+            check(schedule)
+        self._receive_lead = backend.receive_lead
         self._program = _Program(schedule, self._axis.rank, self._receive_lead)
         self._forwards: dict[int, _Program] = {}
-        self._channels = P2PChannels(self._axis, mesh.backward_channels, mesh.device)
+        self._channels = P2PChannels(self._axis, mesh.backward_channels, mesh.device, max_posted=MAX_POSTED_SENDS)
         self._specs: dict[_OutputKey, list[TensorSpec]] = {}
         self._announced: set[_OutputKey] = set()
         self._peak = 0
@@ -249,11 +254,10 @@ class Pipeline:
     def _send(self, index: int, number: int) -> None:
         """``SEND_F`` of a stage: its output, after a header with the specs if the receiver does not know them."""
         peer, key = self._rank_of(index + 1), (index, self._shapes[number])
-        if key not in self._announced:
-            self._channels.send_header([asdict(spec) for spec in self._specs[key]], peer)
-            self._announced.add(key)
-        for x in _tensors(self._inputs.pop((index + 1, number))):
-            self._channels.send(x.detach(), peer)
+        header = None if key in self._announced else [asdict(spec) for spec in self._specs[key]]
+        self._announced.add(key)
+        output = _tensors(self._inputs.pop((index + 1, number)))
+        self._channels.send([x.detach() for x in output], peer, header=header)
 
     # Backward: the gradients of the inputs go to the previous stage.
 
@@ -266,8 +270,7 @@ class Pipeline:
             self._gradients[index - 1, number] = produced
 
     def _send_gradients(self, index: int, number: int) -> None:
-        for gradient in _tensors(self._gradients.pop((index - 1, number))):
-            self._channels.send(gradient, self._rank_of(index - 1))
+        self._channels.send(_tensors(self._gradients.pop((index - 1, number))), self._rank_of(index - 1))
 
     # Receives from a peer are posted in the order of the schedule, once their specs are known.
 

@@ -53,7 +53,7 @@ def observed() -> tuple[list[Any], list[Any], list[Any]]:
 
 def exchange(channels: P2PChannels, x: torch.Tensor, rank: int) -> None:
     if rank == 0:
-        channels.send(x, 1)
+        channels.send([x], 1)
         channels.finish()
     else:
         channels.receive(x.shape, x.dtype, 0).wait()

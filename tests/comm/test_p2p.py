@@ -25,7 +25,7 @@ def in_order() -> list[list[float]]:
     channels = channels_of(mesh)
     if mesh.rank == 0:
         for size in range(1, 6):
-            channels.send(torch.full((size,), float(size)), 1)
+            channels.send([torch.full((size,), float(size))], 1)
         channels.finish()
         return []
     pending = [channels.receive((size,), torch.float32, 0) for size in range(1, 6)]
@@ -43,7 +43,7 @@ def exchange_all() -> list[list[int]]:
     others = [rank for rank in range(4) if rank != mesh.rank]
     for count in range(3):
         for peer in others if mesh.rank % 2 else reversed(others):
-            channels.send(torch.tensor([mesh.rank, peer, count]), peer)
+            channels.send([torch.tensor([mesh.rank, peer, count])], peer)
     pending = [channels.receive((3,), torch.int64, peer) for _ in range(3) for peer in others]
     received = [operation.wait().tolist() for operation in pending]
     channels.finish()
@@ -65,7 +65,7 @@ def slow_receiver() -> float:
         return 1.0
     began = time.perf_counter()
     for _ in range(4):
-        channels.send(torch.zeros(1000, dtype=torch.float64), 1)
+        channels.send([torch.zeros(1000, dtype=torch.float64)], 1)
     posted = time.perf_counter() - began
     channels.finish()
     return posted
@@ -80,10 +80,10 @@ def mixed() -> tuple[Any, list[Any]]:
     channels = channels_of(mesh)
     header = [{"name": "hidden", "shape": [2, 3]}, {"name": "nothing", "shape": None}, "ü"]
     if mesh.rank == 1:  # to a lower place
-        channels.send_header(header, 0)
-        channels.send(torch.ones(2, 3, dtype=torch.bfloat16).T, 0)
-        channels.send(torch.tensor([True, False]), 0)
-        channels.send_header([], 0)
+        channels.send([], 0, header=header)
+        channels.send([torch.ones(2, 3, dtype=torch.bfloat16).T], 0)
+        channels.send([torch.tensor([True, False])], 0)
+        channels.send([], 0, header=[])
         channels.finish()
         return mesh.ledger.records(), []
     first = channels.receive_header(1)
@@ -107,9 +107,9 @@ def kept_until_matched() -> tuple[int, int]:
         total = sum(int(channels.receive((1,), torch.int64, 0).wait()) for _ in range(50))
         return total, 0
     for number in range(50):
-        channels.send(torch.tensor([number]), 1)  # the only reference to the tensor
+        channels.send([torch.tensor([number])], 1)  # the only reference to the tensor
     channels.finish()
-    return 0, len(channels._posted)
+    return 0, channels.posted
 
 
 def test_a_tensor_is_kept_until_its_message_is_matched() -> None:

@@ -187,8 +187,9 @@ def backward_order(sequence_parallel: bool) -> list[str]:
     mesh = Mesh.from_environment(MeshShape(tp=2))
     events: list[str] = []
     patch = pytest.MonkeyPatch()
-    for name in ("start_all_reduce", "start_reduce_scatter", "start_all_gather"):
-        patch.setattr(linear_ops, name, _watched(getattr(linear_ops, name), name.removeprefix("start_"), events))
+    for name in ("start_all_reduce_", "start_reduce_scatter", "start_all_gather"):
+        watched = _watched(getattr(linear_ops, name), name.removeprefix("start_").rstrip("_"), events)
+        patch.setattr(linear_ops, name, watched)
     try:
         layer = ColumnParallelLinear(D, 8, mesh, sequence_parallel=sequence_parallel)
         out = layer(torch.randn(B, S // 2 if sequence_parallel else S, D, requires_grad=True))

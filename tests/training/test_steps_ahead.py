@@ -33,7 +33,7 @@ from megastack.training.step import TrainStep
 from tests.faulty_mlp import fault
 from tests.tiny_runs import overrides, rows
 
-TIMES = {"time", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "peak_memory_bytes", "seconds"}
+TIMES = {"time", "exposed_s", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "peak_memory_bytes", "seconds"}
 TIMES |= {"write_seconds", "train_s", "data_s", "path"}
 QUIET = ("run.validate_every=0", "data.validation_fraction=0", "checkpoint.at_end=true")
 

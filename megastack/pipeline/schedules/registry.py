@@ -219,8 +219,20 @@ def build_schedule(name: str, pp: int, chunks: int, microbatches: int, **options
     schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)), name=name)
     if not (kind.built_in or kind.violations):
         _require_sizes(schedule, (pp, chunks, microbatches))
-        check(schedule)
+        check(schedule, batched=False)
     return schedule
+
+
+def batching_error(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> str | None:
+    """Why the ranks of a valid schedule could deadlock on a transport that runs messages in order (NCCL), if so."""
+    kind = _kind(name)
+    if kind.built_in:
+        return None
+    try:
+        check(build_schedule(name, pp, chunks, microbatches, **options))
+    except ScheduleError as error:
+        return str(error)
+    return None
 
 
 def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> bool:
@@ -251,7 +263,7 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 def _require_usable(schedule: Schedule, sizes: tuple[int, int, int]) -> None:
     _require_sizes(schedule, sizes)
     _require_executed(schedule)
-    check(schedule)
+    check(schedule, batched=False)
 
 
 def _require_executed(schedule: Schedule) -> None:
