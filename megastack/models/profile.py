@@ -10,7 +10,8 @@ copies and tied copies included.
 **FLOPs.** A multiply-add counts as 2; the backward costs twice the forward; recomputation is not counted. Embedding
 lookups, norms, activations and the softmax count as 0; kv heads are counted at their actual number. Attention scores
 follow one of two conventions: *causal* counts the half that causal attention needs, *full* counts all S × S. **MFU uses
-causal**, the lower figure. For full, as in the papers on PaLM and Megatron-LM, pass ``causal=False``.
+causal**, the lower figure. For full, as in the papers on PaLM and Megatron-LM, pass ``causal=False``. Both count whole
+rows: packed documents take less work, which depends on the data and is not deducted.
 
 Not included: activations (:mod:`megastack.models.activations`), time, and communication.
 """

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -131,6 +132,31 @@ def test_a_layer_computes_the_same_in_every_way(monkeypatch, options):
         found.append((out_BSD, *grads))
     close(found[1], found[0])
     close(found[2], found[0])
+
+
+class Dense(ParallelAttention):
+    """An attention of one's own, which asks the context for a dense mask."""
+
+    def attend(self, q_BSHK, k_BSGK, v_BSGK, context):
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
+        mask = None if context is None else context.mask_for(q.dtype)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return attended.transpose(1, 2)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_layer_that_asks_for_a_dense_mask_gets_one_and_shares_it(way, documents):
+    options = {"kv_groups": 2, "rope": Rope(2), "init": Normal(0.5)}
+    layers = [kind(8, 4, Mesh.single(), **options) for kind in (Dense, ParallelAttention)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    layers = [layer.double() for layer in layers]
+    lengths = DOCUMENTS["typical"]
+    context = Context.of(positions(lengths), numbers(lengths) if documents else None, rope=Rope(2), dtype=torch.float64)
+    x_BSD = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    close(layers[0](x_BSD, context.within("blocks.0")), layers[1](x_BSD, context))
+    shared = context.mask_for(torch.float64)
+    assert shared is context.within("blocks.1").mask_for(torch.float64)
+    assert (shared is not None) is documents
 
 
 class Pairs(TorchDispatchMode):

@@ -201,4 +201,4 @@ def test_a_decoder_names_the_kernel_of_its_attention():
     assert str(decoder.attention_kernel(1, 4096, documents=True)) == "fused CPU kernel, one call for each document"
     assert str(decoder.attention_kernel(1, 8, documents=True)) == "fused CPU kernel"
     dropping = build(tiny(LLAMA | {"attention_dropout": 0.1}), Mesh.single())
-    assert "unfused attention (model.attention_dropout=0.1" in str(dropping.attention_kernel(1, 8, documents=True))
+    assert "unfused attention (model.attention_dropout" in str(dropping.attention_kernel(1, 8, documents=True))
