@@ -23,7 +23,6 @@ from megastack.layers.norm import LayerNorm, RMSNorm
 from megastack.layers.rope import Rope, rotate
 from megastack.mesh.mesh import Mesh
 from megastack.models.block import Block
-from megastack.weight_gradients import weight_gradient_scope
 
 B, S, D, HEADS = 2, 6, 16, 2
 ROPE = Rope(D // HEADS)
@@ -154,7 +153,7 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = operator._schema.name.split("::")[1]
         if name not in self.FREE:
-            self.counts["attention" if "attention" in name else name] += 1
+            self.counts["attention" if "att" in name else name] += 1
         return operator(*args, **(kwargs or {}))
 
 
@@ -166,14 +165,13 @@ class Kernels(TorchDispatchMode):
     ],
 )
 def test_a_block_runs_few_kernels(p: float, forward: dict[str, int], backward: dict[str, int]) -> None:
-    """One operator for each norm, rotation, activation and residual addition, and no cast; the limits are for bf16."""
+    """One operator for each norm, rotation, activation and residual addition, and no cast. The third addition of the
+    backward sums the input gradients of the projections to queries and to keys and values."""
     module = block(dropout=p).to(HALF)
     for norm in (module.attention_norm, module.mlp_norm):
         norm.float()
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
     x_BSD, seen = randn(B, S, D, dtype=HALF).requires_grad_(), context(HALF)
-    with kernel_choice("device"), weight_gradient_scope():
+    with kernel_choice("device"):
         with Kernels() as ran:
             out_BSD = module(x_BSD, seen)
         with Kernels() as ran_back:
@@ -182,9 +180,7 @@ def test_a_block_runs_few_kernels(p: float, forward: dict[str, int], backward: d
     own = {name: count for name, count in ran.counts.items() if name not in products}
     assert own == {"rms_norm": 2, "rotate": 2, "swiglu": 1, "add": 2} | forward
     own = {name: count for name, count in ran_back.counts.items() if name not in products}
-    residual, norm_weights = own.pop("add"), own.pop("add_")
-    assert residual <= 3 and norm_weights <= 2
-    assert own == {"rms_norm_backward": 2, "rotate": 2, "swiglu_backward": 1} | backward
+    assert own == {"rms_norm_backward": 2, "rotate": 2, "swiglu_backward": 1, "add": 3} | backward
     assert ran.counts.total() <= 26 and ran_back.counts.total() <= 46
 
 
