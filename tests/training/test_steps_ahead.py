@@ -35,12 +35,13 @@ from tests.tiny_runs import overrides, rows
 
 TIMES = {"time", "exposed_s", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "peak_memory_bytes", "seconds"}
 TIMES |= {"write_seconds", "train_s", "data_s", "path"}
+SMALL = ("model.layers=1", "batch.global_size=2", "batch.sequence_length=8")
 QUIET = ("run.validate_every=0", "data.validation_fraction=0", "checkpoint.at_end=true")
 
 
 def loop_of(folder: Path, ahead: int, *more: str, resume: Path | None = None, hooks: Hooks | None = None) -> Loop:
     """The loop of a tiny run in ``folder/ahead_N``; its mesh has the ranks of this job."""
-    config = megastack.compose([*overrides(folder), *more])
+    config = megastack.compose([*overrides(folder), *SMALL, *more])
     shape = mesh_shape(config)
     mesh = Mesh.single() if shape.world_size == 1 else Mesh.from_environment(shape, device="cpu")
     place = RunFolder(folder / f"ahead_{ahead}")
@@ -269,7 +270,7 @@ def on_ranks(folder: str, ahead: int, layout: list[str]) -> tuple[object, ...]:
     [
         "parallel.dp=2 parallel.zero.stage=1 optim=adamw",
         pytest.param("parallel.dp=2 parallel.zero.stage=3 optim=adamw", marks=pytest.mark.full),
-        pytest.param("parallel.pp=2 schedule.name=zb_h1", marks=pytest.mark.full),
+        pytest.param("parallel.pp=2 model.layers=2 schedule.name=zb_h1", marks=pytest.mark.full),
     ],
 )
 def test_ranks_run_ahead_together(tmp_path: Path, layout: str) -> None:
