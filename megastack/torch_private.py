@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,7 +27,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import GradientEdge
 from torch.distributed import distributed_c10d
-from torch._ops import OpOverload
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
