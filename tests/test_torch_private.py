@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import tomllib
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -305,3 +306,64 @@ def test_operations_on_lists_equal_those_on_each_tensor() -> None:
     assert not any(x.any() for x in values)
     assert torch_private.foreach_norm([], torch.float64) == []
     torch_private.foreach_zero_([])
+
+
+def test_tensors_without_data_have_shapes_and_a_device_and_do_not_mix_with_the_cpu() -> None:
+    device = torch_private.NO_DATA
+    with torch_private.without_data():
+        x = torch.ones(2, 3, device=device, requires_grad=True)
+        threads: list[int] = []
+        x.register_hook(lambda grad: threads.append(threading.get_ident()))
+        (x @ x.detach().T).softmax(-1).sum().backward()
+        assert x.grad is not None and x.grad.shape == (2, 3) and x.grad.device == device
+        assert threads == [threading.get_ident()], "a thread for backwards would stop the process from forking"
+        assert torch_private.lacks_data(x) and not torch_private.has_values(x)
+        with pytest.raises(torch_private.MixedDevices):
+            x + torch.ones(2, 3)
+        (x + torch.ones(())).sum()
+        for read in (lambda: float(x.sum()), lambda: x.nonzero()):
+            with pytest.raises(torch_private.NEEDS_VALUES):
+                read()
+        with torch_private.with_data():
+            assert float(torch.ones(2).sum()) == 2.0
+
+
+def test_a_world_without_peers_completes_every_operation() -> None:
+    with torch_private.world_without_peers(1, 4), torch_private.without_data():
+        x = torch.ones(8, device=torch_private.NO_DATA)
+        operations = [
+            lambda: dist.all_reduce(x, async_op=True),
+            lambda: dist.all_to_all_single(torch.empty_like(x), x, async_op=True),
+            lambda: dist.isend(x, dst=0),
+            lambda: dist.irecv(x, src=0),
+            lambda: dist.all_reduce(x, group=dist.new_group([1, 3], use_local_synchronization=True), async_op=True),
+        ]
+        for operation in operations:
+            work = operation()
+            assert work is not None
+            work.wait()
+    assert not dist.is_initialized()
+
+
+def test_views_and_operators_without_a_result_are_known() -> None:
+    aten = torch.ops.aten
+    views = (aten.view.default, aten.transpose.int, aten.split.Tensor, aten.detach.default, aten.select.int)
+    assert all(map(torch_private.is_view, views))
+    assert not any(map(torch_private.is_view, (aten.mm.default, aten.add_.Tensor, aten.clone.default)))
+    assert torch_private.returns_nothing(aten._fused_sgd_.default)
+    assert torch_private.returns_nothing(aten._fused_adamw_.default)
+    assert not torch_private.returns_nothing(aten.add_.Tensor)
+
+
+def test_a_dispatch_mode_sees_operations_before_they_run() -> None:
+    seen = []
+
+    class Mode(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((operator.namespace, operator.overloadpacket.__name__))
+            return operator(*args, **(kwargs or {}))
+
+    with Mode():
+        float(torch.ones(2).sum())
+    assert seen == [("aten", "ones"), ("aten", "sum"), ("aten", "_local_scalar_dense")]
+    assert torch_private.SCALAR_READ.overloadpacket.__name__ == "_local_scalar_dense"

@@ -1,15 +1,15 @@
 """An accelerator that computes shapes only: the device of a dry run.
 
-Its tensors have a shape, a dtype and a device, but no data. :class:`ShapeDevice` sees every operation of torch. Those on
-the CPU alone run as they are, so the host's part of the program (reading samples, planning, counting) is real. An
+Its tensors have a shape, a dtype and a device, but no data. :class:`ShapeDevice` sees every operation of torch. Those
+on the CPU alone run as they are, so the host's part of the program (reading samples, planning, counting) is real. An
 operation that involves the device computes shapes. Two kinds of them raise :class:`DryRunError`, which names the layer:
 
 - the host reads a tensor of the device anywhere but in :data:`megastack.dryrun.host_reads.HOST_READS`;
-- tensors of the CPU and of the device mix, unless the former is a scalar.
+- tensors of the CPU and of the device meet, unless the former is a scalar.
 
 A *kernel* is an operation of the device that is neither a view nor an allocation. An operation counts as one kernel
-where torch's dispatcher sees it whole; those that torch decomposes on this device (``scaled_dot_product_attention``, for
-example) count as their parts, so layers call such kernels by name.
+where torch's dispatcher sees it whole; those that torch decomposes on this device, such as
+``scaled_dot_product_attention``, count as their parts, so layers call such kernels by name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from megastack.dryrun.host_reads import PACKAGE, allowed_read, caller, frames
-from megastack.dryrun.memory import LiveBytes
 from megastack.errors import MegastackError
 from megastack.torch_private import (
     NEEDS_VALUES,
@@ -55,6 +55,58 @@ _ALLOCATIONS = frozenset(
 _COLLECTIVES = "c10d"
 
 
+class LiveBytes:
+    """Counts the bytes of storages on one device from their first use until they are freed.
+
+    These are the bytes that tensors hold, without what an allocator adds. Storages may be resized (FSDP2 frees gathered
+    parameters so), so a new peak is counted exactly.
+
+    Attributes:
+        peak: the most bytes at once since the last :meth:`reset_peak`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storages: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
+        self._live = 0
+        self.peak = 0
+
+    @property
+    def live(self) -> int:
+        """The bytes held now."""
+        for key, (storage, counted) in list(self._storages.items()):
+            found = storage()
+            held = 0 if found is None else found.nbytes()
+            if held != counted:
+                self._live += held - counted
+                self._storages[key] = storage, held
+        return self._live
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        self.peak = self.live
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of tensors that were just computed."""
+        for x in tensors:
+            if x.device.type == self._device.type:
+                self._add(x.untyped_storage())
+        if self._live > self.peak:
+            self.peak = max(self.peak, self.live)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, held = id(storage), storage.nbytes()
+        _, counted = self._storages.get(key, (None, 0))
+        if counted == held and key in self._storages:
+            return
+        self._storages[key] = ref(storage, lambda _: self._free(key)), held
+        self._live += held - counted
+
+    def _free(self, key: int) -> None:
+        _, counted = self._storages.pop(key, (None, 0))
+        self._live -= counted
+
+
 class DryRunError(MegastackError):
     """An operation of a rank that would stop or fail on a device."""
 
@@ -63,7 +115,7 @@ class ShapeDevice(TorchDispatchMode):
     """Runs, checks and counts the operations of a rank while it is active.
 
     Args:
-        describe: returns what the rank is doing, for error messages.
+        describe: returns what the rank is doing in a phase, for error messages.
 
     Attributes:
         phase: the part of the step to which kernels are counted.
@@ -73,7 +125,7 @@ class ShapeDevice(TorchDispatchMode):
         names: the name of each module, for error messages.
     """
 
-    def __init__(self, describe: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, describe: Callable[[str], str] = str) -> None:
         super().__init__()
         self.phase = "build"
         self.kernels: Counter[tuple[str, str]] = Counter()
@@ -114,14 +166,14 @@ class ShapeDevice(TorchDispatchMode):
         if returns_nothing(operator):  # torch has no shape function for some of these
             devices = {x.device for x in operands if x.dim()}
             if len(devices) > 1:
-                raise self._error(f"{operator} mixes tensors on {' and '.join(sorted(map(str, devices)))}")
+                raise self._error(f"tensors of the CPU and of the device meet in {operator}")
             return None
         try:
             return operator(*args, **kwargs)
         except NEEDS_VALUES as error:
-            raise self._error(f"{operator} needs the values of a tensor on the host") from error
+            raise self._error(f"the host needs the values of a tensor of the device ({operator})") from error
         except MixedDevices as error:
-            raise self._error(f"{operator} mixes tensors of the CPU and of the device") from error
+            raise self._error(f"tensors of the CPU and of the device meet in {operator}") from error
 
     def _observe(self, operator: Any, operands: list[Tensor], result: Any) -> None:
         results = list(_tensors((result,)))
@@ -152,7 +204,7 @@ class ShapeDevice(TorchDispatchMode):
         owners = (frame.f_locals.get("self") for frame in frames())
         module = next((x for x in owners if isinstance(x, nn.Module) and x in self.names), None)
         layer = "" if module is None else f"{self.names[module]} ({type(module).__qualname__})"
-        return ", ".join(filter(None, (layer, _line(caller()), self._describe())))
+        return ", ".join(filter(None, (layer, _line(caller()), self._describe(self.phase))))
 
 
 def _line(frame: FrameType | None) -> str:

@@ -1,9 +1,10 @@
 """One rank of a job in this process: the code of a worker, without peers, device and data.
 
-:func:`rank_alone` builds a rank with :func:`megastack.assemble.training.build_training`, as a worker does, on the device
-of :mod:`megastack.dryrun.device` and in a world whose other ranks do not exist. Its steps, validation, generation and
-checkpoint copy then run as they are. Layout, schedule, ZeRO level, precision and recomputation are those of the
-configuration, at any size: nothing is allocated and no kernel runs, so the time depends on the number of operations.
+:func:`rank_alone` builds a rank with :func:`megastack.assemble.training.build_training`, as a worker does, on the
+device of :mod:`megastack.dryrun.device` and in a world whose other ranks do not exist. Its steps, validation,
+generation and checkpoint copy then run as they are. Layout, schedule, ZeRO level, precision and recomputation are those
+of the configuration, at any size: nothing is allocated and no kernel runs, so the time depends on the number of
+operations.
 
 :func:`dry_run` runs two steps of a rank and returns its kernels, traffic and bytes. A host read or a mixture of devices
 raises :class:`~megastack.dryrun.device.DryRunError`.
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from megastack.assemble.training import Training, build_training
@@ -27,8 +29,9 @@ from megastack.comm.peers import answered_by
 from megastack.comm.traffic import Ledger, Traffic
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
-from megastack.data.dataset import Dataset
-from megastack.dryrun.data import placeholder_dataset
+from megastack.data.dataset import Dataset, Source, Split
+from megastack.data.packing import PackedSamples, SingleSamples
+from megastack.data.stream import TokenStream
 from megastack.dryrun.device import DEVICE, ShapeDevice
 from megastack.dryrun.peers import DerivedPeers
 from megastack.errors import MeshError
@@ -40,8 +43,11 @@ from megastack.pipeline.action import Action, Op
 from megastack.torch_private import without_data, world_without_peers
 from megastack.training.step import StepOutcome
 
-PHASES = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weight gradients"}
-"""The phase of each computation of a schedule; messages are a phase of their own."""
+MESSAGES = "messages"
+COMPUTATIONS = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weight gradients"}
+"""The phase of each computation of a schedule."""
+ACTION_PHASES = frozenset({*COMPUTATIONS.values(), MESSAGES})
+"""The phases of the actions of a schedule."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Counts:
             operator.
         traffic: the communication by axis and operation, as in a run.
         host_reads: host reads by place (:data:`megastack.dryrun.host_reads.HOST_READS`).
-        peak_bytes: the most bytes that tensors of the device held at once.
+        peak_bytes: the most bytes that tensors of the device held at once. Sent tensors are held to the end of the
+            step, as on a device that runs far behind the host.
     """
 
     kernels: Mapping[tuple[str, str], int]
@@ -81,6 +88,22 @@ class DryRun:
     built_bytes: int
     first_step: Counts
     step: Counts
+
+
+_SAMPLES = 8
+
+
+def placeholder_dataset(config: TrainConfig) -> Dataset:
+    """A few samples of ``batch.sequence_length``; with document masks, most rows contain the end of a document."""
+    data, size = config.data, config.batch.sequence_length
+    length = _SAMPLES * size + 1
+    starts = np.arange(0, length, size + 1 if not data.pack else 2 * size // 3 + 1, dtype=np.int64)
+    stream = TokenStream(np.zeros(length, dtype=np.uint8), starts)
+    samples = (
+        PackedSamples(stream, size, document_mask=data.document_mask) if data.pack else SingleSamples(stream, size)
+    )
+    split = Split(stream, samples)
+    return Dataset((Source(split, split),), config.model.vocab, data.pack, data.document_mask, data.validation_fraction)
 
 
 class DryRank:
@@ -162,16 +185,17 @@ class _Observer(RankObserver):
         record = self.on_action
 
         def on_action(action: Any) -> None:
-            device.phase = PHASES.get(action.op, "messages") if isinstance(action, Action) else device.phase
+            device.phase = COMPUTATIONS.get(action.op, MESSAGES) if isinstance(action, Action) else device.phase
             record(action)
 
         self.on_action = on_action
 
-    def describe(self) -> str:
-        """The layer and the action that are running."""
+    def describe(self, phase: str) -> str:
+        """The layer and the action that are running, or the phase outside of the schedule."""
         recorder = self.flight_recorder
-        action = f"action {recorder.actions[-1]}" if recorder.actions else ""
-        return " of ".join(filter(None, (recorder.layer, action)))
+        if phase not in ACTION_PHASES:
+            return phase
+        return " of ".join(filter(None, (recorder.layer, f"action {recorder.actions[-1]}")))
 
 
 @contextmanager
@@ -193,7 +217,7 @@ def rank_alone(
     shape = mesh_shape(config)
     if not 0 <= rank < shape.world_size:
         raise MeshError(f"rank={rank}: {shape} has the ranks 0 … {shape.world_size - 1}")
-    device = ShapeDevice(lambda: observer.describe())
+    device = ShapeDevice(lambda phase: observer.describe(phase))
     observer = _Observer(device)
     with ExitStack() as stack:
         stack.enter_context(world_without_peers(rank, shape.world_size) if shape.world_size > 1 else nullcontext())

@@ -15,7 +15,7 @@ from megastack.comm.traffic import Traffic
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
-from megastack.dryrun.run import DryRun, dry_run, rank_alone
+from megastack.dryrun.run import Counts, dry_run, rank_alone
 from megastack.errors import MeshError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -157,20 +157,28 @@ def test_with_the_kernels_of_the_cpu_a_step_has_the_operations_of_a_cpu() -> Non
     assert "gelu" in on_device and "sigmoid_" not in on_device
 
 
-def both(*changes: Mapping[str, Any], microbatches: int = 1) -> DryRun:
-    return dry_run(small(*changes, microbatches=microbatches), 0)
-
-
 def test_kernels_and_bytes_scale_with_the_model_and_the_batch() -> None:
-    one, two = (both({"model.layers": layers}) for layers in (1, 2))
-    block = {phase: two.step.kernels_of(phase) - one.step.kernels_of(phase) for phase in ("forward", "backward")}
+    one, two, recomputed = (
+        first_step({"model.layers": layers, "recompute.mode": mode})
+        for layers, mode in ((1, "none"), (2, "none"), (2, "full"))
+    )
+    block = {phase: two.kernels_of(phase) - one.kernels_of(phase) for phase in ("forward", "backward")}
     assert 10 < block["forward"] < block["backward"]
-    assert one.built_bytes < two.built_bytes < two.step.peak_bytes
-    recomputed = both({"model.layers": 2, "recompute.mode": "full"})
-    assert recomputed.built_bytes == two.built_bytes and recomputed.step.peak_bytes < two.step.peak_bytes
-    assert recomputed.step.kernels_of("forward") == two.step.kernels_of("forward")
-    assert recomputed.step.kernels_of("backward") > two.step.kernels_of("backward")
-    assert two.step.kernels == two.first_step.kernels and two.coordinates[Axis.PP] == 0
+    assert one.peak_bytes < two.peak_bytes and recomputed.peak_bytes < two.peak_bytes
+    assert recomputed.kernels_of("forward") == two.kernels_of("forward")
+    assert recomputed.kernels_of("backward") > two.kernels_of("backward")
+
+
+def first_step(changes: Mapping[str, Any]) -> Counts:
+    with rank_alone(small(changes), 0) as alone:
+        return alone.step(0)[1]
+
+
+def test_a_dry_run_reports_the_first_and_the_later_steps() -> None:
+    run = dry_run(small(LAYOUTS["pp2"], {"schedule.name": "gpipe"}), 1)
+    assert run.coordinates[Axis.PP] == 1
+    assert 0 < run.built_bytes < run.step.peak_bytes
+    assert run.step.kernels == run.first_step.kernels and run.step.traffic == run.first_step.traffic
 
 
 def test_the_bytes_before_a_step_are_weights_gradients_and_moments() -> None:
