@@ -11,6 +11,7 @@ from megastack.assemble.inference import longest_text
 from megastack.assemble.training import Training
 from megastack.checkpoint.manager import CheckpointManager
 from megastack.checkpoint.state import StateItem, write_dump
+from megastack.comm.observer import annotated
 from megastack.config.phases import phase_at, phase_configs
 from megastack.data.validation import bigram_loss
 from megastack.errors import ConfigError
@@ -21,6 +22,7 @@ from megastack.observe.devices import peak_flops
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, tensorboard_installed
 from megastack.observe.ownership import OwnershipGuard
+from megastack.observe.profiler import StepProfiler
 from megastack.training.loop import Loop, LoopOptions
 from megastack.training.report import Recorder
 from megastack.training.signals import StopRequest
@@ -63,6 +65,7 @@ def build_loop(
             save_at_end=config.checkpoint.at_end,
             skip_nonfinite=config.run.on_nonfinite == "skip",
             dump_steps=tuple(config.observe.dump_steps),
+            profile_steps=tuple(config.observe.profile_steps),
         ),
         mesh=mesh,
         step=training.step,
@@ -77,6 +80,12 @@ def build_loop(
         validation=training.validation,
         hooks=hooks or Hooks(),
         sample=_sampler(training),
+        profiled=StepProfiler(
+            config.observe.profile_steps,
+            lambda step: folder.profile(step, mesh.rank),
+            mesh.device,
+            lambda: annotated(mesh.observer),
+        ).around,
     )
 
 
@@ -103,7 +112,7 @@ def _recorder(
         devices=mesh.shape.world_size,
         flops_per_token=lambda step: flops[phase_at(phases, step).from_step],
         peak_flops=peak_flops(mesh.device, config.precision.compute),
-        console=Console(enabled=writes),
+        console=Console(enabled=writes, on_gpu=mesh.device.type != "cpu"),
         log_every=config.run.log_every,
         metrics=MetricsWriter(folder.metrics, tensorboard=tensorboard) if writes else None,
         status=folder.status if writes else None,

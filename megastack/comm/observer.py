@@ -7,8 +7,11 @@ nothing. A training run installs a :class:`RankObserver`, which counts traffic a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
+
+from torch.autograd.profiler import record_function
 
 from megastack.comm.flight_recorder import Completion, FlightRecorder, Operation, OperationSequence
 from megastack.comm.traffic import Ledger
@@ -155,12 +158,6 @@ class RankObserver:
             count(payload_bytes)
         return self._start(axis, op, shape, ranks, sequence)
 
-    def _know(
-        self, axis: str, op: str, ranks: tuple[int, ...], *, counted: bool
-    ) -> tuple[OperationSequence, Callable[[int], None]]:
-        count = self.ledger.counter(axis, op, len(ranks)).add if counted else _no_count
-        return self.flight_recorder.sequence(axis, op, ranks), count
-
     def on_layer(self, name: str | None) -> None:
         """Record the layer."""
         self.flight_recorder.layer = name
@@ -184,3 +181,70 @@ class ObservedWork:
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return immediately."""
         return bool(self._work.is_completed())
+
+
+class _Annotations:
+    """Named ranges in a profile: the actions of a rank, the start of its operations, and its waits for them."""
+
+    def __init__(self, observer: RankObserver) -> None:
+        self._act, self._start = observer.on_action, observer.on_operation
+        self._begin, self._end = observer.begin_wait, observer.end_wait
+        self._action: record_function | None = None
+        self._wait: record_function | None = None
+
+    def on_action(self, action: object) -> None:
+        self.end_action()
+        self._action = _opened(str(action))
+        self._act(action)
+
+    def end_action(self) -> None:
+        _close(self._action)
+        self._action = None
+
+    def on_operation(
+        self, axis: str, op: str, ranks: tuple[int, ...], shape: tuple[int, ...], payload_bytes: int | None
+    ) -> Operation:
+        operation = self._start(axis, op, ranks, shape, payload_bytes)
+        with record_function(f"start {operation}"):
+            return operation
+
+    def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
+        self._begin(operation, since)
+        self._wait = _opened(f"wait for {operation}")
+
+    def end_wait(self) -> None:
+        _close(self._wait)
+        self._wait = None
+        self._end()
+
+
+def _opened(name: str) -> record_function:
+    opened = record_function(name)
+    opened.__enter__()
+    return opened
+
+
+def _close(opened: record_function | None) -> None:
+    if opened is not None:
+        opened.__exit__(None, None, None)
+
+
+@contextmanager
+def annotated(observer: Observer) -> Iterator[None]:
+    """Show the actions and operations of a rank as named ranges in a profile that torch records inside."""
+    if not isinstance(observer, RankObserver):
+        yield
+        return
+    annotations, names = _Annotations(observer), ("on_action", "on_operation", "begin_wait", "end_wait")
+    usual = {name: vars(observer).get(name) for name in names}
+    for name in names:
+        setattr(observer, name, getattr(annotations, name))
+    try:
+        yield
+    finally:
+        annotations.end_action()
+        for name, method in usual.items():
+            if method is None:
+                delattr(observer, name)
+            else:
+                setattr(observer, name, method)

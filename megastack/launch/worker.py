@@ -31,7 +31,7 @@ from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.observe.console import set_up_logging
-from megastack.observe.devices import describe_environment, is_out_of_memory
+from megastack.observe.devices import describe_environment, device_memory, is_out_of_memory
 from megastack.observe.failure import FailureRecord
 from megastack.observe.folder import RunFolder
 from megastack.observe.ownership import OwnershipGuard
@@ -125,7 +125,7 @@ def work(
                 training = _build(assignment, mesh, dataset)
                 loop = build_loop(training, folder, stop, hooks, assignment.resume, **_origin(assignment))
                 result = loop.run()
-            log.info("%s after step %d", result.status, result.step)
+            log.info("%s after step %d; %s", result.status, result.step, device_memory(mesh.device))
         except BaseException as error:
             step, action = (0 if loop is None else loop.progress.step), _describe_failure(loop, error)
             record = _report_of(error, rank, shape, step=step, action=action, before_training=loop is None)

@@ -25,9 +25,16 @@ LOGGER = "megastack"
 
 
 class Console:
-    """Console output of one rank; disabled on the others. Never raises."""
+    """Console output of one rank; disabled on the others. Never raises.
 
-    def __init__(self, *, enabled: bool = True, stderr: bool = False) -> None:
+    Args:
+        enabled: whether anything is printed.
+        stderr: whether to print to standard error.
+        on_gpu: whether the line of a step shows the use of a GPU: FLOP/s, MFU, peak memory, exposed communication.
+    """
+
+    def __init__(self, *, enabled: bool = True, stderr: bool = False, on_gpu: bool = False) -> None:
+        self._on_gpu = on_gpu
         self._rich = RichConsole(
             file=standard_error() if stderr else standard_output(),
             quiet=not enabled,
@@ -51,6 +58,7 @@ class Console:
                 (f"step {row['step']:>{len(str(steps))}}/{steps}", "bold"),
                 f"  loss {number(row['loss'], '.4f')}  grad {number(row['grad_norm'], '.3f')}",
                 f"  lr {row['lr']:.2e}  {row['tokens_per_s']:>9,.0f} tok/s  {row['step_time_s'] * 1e3:>6.0f} ms",
+                _use_of_gpu(row) if self._on_gpu else "",
             )
         )
 
@@ -67,6 +75,14 @@ class Console:
         loss = number(row["loss"], ".4f")
         text = f"  validation  loss {loss}  over {counted(row['samples'], 'sample')}, {counted(row['tokens'], 'token')}"
         self.line(text, style="cyan")
+
+
+def _use_of_gpu(row: Mapping[str, Any]) -> str:
+    """The end of the line of a step on GPUs."""
+    exposed = sum((row["exposed_s"] or {}).values()) / row["step_time_s"]
+    parts = [f"{row['model_tflops_per_device']:.0f} TFLOP/s a GPU", f"MFU {number(row['mfu'], '.1%')}"]
+    parts += [f"peak {row['peak_memory_bytes'] / 2**30:.1f} GiB", *([f"exposed {exposed:.0%}"] if exposed else [])]
+    return "".join(f"  {part}" for part in parts)
 
 
 def number(value: float | None, format_spec: str) -> str:

@@ -72,6 +72,12 @@ class DeviceMemory:
     reserved: int | None = None
     total: int | None = None
 
+    def __str__(self) -> str:
+        parts = [f"{self.allocated / 2**30:.2f} GiB"]
+        if self.reserved is not None and self.total is not None:
+            parts += [f"{self.reserved / 2**30:.2f} GiB reserved", f"of {self.total / 2**30:.2f} GiB"]
+        return f"peak memory {', '.join(parts)}"
+
 
 def peak_flops(device: torch.device, compute: str) -> float | None:
     """Return the peak FLOP/s of one device; ``None`` for unknown devices, for CPUs, and for compute above 16 bits."""

@@ -28,6 +28,7 @@ TAGS = {
     "step_time_s": "perf/step_time_s",
     "tokens_per_s": "perf/tokens_per_s",
     "tokens_per_s_per_device": "perf/tokens_per_s_per_device",
+    "model_tflops_per_device": "perf/model_tflops_per_device",
     "mfu": "perf/mfu",
     "bubble": "perf/bubble",
     "step_bubble": "perf/step_bubble",

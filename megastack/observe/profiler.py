@@ -1,7 +1,7 @@
 """Profiles of training steps: one trace of torch's profiler per rank and step, and a memory snapshot after a failure.
 
-The traces are in Chrome's format (open them with Perfetto or ``chrome://tracing``). The ranges of pipeline actions and
-collectives come from the observer of the mesh (:mod:`megastack.comm.annotations`), kernels and operators from torch.
+The traces are in Chrome's format (open them with Perfetto or ``chrome://tracing``). Kernels and operators come from
+torch, the ranges of pipeline actions and collectives from the mesh (:func:`megastack.comm.observer.annotated`).
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from megastack.comm.backend import backend_of
 from megastack.comm.transfers import start_copy_to_host
 
 STEP = "step"
@@ -59,3 +61,8 @@ class HostRead:
             self._event.synchronize()
         values: list[float] = self._host.tolist()
         return values
+
+
+def default_steps_ahead(device: torch.device) -> int:
+    """How many steps a loop launches before it reads the results of the oldest: none where waiting blocks the host."""
+    return 0 if backend_of(device).wait_blocks_host else 1

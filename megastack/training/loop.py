@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from megastack.checkpoint.manager import CheckpointManager, PublishedCheckpoint
 from megastack.checkpoint.state import State
-from megastack.comm.backend import backend_of
 from megastack.comm.collectives import all_reduce
 from megastack.comm.traffic import Ledger
 from megastack.comm.transfers import copy_to_device
@@ -34,7 +33,7 @@ from megastack.mesh.mesh import Mesh
 from megastack.observe.devices import peak_memory_bytes
 from megastack.placement.buffers import persistent_buffers
 from megastack.training.agreement import InputAgreement, StepInputs
-from megastack.training.host_reads import STEP, VALIDATION_LOSS, VALIDATION_STOP, HostRead
+from megastack.training.host_reads import STEP, VALIDATION_LOSS, VALIDATION_STOP, HostRead, default_steps_ahead
 from megastack.training.nonfinite import NonfiniteOrigin, locate_nonfinite
 from megastack.training.report import Recorder, StepCost, StepResults
 from megastack.training.signals import StopRequest, describe_stop
@@ -59,6 +58,7 @@ class LoopOptions:
     save_at_end: bool = True
     skip_nonfinite: bool = False
     dump_steps: Sequence[int] = ()
+    profile_steps: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Loop:
         sample: returns a prompt and its continuation with the current weights.
         doing: the current activity of this rank, for failure reports.
         steps_ahead: how many steps are launched before the results of the oldest one are read; by default
-            :func:`default_steps_ahead`.
+            :func:`~megastack.training.host_reads.default_steps_ahead`.
+        profiled: a context manager around the 1-based step, which writes its profile if it is selected.
     """
 
     options: LoopOptions
@@ -115,6 +116,7 @@ class Loop:
     sample: Callable[[], tuple[str, str]] | None = None
     doing: str = "starting"
     steps_ahead: int | None = None
+    profiled: Callable[[int], AbstractContextManager[object]] = nullcontext
     _loss: float | None = None
     _saved: int = -1
     _validated: int = -1
@@ -126,6 +128,7 @@ class Loop:
     def __post_init__(self) -> None:
         validation = self.validation
         self._validation_size = (validation.samples, validation.valid_tokens) if validation is not None else (0, 0)
+        self._recorded = {*self.options.dump_steps, *self.options.profile_steps}
         self._in_flight: deque[_InFlight] = deque()
         self._inputs = InputAgreement(self._step_inputs, self.mesh)
         device, ahead = self.mesh.device, self.steps_ahead
@@ -166,7 +169,7 @@ class Loop:
             or bool(self._reason)
             or self._inputs.has_error(launched)
             or any(period and launched % period == 0 for period in (options.validate_every, options.save_every))
-            or any(step in options.dump_steps for step in (launched, launched + 1))
+            or any(step in self._recorded for step in (launched, launched + 1))
             or launched in self.recorder.phases
         )
 
@@ -179,7 +182,8 @@ class Loop:
             self.recorder.step(step)
             self.mesh.ledger.reset()
             buffers = self._buffers()
-            outcome = self._train_step(step)
+            with self.profiled(step + 1):
+                outcome = self._train_step(step)
             agreed = self._start_agreement(step + 1 + self._ahead)
         except BaseException:
             with suppress(Exception):  # the device or the disk may be what failed
@@ -385,11 +389,6 @@ class Loop:
 def _set_training(stages: Sequence[nn.Module], mode: bool) -> None:
     for stage in stages:
         stage.train(mode)
-
-
-def default_steps_ahead(device: torch.device) -> int:
-    """How many steps a loop launches before it reads the results of the oldest: none where waiting blocks the host."""
-    return 0 if backend_of(device).wait_blocks_host else 1
 
 
 def _is_finite(results: StepResults) -> bool:

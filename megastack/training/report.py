@@ -134,6 +134,7 @@ class Recorder:
             "tokens_per_s": rate,
             "tokens_per_s_per_device": rate / self.devices,
             "peak_memory_bytes": cost.memory_bytes,
+            "model_tflops_per_device": used / 1e12,
             "mfu": used / self.peak_flops if self.peak_flops else None,
             "bubble": None,
             "step_bubble": None,

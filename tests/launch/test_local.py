@@ -21,7 +21,16 @@ from tests.tiny_runs import events, losses, overrides, rows, status, train
 
 TRAIN_KEYS = (
     *("kind", "step", "time", "loss", "grad_norm", "lr", "tokens", "consumed_tokens", "consumed_samples", "skipped"),
-    *("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "peak_memory_bytes", "mfu", "bubble", "step_bubble"),
+    *(
+        "step_time_s",
+        "tokens_per_s",
+        "tokens_per_s_per_device",
+        "peak_memory_bytes",
+        "model_tflops_per_device",
+        "mfu",
+        "bubble",
+        "step_bubble",
+    ),
     *("wire_bytes", "exposed_s", "loss_scale"),
 )
 ADAM = ("optim=adamw", "lr=cosine", "lr.total_steps=10", "lr.warmup_steps=2", "model.dropout=0.1")
