@@ -30,8 +30,8 @@ class Event(Protocol):
 
 
 def pinned_bytes(size: int) -> Tensor:
-    """Pinned host memory of ``size`` bytes, uint8."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    """Host memory of ``size`` bytes, uint8, pinned where there is a GPU."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def record_event() -> Event:
@@ -80,4 +80,4 @@ def start_copy_to_host(
         return x, None
     host = allocate(x.numel() * x.element_size()).view(x.dtype).view(x.shape)
     host.copy_(x, non_blocking=True)
-    return host, record()
+    return host, record() if x.device.type == "cuda" else None

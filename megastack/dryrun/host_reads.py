@@ -36,10 +36,7 @@ class HostRead:
 
 HOST_READS = (
     HostRead("header", "comm/p2p.py", "P2PChannels.receive_header", "2 a stage input and microbatch shape, once"),
-    HostRead("loss and norm", "training/loop.py", "Loop._report", "2 a step, after it"),
-    HostRead("loss scale", "training/report.py", "Recorder._train_fields", "1 a step with fp16, after it"),
-    HostRead("agreement", "training/loop.py", "Loop._agree", "1 a step, after it"),
-    HostRead("validation loss", "training/loop.py", "Loop._summed_loss", "1 a validation batch and 1 a validation"),
+    HostRead("results", "comm/transfers.py", "start_copy_to_host", "1 a step, validation batch and validation, queued"),
     HostRead("offloaded gradients", "optim/main_parameters.py", "MainParameters.gradients", "1 a shard and step"),
     HostRead("offloaded overflow flag", "optim/optimizer.py", "Optimizer.step", "1 an optimizer group and step"),
     HostRead("offloaded parameters", "optim/main_parameters.py", "MainParameters.__init__", "1 a shard, once"),
