@@ -44,7 +44,7 @@ HOST_READS = (
     HostRead("checkpoint", "checkpoint/asynchronous.py", "StagingBuffer.copy", "1 a box and save"),
     HostRead("checksums", "checkpoint/state.py", "_checksum", "1 a replicated box and save"),
 )
-"""Every place. With ``optim.offload`` the update itself runs on the host."""
+"""Every place. With ``parallel.zero.offload`` the update itself runs on the host."""
 
 _NOT_CALLERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 _BY_PLACE = {(str(PACKAGE / read.file), read.function): read for read in HOST_READS}

@@ -64,7 +64,7 @@ def config_of(row: Mapping[str, str]) -> TrainConfig:
     more = {
         "recompute.mode": row["recompute"],
         "model.tied": row["tied"] == "true",
-        "optim.offload": row["offload"] == "true",
+        "parallel.zero.offload": row["offload"] == "true",
         "model.dropout": 0.1,
     }
     return small(layout, ZERO[row["zero"]], precision(row["precision"]), FAMILIES[row["family"]], more, ADAMW)
