@@ -108,7 +108,7 @@ ALLOWED: dict[str, set[str]] = {
             "mesh",
             "data.dataset",
             "plan.describe",
-            "plan.smaller",
+            "plan.layout",
         ),
         *(
             "records",

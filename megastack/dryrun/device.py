@@ -4,7 +4,7 @@ Its tensors have a shape, a dtype and a device, but no data. :class:`ShapeDevice
 on the CPU alone run as they are, so the host's part of the program (reading samples, planning, counting) is real. An
 operation that involves the device computes shapes. Two kinds of them raise :class:`DryRunError`, which names the layer:
 
-- the host reads a tensor of the device anywhere but in :data:`megastack.dryrun.host_reads.HOST_READS`;
+- the host reads a tensor of the device anywhere but in :data:`megastack.dryrun.host_reads.ALLOWED_READS`;
 - tensors of the CPU and of the device meet, unless the former is a scalar.
 
 A *kernel* is an operation of the device that is neither a view nor an allocation. An operation counts as one kernel

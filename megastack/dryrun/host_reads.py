@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
-class HostRead:
+class ReadSite:
     """A place where the host reads tensors.
 
     Attributes:
@@ -34,20 +34,20 @@ class HostRead:
     times: str
 
 
-HOST_READS = (
-    HostRead("header", "comm/p2p.py", "P2PChannels.receive_header", "2 a stage input and microbatch shape, once"),
-    HostRead("results", "comm/transfers.py", "start_copy_to_host", "1 a step, validation batch and validation, queued"),
-    HostRead("offloaded gradients", "optim/main_parameters.py", "MainParameters.gradients", "1 a shard and step"),
-    HostRead("offloaded overflow flag", "optim/optimizer.py", "Optimizer.step", "1 an optimizer group and step"),
-    HostRead("offloaded parameters", "optim/main_parameters.py", "MainParameters.__init__", "1 a shard, once"),
-    HostRead("generated ids", "inference/generate.py", "Generator._choose", "1 a token"),
-    HostRead("checkpoint", "checkpoint/asynchronous.py", "StagingBuffer.copy", "1 a box and save"),
-    HostRead("checksums", "checkpoint/state.py", "_checksum", "1 a replicated box and save"),
+ALLOWED_READS = (
+    ReadSite("header", "comm/p2p.py", "P2PChannels.receive_header", "2 a stage input and microbatch shape, once"),
+    ReadSite("results", "comm/transfers.py", "start_copy_to_host", "1 a step, validation batch and validation, queued"),
+    ReadSite("offloaded gradients", "optim/main_parameters.py", "MainParameters.gradients", "1 a shard and step"),
+    ReadSite("offloaded overflow flag", "optim/optimizer.py", "Optimizer.step", "1 an optimizer group and step"),
+    ReadSite("offloaded parameters", "optim/main_parameters.py", "MainParameters.__init__", "1 a shard, once"),
+    ReadSite("generated ids", "inference/generate.py", "Generator._choose", "1 a token"),
+    ReadSite("checkpoint", "checkpoint/asynchronous.py", "StagingBuffer.copy", "1 a box and save"),
+    ReadSite("checksums", "checkpoint/state.py", "_checksum", "1 a replicated box and save"),
 )
 """Every place. With ``parallel.zero.offload`` the update itself runs on the host."""
 
 _NOT_CALLERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
-_BY_PLACE = {(str(PACKAGE / read.file), read.function): read for read in HOST_READS}
+_BY_PLACE = {(str(PACKAGE / read.file), read.function): read for read in ALLOWED_READS}
 
 
 def frames() -> Iterator[FrameType]:
@@ -63,7 +63,7 @@ def caller() -> FrameType | None:
     return next((frame for frame in frames() if not frame.f_code.co_filename.startswith(_NOT_CALLERS)), None)
 
 
-def allowed_read() -> HostRead | None:
-    """The place that reads right now, if it is one of ``HOST_READS``; its own callees are other places."""
+def allowed_read() -> ReadSite | None:
+    """The place that reads right now, if it is one of ``ALLOWED_READS``; its own callees are other places."""
     frame = caller()
     return None if frame is None else _BY_PLACE.get((frame.f_code.co_filename, frame.f_code.co_qualname))

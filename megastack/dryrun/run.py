@@ -58,7 +58,7 @@ class Counts:
         kernels: kernels by phase (``zero``, ``forward``, ``backward``, ``reduce``, ``clip``, ``optimizer``, …) and
             operator.
         traffic: the communication by axis and operation, as in a run.
-        host_reads: host reads by place (:data:`megastack.dryrun.host_reads.HOST_READS`).
+        host_reads: host reads by place (:data:`megastack.dryrun.host_reads.ALLOWED_READS`).
         peak_bytes: the most bytes that tensors of the device held at once. Sent tensors are held to the end of the
             step, as on a device that runs far behind the host.
     """

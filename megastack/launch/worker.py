@@ -36,7 +36,7 @@ from megastack.observe.failure import FailureRecord
 from megastack.observe.folder import RunFolder
 from megastack.observe.ownership import OwnershipGuard
 from megastack.observe.profiler import write_memory_snapshot
-from megastack.plan.smaller import smaller_settings
+from megastack.plan.layout import smaller_settings
 from megastack.preflight.folder import Assignment
 from megastack.training.loop import Loop
 from megastack.training.signals import StopRequest

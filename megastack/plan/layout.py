@@ -1,17 +1,22 @@
 """The parallel layout of a configuration, without processes and without torch.
 
 A :class:`Layout` holds the mesh shape, the schedule, the slice of the model on each stage, and the memory of each rank.
-Training uses the same functions, so the layout that is shown is the layout that runs.
+Training uses the same functions, so the layout that is shown is the layout that runs. :func:`smaller_settings` proposes
+changes of a layout that ran out of memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from typing import Any
 
+from megastack.config.convert import replace_values
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.phases import longest
+from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.mesh.shape import MeshShape
 from megastack.models.activations import activation_bytes
@@ -21,6 +26,9 @@ from megastack.pipeline.activations import peak_microbatches
 from megastack.pipeline.check import check
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.simulate import Timeline, simulate
+
+PROPOSED = 4
+"""The number of proposals that a report shows."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +119,41 @@ class RankShare:
     bytes: StaticBytes
     peak_activations: float
     activation_bytes: int
+
+
+def smaller_settings(config: TrainConfig, world_size: int) -> list[str]:
+    """Return overrides that need less memory, each valid on the same number of ranks, the cheapest in time first.
+
+    A proposal is one change of the given configuration, such as ``recompute.mode=selective``; several can be combined.
+    """
+    found = []
+    for changes in _candidates(config, world_size):
+        if not violations(replace_values(config, changes), world_size):
+            found.append(" ".join(f"{key}={_plain(value)}" for key, value in changes.items()))
+    return found[:PROPOSED]
+
+
+def _candidates(config: TrainConfig, world_size: int) -> Iterator[Mapping[str, Any]]:
+    parallel = config.parallel
+    dp = parallel.dp or world_size // (parallel.pp * parallel.cp * parallel.tp)
+    if not config.loss.chunked:
+        yield {"loss.chunked": True}
+    if config.batch.micro_size > 1:
+        yield {"batch.micro_size": config.batch.micro_size // 2}
+    if parallel.zero.stage == 0 and dp > 1:
+        yield {"parallel.zero.stage": 1}
+    if config.recompute.mode == "none":
+        yield {"recompute.mode": "selective"}
+    if config.recompute.mode in ("none", "selective"):
+        yield {"recompute.mode": "full"}
+    if parallel.zero.stage in (1, 2) and dp > 1:
+        yield {"parallel.zero.stage": parallel.zero.stage + 1}
+    if dp % 2 == 0:
+        yield {"parallel.tp": parallel.tp * 2, "parallel.dp": dp // 2}
+        yield {"parallel.pp": parallel.pp * 2, "parallel.dp": dp // 2}
+    if not parallel.zero.offload:
+        yield {"parallel.zero.offload": True}
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

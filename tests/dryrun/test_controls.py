@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megastack.dryrun.device import DryRunError
-from megastack.dryrun.host_reads import HOST_READS, PACKAGE
+from megastack.dryrun.host_reads import ALLOWED_READS, PACKAGE
 from megastack.dryrun.run import DryRank, rank_alone
 from tests.dryrun.cases import small
 
@@ -111,7 +111,7 @@ def test_an_update_that_reads_is_an_error(alone: DryRank, monkeypatch: pytest.Mo
 
 
 def test_each_allowed_place_exists() -> None:
-    for read in HOST_READS:
+    for read in ALLOWED_READS:
         defined = set[str]()
         for node in ast.walk(ast.parse((PACKAGE / read.file).read_text())):
             if isinstance(node, ast.ClassDef):

@@ -175,7 +175,8 @@ def first_step(changes: Mapping[str, Any]) -> Counts:
 
 
 def test_a_dry_run_reports_the_first_and_the_later_steps() -> None:
-    run = dry_run(small(LAYOUTS["pp2"], {"schedule.name": "gpipe"}), 1)
+    whole_rows = {"data.document_mask": False}  # with documents, the kernels of attention on a CPU differ between steps
+    run = dry_run(small(LAYOUTS["pp2"], {"schedule.name": "gpipe"}, whole_rows), 1)
     assert run.coordinates[Axis.PP] == 1
     assert 0 < run.built_bytes < run.step.peak_bytes
     assert run.step.kernels == run.first_step.kernels and run.step.traffic == run.first_step.traffic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megastack import compose, violations
-from megastack.plan.smaller import PROPOSED, smaller_settings
+from megastack.plan.layout import PROPOSED, smaller_settings
 
 TINY = [
     *("run.steps=2", "batch.global_size=16", "batch.sequence_length=16", "model.layers=4", "model.heads=4"),
