@@ -6,6 +6,7 @@ and ``pyproject.toml`` limits torch to the versions that pass these tests. No ot
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,7 +28,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import GradientEdge
 from torch.distributed import distributed_c10d
-from torch._ops import OpOverload
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -325,3 +326,50 @@ def is_view(operator: OpOverload) -> bool:
 def returns_nothing(operator: OpOverload) -> bool:
     """Whether an operator has no result; it changes its inputs."""
     return not operator._schema.returns
+
+
+# torch.compile. Importing it takes seconds, so only runs that compile do.
+
+
+def allow_variants(most: int = 256) -> None:
+    """Allow this many variants of one compiled function, by structure of a block and shapes of its inputs."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, most)
+    # Cached functions are traced; those of this package have no side effects.
+    warnings.filterwarnings("ignore", ".*`functools.lru_cache`-wrapped", UserWarning)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """The errors of a function that cannot be traced or compiled."""
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def traced_frames(error: Exception) -> Iterator[tuple[str, int]]:
+    """File and line of the frames that were traced when one of :func:`compile_errors` was raised, outermost first."""
+    for frame in getattr(error, "real_stack", None) or ():
+        yield frame.filename, frame.lineno
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """What inductor needs on a device but does not find, as a sentence with advice; None if nothing is missing."""
+    if device.type != "cpu":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else f"inductor needs Triton on {device.type}; install triton"
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "inductor needs a C++ compiler on a CPU and finds none; install g++, or name one in CXX"
+    return None
+
+
+def compile_cache() -> Path:
+    """The directory in which inductor keeps compiled kernels: ``TORCHINDUCTOR_CACHE_DIR``, or its default."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return Path(cache_dir())

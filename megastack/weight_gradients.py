@@ -196,9 +196,11 @@ class GradientTarget:
 def target_of(weight: Tensor) -> GradientTarget | None:
     """Return the target of a weight's gradient; ``None`` if autograd accumulates it.
 
-    Autograd accumulates it outside of a scope, without grad mode, for small weights, and for a weight that is computed
-    from parameters, whose graph can run only once.
+    Autograd accumulates it in a compiled block, outside of a scope, without grad mode, for small weights, and for a
+    weight that is computed from parameters, whose graph can run only once.
     """
+    if torch.compiler.is_compiling():
+        return None
     scope = _SCOPE.get()
     if scope is None or weight.numel() < scope.min_elements or not (torch.is_grad_enabled() and weight.requires_grad):
         return None

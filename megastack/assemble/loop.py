@@ -21,6 +21,7 @@ from megastack.observe.devices import peak_flops
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, tensorboard_installed
 from megastack.observe.ownership import OwnershipGuard
+from megastack.torch_private import compile_cache
 from megastack.training.loop import Loop, LoopOptions
 from megastack.training.report import Recorder
 from megastack.training.signals import StopRequest
@@ -109,6 +110,7 @@ def _recorder(
         status=folder.status if writes else None,
         pid=os.getpid() if pid is None else pid,
         last_checkpoint=resumed,
+        compile_cache=compile_cache() if config.compile else None,
         phases={phase.from_step: str(phase) for phase in phases[1:]},
         elastic=start,
         guard=guard if writes else None,

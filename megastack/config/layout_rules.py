@@ -233,6 +233,28 @@ def zero_level_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation
         yield Violation("run.sample_prompt", config.run.sample_prompt, rule, (None, "parallel.zero.stage=1"))
 
 
+def compile_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
+    """Blocks are compiled whole: nothing inside communicates, shards its parameters or defers their gradients."""
+    if not config.compile:
+        return
+    parallel, schedule = config.parallel, config.schedule
+    if parallel.tp > 1:
+        rule = f"parallel.tp={parallel.tp} communicates inside a block; compiling it is not available yet"
+        yield Violation("compile", True, rule, (False, "parallel.tp=1"))
+    if parallel.zero.stage >= 2:
+        rule = (
+            f"parallel.zero.stage={parallel.zero.stage} shards a block's parameters; compiling it is not available yet"
+        )
+        yield Violation("compile", True, rule, (False, "parallel.zero.stage=1"))
+    name, options = chosen_schedule(schedule)
+    microbatches = max(1, config.batch.global_size // (config.batch.micro_size * degrees.dp))
+    sizes = (name, parallel.pp, schedule.chunks, microbatches)
+    if not schedule_violations(*sizes, **options) and splits_backward(*sizes, **options):
+        key = "schedule.name" if schedule._target_ is None else "schedule._target_"
+        rule = "splits backwards, but that of a compiled block computes the gradients of inputs and weights together"
+        yield Violation(key, name, rule, ("1f1b" if schedule.chunks == 1 else "interleaved", "compile=false"))
+
+
 LayoutRule = Callable[[TrainConfig, Degrees], Iterator[Violation]]
 LAYOUT_RULES: tuple[LayoutRule, ...] = (
     degrees_fit_world,
@@ -244,4 +266,5 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
     schedule_fits,
     shard_size_fits,
     zero_level_fits,
+    compile_fits,
 )

@@ -25,6 +25,7 @@ from megastack.comm.backend import Gloo, backend_choice
 from megastack.comm.observer import RankObserver
 from megastack.comm.peers import answered_by
 from megastack.comm.traffic import Ledger, Traffic
+from megastack.config.convert import replace_values
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
@@ -212,6 +213,7 @@ def rank_alone(
 
         peers = DerivedPeers(config, mesh, configured_schedule(config, shape), aside)
         stack.enter_context(answered_by(peers))
+        config = replace_values(config, {"compile": False})  # a compiled block would not show its operations
         training = build_training(config, mesh, dataset or placeholder_dataset(config))
         device.names = {x: name for stage in training.stages for name, x in stage.named_modules() if name}
         yield DryRank(training, device, peers)
