@@ -17,7 +17,7 @@ The pipeline opens the scope for a step. A forward looks it up once per weight a
 :class:`GradientTarget`, since autograd may run the backward on another thread.
 
 Pending products hold tensors and graph edges, not closures, so their memory can be computed. Custom operators, which a
-compiler could trace, would cost more host time than they save, and nothing is compiled yet.
+compiler could trace, would cost more host time than they save; in compiled blocks autograd accumulates the gradients.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+import warnings
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
@@ -134,6 +135,26 @@ def test_a_module_that_was_compiled_in_place_is_seen() -> None:
     assert not torch_private.is_compiled(linear)
     linear.compile()
     assert torch_private.is_compiled(linear)
+
+
+def test_the_frames_of_a_function_that_cannot_be_traced() -> None:
+    compiled = torch.compile(lambda x: 1 if x > 0 else 2, fullgraph=True, backend="eager")
+    with pytest.raises(torch_private.compile_errors()) as caught:
+        compiled(torch.ones(()))
+    assert [Path(file).name for file, _ in torch_private.traced_frames(caught.value)] == [Path(__file__).name]
+
+
+def test_the_directory_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert torch_private.compile_cache() == tmp_path
+
+
+def test_the_limit_of_variants_is_raised() -> None:
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=8), warnings.catch_warnings():
+        torch_private.allow_variants(9)
+        assert config.recompile_limit == 9
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])

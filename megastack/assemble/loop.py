@@ -21,7 +21,6 @@ from megastack.observe.devices import peak_flops
 from megastack.observe.folder import RunFolder
 from megastack.observe.metrics import MetricsWriter, tensorboard_installed
 from megastack.observe.ownership import OwnershipGuard
-from megastack.torch_private import compile_cache
 from megastack.training.loop import Loop, LoopOptions
 from megastack.training.report import Recorder
 from megastack.training.signals import StopRequest
@@ -97,7 +96,7 @@ def _recorder(
         tensorboard = tensorboard_installed()
     dataset = training.dataset
     vocab, chosen = dataset.vocab, training.validation.chosen
-    phases = phase_configs(config)
+    phases, compiled = phase_configs(config), training.stages[0].compiled_blocks
     flops = {phase.from_step: flops_per_token(phase.config) for phase in phases}
     return Recorder(
         steps=config.run.steps,
@@ -110,7 +109,7 @@ def _recorder(
         status=folder.status if writes else None,
         pid=os.getpid() if pid is None else pid,
         last_checkpoint=resumed,
-        compile_cache=compile_cache() if config.compile else None,
+        compile_cache=None if compiled is None else compiled.cache,
         phases={phase.from_step: str(phase) for phase in phases[1:]},
         elastic=start,
         guard=guard if writes else None,

@@ -41,13 +41,13 @@ def build_stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
     return stage
 
 
-def compile_stages(stages: Sequence[Decoder], device: torch.device) -> None:
+def compile_stages(stages: Sequence[Decoder], mesh: Mesh) -> None:
     """Compile the blocks of a rank's stages for training, at their first forward and backward.
 
     Raises:
         ConfigError: no compiler for this device is installed.
     """
-    compiled = CompiledBlocks(device)
+    compiled = CompiledBlocks(mesh)
     for stage in stages:
         stage.compiled_blocks = compiled
 

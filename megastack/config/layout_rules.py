@@ -66,6 +66,12 @@ class Degrees:
         return self.dp * self.config.parallel.cp
 
     @property
+    def shards_parameters(self) -> bool:
+        """Whether ZeRO 2 or 3 shards parameters over the data ranks."""
+        zero = self.config.parallel.zero
+        return zero.stage >= 2 and (zero.shard_size or self.data_ranks) > 1
+
+    @property
     def replica_ranks(self) -> int:
         """pp·cp·tp: ranks of one data-parallel replica."""
         parallel = self.config.parallel
@@ -171,7 +177,7 @@ def batch_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
 
 def schedule_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
     """The schedule is registered and supports these sizes and options; reads the file of a custom schedule."""
-    schedule, batch, zero = config.schedule, config.batch, config.parallel.zero
+    schedule, batch = config.schedule, config.batch
     microbatches = max(1, batch.global_size // (batch.micro_size * degrees.dp))  # batch_fits reports 0
     if schedule.options is not None and not isinstance(schedule.options, dict):
         yield Violation("schedule.options", schedule.options, "must be a mapping", ("{name: value}", None))
@@ -188,12 +194,16 @@ def schedule_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
     if found := schedule_violations(*sizes, **options):
         yield from found
         return
-    sharded = zero.stage >= 2 and (zero.shard_size or degrees.data_ranks) > 1
-    if sharded and splits_backward(*sizes, **options):
-        rule = f"parallel.zero.stage={zero.stage} reduces gradients after I and misses the weight gradients of W"
+    if (degrees.shards_parameters or config.compile) and splits_backward(*sizes, **options):
         unsplit = "1f1b" if schedule.chunks == 1 else "interleaved"
         key = "schedule.name" if schedule._target_ is None else "schedule._target_"
-        yield Violation(key, name, rule, (unsplit, "parallel.zero.stage=1"))
+        if degrees.shards_parameters:
+            stage = config.parallel.zero.stage
+            rule = f"parallel.zero.stage={stage} reduces gradients after I and misses the weight gradients of W"
+            yield Violation(key, name, rule, (unsplit, "parallel.zero.stage=1"))
+        if config.compile:
+            rule = "splits backwards; the backward of a compiled block computes all gradients at once"
+            yield Violation(key, name, rule, (unsplit, "compile=false"))
 
 
 def chosen_schedule(schedule: ScheduleOptions) -> tuple[str, dict[str, Any]]:
@@ -234,25 +244,16 @@ def zero_level_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation
 
 
 def compile_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
-    """Blocks are compiled whole: nothing inside communicates, shards its parameters or defers their gradients."""
+    """A block that is compiled holds its parameters whole and does not communicate."""
     if not config.compile:
         return
-    parallel, schedule = config.parallel, config.schedule
-    if parallel.tp > 1:
-        rule = f"parallel.tp={parallel.tp} communicates inside a block; compiling it is not available yet"
+    tp, zero = config.parallel.tp, config.parallel.zero.stage
+    if tp > 1:
+        rule = f"not available yet with parallel.tp={tp}, which communicates inside a block"
         yield Violation("compile", True, rule, (False, "parallel.tp=1"))
-    if parallel.zero.stage >= 2:
-        rule = (
-            f"parallel.zero.stage={parallel.zero.stage} shards a block's parameters; compiling it is not available yet"
-        )
+    if degrees.shards_parameters:
+        rule = f"not available yet with parallel.zero.stage={zero}, which gathers a block's parameters"
         yield Violation("compile", True, rule, (False, "parallel.zero.stage=1"))
-    name, options = chosen_schedule(schedule)
-    microbatches = max(1, config.batch.global_size // (config.batch.micro_size * degrees.dp))
-    sizes = (name, parallel.pp, schedule.chunks, microbatches)
-    if not schedule_violations(*sizes, **options) and splits_backward(*sizes, **options):
-        key = "schedule.name" if schedule._target_ is None else "schedule._target_"
-        rule = "splits backwards, but that of a compiled block computes the gradients of inputs and weights together"
-        yield Violation(key, name, rule, ("1f1b" if schedule.chunks == 1 else "interleaved", "compile=false"))
 
 
 LayoutRule = Callable[[TrainConfig, Degrees], Iterator[Violation]]

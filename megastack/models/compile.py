@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from megastack.errors import ConfigError
 from megastack.layers.context import Context
 from megastack.layers.rope import Rope, RotaryTables
-from megastack.torch_private import allow_variants, compile_errors, missing_compiler, traced_frames
+from megastack.mesh.mesh import Mesh
+from megastack.mesh.shape import Axis
+from megastack.torch_private import allow_variants, compile_cache, compile_errors, missing_compiler, traced_frames
 
 BACKEND = "inductor"
 
@@ -33,21 +35,27 @@ class CompiledBlocks:
     """Calls the blocks of a rank through one compiled function.
 
     Args:
-        device: the device of the blocks.
+        mesh: the ranks of the blocks.
         backend: a backend of ``torch.compile``; inductor by default.
 
     Raises:
         ConfigError: the backend's compiler for this device is not installed.
     """
 
-    def __init__(self, device: torch.device, backend: str | None = None) -> None:
+    def __init__(self, mesh: Mesh, backend: str | None = None) -> None:
         backend = backend or BACKEND
-        missing = missing_compiler(device) if backend == "inductor" else None
+        missing = missing_compiler(mesh.device) if backend == "inductor" else None
         if missing is not None:
             raise ConfigError(f"compile=true: {missing}, or use compile=false")
         allow_variants()
+        mesh[Axis.TP]  # created at its first use, which must not be traced
         self._run = torch.compile(_run, fullgraph=True, dynamic=False, backend=backend)
         self._errors = compile_errors()
+
+    @property
+    def cache(self) -> Path:
+        """The directory in which inductor keeps compiled kernels."""
+        return compile_cache()
 
     def __call__(self, block: nn.Module, layer: int, hidden_BSD: Tensor, context: Context, *values: Any) -> Any:
         """Call block number ``layer``.
