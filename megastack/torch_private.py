@@ -6,8 +6,9 @@ and ``pyproject.toml`` limits torch to the versions that pass these tests. No ot
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -271,51 +272,17 @@ MixedDevices = FakeTensorDeviceMismatchError
 """Raised by an operation on tensors without data of several devices."""
 
 
-class _Streams:
-    """What FSDP2 requires of a device: streams and events, whose operations complete immediately."""
-
-    class Stream:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-        def wait_stream(self, stream: Any) -> None:
-            pass
-
-        def wait_event(self, event: Any) -> None:
-            pass
-
-        def record_event(self, event: Any = None) -> Any:
-            return _Streams.Event()
-
-    class Event:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-        def record(self, stream: Any = None) -> Any:
-            return self
-
-        def wait(self, stream: Any = None) -> None:
-            pass
-
-    def current_device(self) -> int:
-        return 0
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return self.Stream()
-
-    def stream(self, stream: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 @contextmanager
-def without_data() -> Iterator[None]:
+def without_data(module: object) -> Iterator[None]:
     """Create the tensors of ``NO_DATA`` without data inside; operations on them compute shapes, dtypes and devices.
+
+    ``module`` has the functions of the device that FSDP2 calls, as ``torch.cuda`` has.
 
     Tensors of the CPU are accepted as operands. A CPU tensor and one of ``NO_DATA`` do not mix, as on a GPU, unless the
     former is a scalar.
     """
     if not hasattr(torch, NO_DATA.type):
-        torch._register_device_module(NO_DATA.type, _Streams())
+        torch._register_device_module(NO_DATA.type, module)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
@@ -367,3 +334,50 @@ def nccl_trace() -> bytes | None:
     """Return the contents of NCCL's flight recorder, pickled; None in a build without NCCL."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     return None if dump is None else cast(bytes, dump())
+
+
+# torch.compile. Importing it takes seconds, so only runs that compile do.
+
+
+def allow_variants(most: int = 256) -> None:
+    """Allow this many variants of one compiled function, by structure of a block and shapes of its inputs."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, most)
+    # Cached functions are traced; those of this package have no side effects.
+    warnings.filterwarnings("ignore", ".*`functools.lru_cache`-wrapped", UserWarning)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """The errors of a function that cannot be traced or compiled."""
+    from torch._dynamo import exc
+
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+
+
+def traced_frames(error: Exception) -> Iterator[tuple[str, int]]:
+    """File and line of the frames that were traced when one of :func:`compile_errors` was raised, outermost first."""
+    for frame in getattr(error, "real_stack", None) or ():
+        yield frame.filename, frame.lineno
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """What inductor needs on a device but does not find, as a sentence with advice; None if nothing is missing."""
+    if device.type != "cpu":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else f"inductor needs Triton on {device.type}; install triton"
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "inductor needs a C++ compiler on a CPU and finds none; install g++, or name one in CXX"
+    return None
+
+
+def compile_cache() -> Path:
+    """The directory in which inductor keeps compiled kernels: ``TORCHINDUCTOR_CACHE_DIR``, or its default."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return Path(cache_dir())

@@ -19,7 +19,7 @@ The pipeline opens the scope for a step. A forward looks it up once per weight a
 :class:`GradientTarget`, since autograd may run the backward on another thread.
 
 Pending products hold tensors and graph edges, not closures, so their memory can be computed. Custom operators, which a
-compiler could trace, would cost more host time than they save, and nothing is compiled yet.
+compiler could trace, would cost more host time than they save; in compiled blocks autograd accumulates the gradients.
 """
 
 from __future__ import annotations
@@ -203,9 +203,11 @@ class GradientTarget:
 def target_of(weight: Tensor) -> GradientTarget | None:
     """Return the target of a weight's gradient; ``None`` if autograd accumulates it.
 
-    Autograd accumulates it outside of a scope, without grad mode, for small weights, and for a weight that is computed
-    from parameters, whose graph can run only once.
+    Autograd accumulates it in a compiled block, outside of a scope, without grad mode, for small weights, and for a
+    weight that is computed from parameters, whose graph can run only once.
     """
+    if torch.compiler.is_compiling():
+        return None
     scope = _SCOPE.get()
     if scope is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import tomllib
+import warnings
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.numa import binding
 
 from megastack import torch_private
+from megastack.dryrun.device import ImmediateStreams
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.testing.ranks import run_ranks
@@ -135,6 +137,26 @@ def test_a_module_that_was_compiled_in_place_is_seen() -> None:
     assert not torch_private.is_compiled(linear)
     linear.compile()
     assert torch_private.is_compiled(linear)
+
+
+def test_the_frames_of_a_function_that_cannot_be_traced() -> None:
+    compiled = torch.compile(lambda x: 1 if x > 0 else 2, fullgraph=True, backend="eager")
+    with pytest.raises(torch_private.compile_errors()) as caught:
+        compiled(torch.ones(()))
+    assert [Path(file).name for file, _ in torch_private.traced_frames(caught.value)] == [Path(__file__).name]
+
+
+def test_the_directory_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert torch_private.compile_cache() == tmp_path
+
+
+def test_the_limit_of_variants_is_raised() -> None:
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=8), warnings.catch_warnings():
+        torch_private.allow_variants(9)
+        assert config.recompile_limit == 9
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
@@ -310,7 +332,7 @@ def test_operations_on_lists_equal_those_on_each_tensor() -> None:
 
 def test_tensors_without_data_have_shapes_and_a_device_and_do_not_mix_with_the_cpu() -> None:
     device = torch_private.NO_DATA
-    with torch_private.without_data():
+    with torch_private.without_data(ImmediateStreams()):
         x = torch.ones(2, 3, device=device, requires_grad=True)
         threads: list[int] = []
         x.register_hook(lambda grad: threads.append(threading.get_ident()))
@@ -329,7 +351,7 @@ def test_tensors_without_data_have_shapes_and_a_device_and_do_not_mix_with_the_c
 
 
 def test_a_world_without_peers_completes_every_operation() -> None:
-    with torch_private.world_without_peers(1, 4), torch_private.without_data():
+    with torch_private.world_without_peers(1, 4), torch_private.without_data(ImmediateStreams()):
         x = torch.ones(8, device=torch_private.NO_DATA)
         operations = [
             lambda: dist.all_reduce(x, async_op=True),

@@ -105,7 +105,7 @@ def _recorder(
         tensorboard = tensorboard_installed()
     dataset = training.dataset
     vocab, chosen = dataset.vocab, training.validation.chosen
-    phases = phase_configs(config)
+    phases, compiled = phase_configs(config), training.stages[0].compiled_blocks
     flops = {phase.from_step: flops_per_token(phase.config) for phase in phases}
     return Recorder(
         steps=config.run.steps,
@@ -118,6 +118,7 @@ def _recorder(
         status=folder.status if writes else None,
         pid=os.getpid() if pid is None else pid,
         last_checkpoint=resumed,
+        compile_cache=None if compiled is None else compiled.cache,
         phases={phase.from_step: str(phase) for phase in phases[1:]},
         elastic=start,
         guard=guard if writes else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from megastack.checkpoint.state import State, model_items
 from megastack.config.schema import TrainConfig
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
+from megastack.models.compile import CompiledBlocks
 from megastack.models.decoder import Decoder
 from megastack.models.stages import StageSlice, stage_slices
 from megastack.optim.main_parameters import set_dtypes_
@@ -37,6 +39,17 @@ def build_stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
         set_dtypes_(stage, DTYPES[config.precision.compute], config.precision.keep_fp32)
     initialise_(stage, mesh, config.seed, device=mesh.device)
     return stage
+
+
+def compile_stages(stages: Sequence[Decoder], mesh: Mesh) -> None:
+    """Compile the blocks of a rank's stages for training, at their first forward and backward.
+
+    Raises:
+        ConfigError: no compiler for this device is installed.
+    """
+    compiled = CompiledBlocks(mesh)
+    for stage in stages:
+        stage.compiled_blocks = compiled
 
 
 def load_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule, checkpoint: Path) -> list[Decoder]:

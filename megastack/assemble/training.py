@@ -9,7 +9,7 @@ from pathlib import Path
 from megastack.assemble.data import build_loader, identity, read_dataset
 from megastack.assemble.inference import build_generator
 from megastack.assemble.optimizer import build_gradients, learning_rate, loss_scale, optimizer_options
-from megastack.assemble.stages import build_stages
+from megastack.assemble.stages import build_stages, compile_stages
 from megastack.checkpoint.load import load
 from megastack.checkpoint.state import (
     State,
@@ -152,6 +152,8 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     """
     schedule = configured_schedule(config, mesh.shape)
     stages = build_stages(config, mesh, schedule)
+    if config.compile:
+        compile_stages(stages, mesh)
     buckets = build_gradients(config, stages, mesh)
     dataset = dataset or read_dataset(config)
     histories = initial_histories(dataset, config.batch.global_size)

@@ -30,7 +30,6 @@ ITEMS = {"optim.groups": OptimGroupOptions, "data.blend": BlendSource, "data.pha
 """Keys that contain lists of sections, and the class of their items."""
 
 WORKS: Mapping[str, tuple[object, ...]] = {
-    "compile": (False,),
     "parallel.cp": (1,),
     "parallel.ep": (1,),
     "schedule.memory_limit": (None,),

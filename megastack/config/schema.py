@@ -345,7 +345,9 @@ class TrainConfig:
         "null starts a new run; `auto` continues in `run.dir` if it holds a checkpoint; `last` continues the newest "
         "run under `run.root`; a path continues from that checkpoint, or from a run folder's newest, in a new folder.",
     )
-    compile: bool = option(False, "Compile the blocks.")
+    compile: bool = option(
+        False, "Compile the blocks of the decoder with `torch.compile`; the first step then takes longer."
+    )
     run: RunOptions = required("The run: folder, length, validation, console output.")
     launch: LaunchOptions = option(LaunchOptions, "Starting, monitoring and stopping ranks.")
     parallel: ParallelOptions = option(ParallelOptions, "Parallel degrees, and the division of the model.")

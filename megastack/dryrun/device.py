@@ -55,6 +55,42 @@ _ALLOCATIONS = frozenset(
 _COLLECTIVES = "c10d"
 
 
+class ImmediateStreams:
+    """What FSDP2 requires of a device: streams and events, whose operations complete immediately."""
+
+    class Stream:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def wait_stream(self, stream: Any) -> None:
+            pass
+
+        def wait_event(self, event: Any) -> None:
+            pass
+
+        def record_event(self, event: Any = None) -> Any:
+            return ImmediateStreams.Event()
+
+    class Event:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def record(self, stream: Any = None) -> Any:
+            return self
+
+        def wait(self, stream: Any = None) -> None:
+            pass
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.Stream()
+
+    def stream(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class LiveBytes:
     """Counts the bytes of storages on one device from their first use until they are freed.
 

@@ -27,12 +27,13 @@ from megastack.comm.backend import Gloo, backend_choice
 from megastack.comm.observer import RankObserver
 from megastack.comm.peers import answered_by
 from megastack.comm.traffic import Ledger, Traffic
+from megastack.config.convert import replace_values
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset, Source, Split
 from megastack.data.packing import PackedSamples, SingleSamples
 from megastack.data.stream import TokenStream
-from megastack.dryrun.device import DEVICE, ShapeDevice
+from megastack.dryrun.device import DEVICE, ImmediateStreams, ShapeDevice
 from megastack.dryrun.peers import DerivedPeers
 from megastack.errors import MeshError
 from megastack.layers.kernels import KernelChoice, kernel_choice
@@ -223,7 +224,7 @@ def rank_alone(
         stack.enter_context(world_without_peers(rank, shape.world_size) if shape.world_size > 1 else nullcontext())
         stack.enter_context(kernel_choice(kernels))
         stack.enter_context(backend_choice(Gloo()) if kernels == "cpu" else nullcontext())
-        stack.enter_context(without_data())
+        stack.enter_context(without_data(ImmediateStreams()))
         stack.enter_context(device)
         mesh = Mesh.from_environment(shape, device=str(DEVICE), observer=observer)
 
@@ -236,6 +237,7 @@ def rank_alone(
 
         peers = DerivedPeers(config, mesh, configured_schedule(config, shape), aside)
         stack.enter_context(answered_by(peers))
+        config = replace_values(config, {"compile": False})  # a compiled block would not show its operations
         training = build_training(config, mesh, dataset or placeholder_dataset(config))
         device.names = {x: name for stage in training.stages for name, x in stage.named_modules() if name}
         yield DryRank(training, device, peers)

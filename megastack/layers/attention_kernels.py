@@ -58,6 +58,7 @@ class AttentionCase:
         head_dim: K.
         grouped: whether there are fewer groups than heads.
         documents: whether rows are packed with documents.
+        dense: whether the documents are a dense mask, as in a compiled block.
         small: whether a CPU computes documents fastest with a dense mask.
         varlen: whether this version of torch has ``varlen_attn`` for grouped queries.
     """
@@ -68,22 +69,30 @@ class AttentionCase:
     head_dim: int
     grouped: bool = False
     documents: bool = False
+    dense: bool = False
     small: bool = False
     varlen: bool = True
 
     @staticmethod
     def of(
-        device: torch.device, dtype: torch.dtype, q: Sequence[int], groups: int, *, documents: bool
+        device: torch.device,
+        dtype: torch.dtype,
+        q: Sequence[int],
+        groups: int,
+        *,
+        documents: bool,
+        dense: bool = False,
     ) -> AttentionCase:
         """The case for queries of shape ``q`` (B, S, H, K) on a device of this machine.
 
         A type of device that torch has no kernels for, as in a simulation, counts as a recent GPU.
         """
         batch, length, heads, head_dim = q
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None  # a compiler can trace it
+        capability = (9, 0) if gpu is None else (gpu.major, gpu.minor)
         small = prefers_dense_mask(batch, length, heads * head_dim)
-        varlen = device.type == "cpu" or not documents or _varlen_attn() is not None
-        return AttentionCase(device.type, capability, dtype, head_dim, groups != heads, documents, small, varlen)
+        varlen = device.type == "cpu" or dense or not documents or _varlen_attn() is not None
+        return AttentionCase(device.type, capability, dtype, head_dim, groups != heads, documents, dense, small, varlen)
 
 
 @dataclass(frozen=True)
@@ -116,11 +125,12 @@ def choose_kernel(case: AttentionCase) -> KernelChoice:
     K up to 256; memory-efficient attention for other dtypes but fp64.
     """
     if case.device == "cpu":
-        return KernelChoice(Kernel.CPU, by_document=case.documents and not case.small)
+        return KernelChoice(Kernel.CPU, by_document=case.documents and not (case.small or case.dense))
     if (reason := _why_not_flash(case)) is not None:
+        by_document = case.documents and not case.dense
         if _has_efficient(case):
-            return KernelChoice(Kernel.EFFICIENT, case.documents, repeats=case.grouped, because=reason)
-        return KernelChoice(Kernel.MATH, case.documents, because=reason)
+            return KernelChoice(Kernel.EFFICIENT, by_document, repeats=case.grouped, because=reason)
+        return KernelChoice(Kernel.MATH, by_document, because=reason)
     if not case.documents:
         return KernelChoice(Kernel.FLASH)
     if (reason := _why_not_varlen(case)) is not None:
@@ -133,6 +143,8 @@ def _why_not_flash(case: AttentionCase) -> str | None:
         return f"{Kernel.FLASH} requires fp16 or bf16, not {str(case.dtype).removeprefix('torch.')}"
     if case.capability < (8, 0):
         return f"{Kernel.FLASH} requires compute capability 8.0, this GPU has {'.'.join(map(str, case.capability))}"
+    if case.documents and case.dense:
+        return f"{Kernel.FLASH} has no dense mask, by which a compiled block separates documents"
     if case.head_dim > 256:
         return f"{Kernel.FLASH} requires a head dim of at most 256, not {case.head_dim}"
     if case.capability in _SMALL_SHARED_MEMORY and 192 < case.head_dim <= 224:
@@ -178,8 +190,10 @@ def attention(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, context: Context |
         The attended values, in the shape of the queries.
     """
     mask = None if context is None else context.attention_mask
-    packed, dtype = mask is not None and mask.has_boundaries, product_dtype(q_BSHK)
-    choice = choose_kernel(AttentionCase.of(q_BSHK.device, dtype, q_BSHK.shape, k_BSGK.shape[2], documents=packed))
+    dense = context is not None and context.origin is not None and context.documents_BS is not None
+    packed, dtype = dense or (mask is not None and mask.has_boundaries), product_dtype(q_BSHK)
+    shape, groups = q_BSHK.shape, k_BSGK.shape[2]
+    choice = choose_kernel(AttentionCase.of(q_BSHK.device, dtype, shape, groups, documents=packed, dense=dense))
     if context is not None and mask is not None and (choice.kernel is Kernel.VARLEN or choice.by_document):
         q_BSHK, k_BSGK, v_BSGK = (x.to(dtype) for x in (q_BSHK, k_BSGK, v_BSGK))
         if choice.by_document:

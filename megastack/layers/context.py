@@ -31,7 +31,7 @@ class Context:
         positions_BS: position of each token in its document; None counts from 0.
         documents_BS: document of each token, non-decreasing in a row; None means one document per row.
         samples_B: global sample numbers, which dropout draws from.
-        step: the 0-based optimizer step.
+        step: the 0-based optimizer step; in a compiled block a tensor of one element.
         seed: the seed of the run.
         scope: prefix of the names under which layers draw dropout, such as ``blocks.17``.
         rotary: rotary tables of these positions.
@@ -39,6 +39,8 @@ class Context:
         cu_seqlens: its offsets on the device, (n + 1) int32.
         dtype: the dtype of :attr:`bias_B1SS`.
         cache: keys and values of earlier tokens, in generation; layers add their own to it.
+        origin: in a compiled block, ``[step, number of the block]`` on the host, int64. Python numbers would be
+            constants of the compiled code. The scope then has ``*`` in place of the block's number.
         recomputing: this forward recomputes activations for the backward; skip counters and other side effects.
     """
 
@@ -53,6 +55,7 @@ class Context:
     cu_seqlens: Tensor | None = None
     dtype: torch.dtype = torch.float32
     cache: KeyValueCache | None = None
+    origin: Tensor | None = None
     recomputing: bool = False
     _dense: dict[torch.dtype, Tensor | None] = field(default_factory=dict, repr=False, compare=False)
     """Dense masks by dtype, shared with the contexts that :meth:`within` returns."""

@@ -269,3 +269,19 @@ dropout = _operator(
     _dropout_cuda,
 )
 """``x`` ``(B, L, F)`` scaled by 1/(1−p) where :data:`mask` keeps an element, else zero. Linear in ``x``."""
+
+
+def _dropout_in_block(
+    x_BLF: Tensor, samples_B: Tensor, origin: Tensor, seed: int, site: str, start: int, p: float
+) -> Tensor:
+    step, block = origin.tolist()
+    dropped: Tensor = dropout(x_BLF, samples_B, seed, step, site.replace("*", str(block)), start, p)
+    return dropped
+
+
+dropout_in_block = _operator(
+    "dropout_in_block(Tensor x, Tensor samples, Tensor origin, int seed, str site, SymInt start, float p) -> Tensor",
+    _dropout_in_block,
+    lambda x, samples, origin, seed, site, start, p: x.new_empty(x.shape),
+)
+"""As :data:`dropout`, with ``[step, block]`` as a host tensor: compiled code is then the same for all of them."""

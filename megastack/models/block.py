@@ -78,7 +78,8 @@ class Block(ParallelModule):
     @built_in
     def forward(self, hidden_BSD: Tensor, context: Context | None = None, *values: Any) -> Any:
         """Maps hidden states to hidden states; the values of :meth:`boundary` are returned unchanged after them."""
-        context = None if context is None else context.within(f"blocks.{self.layer}")
+        if context is not None:  # reading the number would compile each block by itself
+            context = context.within("blocks.*" if context.origin is not None else f"blocks.{self.layer}")
         attended_BSD = self.attention(self.attention_norm(hidden_BSD), context)
         hidden_BSD = hidden_BSD + self._drop(attended_BSD, context, "attention")
         hidden_BSD = hidden_BSD + self._drop(self.mlp(self.mlp_norm(hidden_BSD), context), context, "mlp")

@@ -18,7 +18,8 @@ Shapes: B microbatch, S sequence (S/t between stages under sequence parallelism)
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -38,6 +39,7 @@ from megastack.layers.loss import vocab_parallel_losses
 from megastack.layers.overrides import built_in, cache_obstacle, method_is_built_in, runs_built_in
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
+from megastack.models.compile import CompiledBlocks
 from megastack.models.config import ModelConfig
 from megastack.models.factories import block_factory, norm_factory, rope_of
 from megastack.models.recompute import recompute_blocks_
@@ -102,6 +104,7 @@ class Decoder(ParallelModule):
         recompute_blocks_(dict(self.blocks.items()), recompute.mode, recompute.pattern, layers=model.layers)
         self.norm = norm_factory(spec, mesh)() if self.has_head else None
         self.head = VocabParallelHead.from_spec(spec.head, mesh) if projects else None
+        self.compiled_blocks: CompiledBlocks | None = None
         self._head_spec = spec.head
         self._noted_whole_logits = False
 
@@ -177,7 +180,14 @@ class Decoder(ParallelModule):
             return KernelChoice(Kernel.MATH, because="model.attention_dropout needs the weights")
         shape, groups = (batch, sequence, spec.heads // tp, spec.width), max(spec.groups // tp, 1)
         return choose_kernel(
-            AttentionCase.of(self.mesh.device, self._activation_dtype, shape, groups, documents=documents)
+            AttentionCase.of(
+                self.mesh.device,
+                self._activation_dtype,
+                shape,
+                groups,
+                documents=documents,
+                dense=documents and self.compiled_blocks is not None,
+            )
         )
 
     def units(self) -> dict[nn.Module, ReshardPolicy]:
@@ -207,9 +217,10 @@ class Decoder(ParallelModule):
     def _run(self, inputs: StageTensors, microbatch: Microbatch, cache: KeyValueCache | None = None) -> dict[str, Any]:
         context = self._context(microbatch, cache)
         values = {"hidden": self._embed(microbatch, context)} if self.has_embedding else dict(inputs)
+        compiled = self.compiled_blocks if torch.is_grad_enabled() else None
         for name, block in self.blocks.items():
             self.mesh.observer.on_layer(f"blocks.{name}")
-            values |= _call(block, values, context)
+            values |= _call(block if compiled is None else partial(compiled, block, int(name)), block, values, context)
         return values
 
     @built_in
@@ -301,12 +312,14 @@ class Decoder(ParallelModule):
         return {"vocab": self.config.model.vocab, "label_smoothing": smoothing, "z_loss": loss.z_loss}
 
 
-def _call(block: nn.Module, values: Mapping[str, Any], context: Context) -> dict[str, Any]:
+def _call(
+    function: Callable[..., Any], block: nn.Module, values: Mapping[str, Any], context: Context
+) -> dict[str, Any]:
     """The outputs of a block by name: hidden states, and the values that it names in ``boundary()``."""
     names = block.boundary() if isinstance(block, ParallelModule) else ()
     if not names:
-        return {"hidden": block(values["hidden"], context)}
-    given = block(values["hidden"], context, *(values.get(name) for name in names))
+        return {"hidden": function(values["hidden"], context)}
+    given = function(values["hidden"], context, *(values.get(name) for name in names))
     if not isinstance(given, tuple) or len(given) != 1 + len(names):
         raise ConfigError(
             f"model.block={type(block).__qualname__}: boundary() names {', '.join(names)}; "

@@ -15,7 +15,8 @@ error.
 :func:`recompute_blocks_` selects the modules. It replaces the class of each by one of the same name whose ``forward``
 (or ``attend``) is recomputed, as FSDP does. Parameters, their names and users' classes do not change.
 
-The mechanism is the same as in non-reentrant ``torch.utils.checkpoint``: hooks on saved tensors, and an early stop.
+The mechanism is the same as in non-reentrant ``torch.utils.checkpoint``: hooks on saved tensors, and an early stop. In
+a compiled block, which has no such hooks, :func:`recompute` is torch's function.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from megastack.errors import ConfigError, MegastackError
 from megastack.layers.attention import ParallelAttention
@@ -69,7 +71,7 @@ def recompute_blocks_(blocks: Mapping[str, nn.Module], mode: str, pattern: str |
         _check_pattern(blocks, chosen, pattern, layers)
     method = "attend" if mode == "selective" else "forward"
     for module in chosen.values():
-        module.__class__ = _recomputed(type(module), method)
+        module.__class__ = _recomputed(type(module), method)  # type: ignore[arg-type]  # a class is hashable
 
 
 def _named(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -113,8 +115,9 @@ def _check_pattern(blocks: Mapping[str, nn.Module], chosen: Mapping[str, nn.Modu
         )
 
 
+@cache
 def _recomputed(kind: type[nn.Module], method: str) -> type[nn.Module]:
-    """A subclass with one method that backward recomputes."""
+    """A subclass with one method that backward recomputes; one for all modules, whose compiled code is then shared."""
     original = getattr(kind, method)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -132,6 +135,8 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if torch.compiler.is_compiling():  # the compiler divides the block's graph by itself
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
     call = _Call(function, args, kwargs)
     with saved_tensors_hooks(call.drop, call.restore):
         result = function(*args, **kwargs)

@@ -26,9 +26,9 @@ from megastack.pipeline.schedules.registry import schedule_names
 
 
 def in_double(config: TrainConfig) -> TrainConfig:
-    """The same training in fp64 on the CPUs of this machine."""
+    """The same training in fp64 on the CPUs of this machine, not compiled, so that its modules can be traced."""
     precise = {"precision.compute": ComputeDtype.fp64, "precision.reduce": None, "precision.loss_scale": None}
-    return replace_values(config, precise | {"device": Device.cpu, "cluster": ClusterOptions()})
+    return replace_values(config, precise | {"compile": False, "device": Device.cpu, "cluster": ClusterOptions()})
 
 
 def reference_of(config: TrainConfig) -> TrainConfig:

@@ -6,6 +6,7 @@ branch on which rank writes.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from megastack.observe.status import write_status
 from megastack.training.nonfinite import NonfiniteOrigin
 from megastack.training.state import Progress, RunResult
 from megastack.training.step import StepOutcome
+
+_LOG = logging.getLogger(__name__)
 
 
 class StepResults(NamedTuple):
@@ -63,6 +66,7 @@ class Recorder:
         elastic: a description of this start of an elastic job, for the status.
         guard: called before every write; raises if this run may no longer write.
         baseline: computes the nats per token of a bigram model on the validation split.
+        compile_cache: where compiled kernels are kept; ``None`` if nothing is compiled.
         phases: descriptions of the later data phases, by the 0-based step at which each begins.
         read_ahead_s: the time that reading data took before the first step began.
     """
@@ -80,6 +84,7 @@ class Recorder:
     elastic: str | None = None
     guard: Callable[[], None] | None = None
     baseline: Callable[[], float | None] | None = None
+    compile_cache: Path | None = None
     phases: Mapping[int, str] = field(default_factory=dict)
     read_ahead_s: float = 0.0
     _trained_s: float = 0.0
@@ -107,6 +112,10 @@ class Recorder:
         """Write and return the row of a step that ``progress`` already includes."""
         # The data of a step are read during an earlier step, and the data of the first steps before any step begins.
         before = 0.0 if self._trained_s else self.read_ahead_s
+        if not self._trained_s and self.compile_cache is not None:
+            note = f"the first step compiled the blocks and took {cost.seconds:.1f} s; kernels: {self.compile_cache}"
+            _LOG.info(note)
+            self.console.line(f"note      {note}")
         self._trained_s, self._data_s = self._trained_s + before + cost.seconds, self._data_s + outcome.data_seconds
         fields = self._train_fields(progress, outcome, results, cost)
         entry = row("train", progress.step, fields | {"wire_bytes": wire_bytes(ledger), "exposed_s": ledger.exposed_s})

@@ -34,7 +34,7 @@ def test_the_file_that_sets_a_value() -> None:
 
 
 def test_a_feature_that_is_not_available_yet() -> None:
-    assert "  for now  only false; the rest is not available yet" in str(explain("compile")).splitlines()
+    assert "  for now  only 1; the rest is not available yet" in str(explain("parallel.cp")).splitlines()
 
 
 def test_a_section_lists_its_files_and_keys() -> None:
