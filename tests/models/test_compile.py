@@ -84,9 +84,10 @@ def assert_equal_to_eager(backend: str, steps: int, **options: Any) -> None:
     assert counter.frame_count == 1
 
 
-def test_all_blocks_and_steps_share_one_compilation() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_all_blocks_and_steps_share_one_compilation(backend: str) -> None:
     layer = {"_target_": f"{__name__}.WarmingMLP"}
-    assert_equal_to_eager("inductor", 2, recompute="full", dropout=0.2, mlp=layer, qk_norm=True)
+    assert_equal_to_eager(backend, 2, recompute="full", dropout=0.2, mlp=layer)
 
 
 @pytest.mark.full
