@@ -74,7 +74,7 @@ def program(config: Any, mesh: Mesh, cell: Cell) -> None:
         if cell.kind in COLLECTIVES:
             x = x + COLLECTIVES[cell.kind](torch.ones(4, 2), group).sum()
         elif group.rank == (group.size - 1 if cell.kind == "send" else 0):
-            channels.send(x, group.size - 1 - group.rank)
+            channels.send([x], group.size - 1 - group.rank)
         elif group.rank in (0, group.size - 1):
             x = channels.receive((2, 3), x.dtype, group.size - 1 - group.rank).wait()
     channels.finish()

@@ -33,7 +33,16 @@ from megastack.training.step import TrainStep
 from tests.faulty_mlp import fault
 from tests.tiny_runs import overrides, rows
 
-TIMES = {"time", "exposed_s", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "peak_memory_bytes", "seconds"}
+TIMES = {
+    "time",
+    "model_tflops_per_device",
+    "exposed_s",
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "peak_memory_bytes",
+    "seconds",
+}
 TIMES |= {"write_seconds", "train_s", "data_s", "path"}
 SMALL = ("model.layers=1", "batch.global_size=2", "batch.sequence_length=8")
 QUIET = ("run.validate_every=0", "data.validation_fraction=0", "checkpoint.at_end=true")
