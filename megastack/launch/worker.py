@@ -6,6 +6,7 @@ it raises: the process that first notices a failure is seldom the one that cause
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -123,6 +124,7 @@ def work(
                 for line in [*describe_environment(mesh.device), *filter(None, [assignment.start])]:
                     log.info(line)
                 training = _build(assignment, mesh, dataset)
+                _log_kernels(log, training)
                 loop = build_loop(training, folder, stop, hooks, assignment.resume, **_origin(assignment))
                 result = loop.run()
             log.info("%s after step %d; %s", result.status, result.step, device_memory(mesh.device))
@@ -186,6 +188,16 @@ def _build(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Train
     elif assignment.weights is not None:
         training.load_weights(assignment.weights)
     return training
+
+
+def _log_kernels(log: logging.Logger, training: Training) -> None:
+    """Log the attention kernel; on a GPU that could run faster ones, the first rank warns on the console."""
+    choice, mesh, compute = training.attention_kernel, training.mesh, training.config.precision.compute
+    on_gpu = mesh.device.type == "cuda"
+    warns = choice.because is not None and on_gpu and mesh.rank == 0
+    log.log(logging.WARNING if warns else logging.INFO, "built-in attention: %s", choice)
+    if on_gpu and mesh.rank == 0 and compute in ("fp32", "fp64"):
+        log.warning("precision.compute=%s does not use the tensor cores of a GPU; try precision=bf16", compute.value)
 
 
 def _origin(assignment: Assignment) -> dict[str, Any]:
