@@ -2,7 +2,7 @@
 
     python scripts/bench_block.py            # a minute on an idle machine
 
-The tensors are tiny, so the time is that of Python and of torch's dispatcher: the CPU time of the thread, the minimum
+The tensors are tiny, so only Python and torch's dispatcher take time: the CPU time of the thread, the minimum
 of many repetitions. The blocks take turns, so that other load on the machine affects both. Both are bf16 and run on the
 CPU. The package's block uses the implementations for a GPU, with fused operators that only allocate their outputs. The
 time of a kernel launch on a GPU is not included. Plain torch has LayerNorms instead of RMSNorms, because they are one

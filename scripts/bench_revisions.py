@@ -4,7 +4,7 @@
 
 Both checkouts train the same small Llama through the public API (`compose`, `train`, `Hooks`), each in processes of its
 own. One of them runs a block of steps while the other waits, then they change places, and each pair of blocks swaps
-which checkout goes first. The processor time of all ranks is summed over a block. Both sides start anew after
+which checkout goes first. The processor time of all ranks is summed over a block. Both sides are restarted after
 `PAIRS_PER_START` pairs, since the memory that a process happens to get makes all its steps faster or slower. Printed
 per layout: the median of the ratios NEW / OLD, a 95 % interval of that median (order statistics), and the smallest and
 largest ratio.

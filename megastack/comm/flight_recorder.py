@@ -128,7 +128,7 @@ class FlightRecorder:
         ranks: tuple[int, ...],
         sequence: OperationSequence | None = None,
     ) -> Operation:
-        """Record that this rank starts an operation; ``sequence`` is that of :meth:`sequence`, if it is known."""
+        """Record that this rank starts an operation; ``sequence`` is the result of :meth:`sequence`, if known."""
         if sequence is None:
             sequence = self.sequence(axis, op, ranks)
         sequence.number = number = sequence.number + 1

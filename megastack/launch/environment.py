@@ -156,7 +156,7 @@ def set_nccl_defaults(dump: Path | None = None, environment: MutableMapping[str,
 
     Args:
         dump: the prefix of the files of NCCL's flight recorder, which the rank is appended to.
-        environment: default: that of this process.
+        environment: the environment; by default of this process.
     """
     env = os.environ if environment is None else environment
     for name, value in NCCL_DEFAULTS.items():
