@@ -21,6 +21,7 @@ def run(script: str, out: Path, *arguments: str, limit_s: float = 100) -> tuple[
     return code, json.loads(out.read_text()) if out.exists() else {}
 
 
+@pytest.mark.full
 def test_a_step_reports_its_figures_and_the_others_are_skipped(tmp_path: Path) -> None:
     code, results = run("gpu_first.sh", tmp_path / "out.json", "--only", "environment")
     assert code == 0 and results["environment"]["state"] == "ok"
