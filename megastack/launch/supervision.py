@@ -182,10 +182,12 @@ def prepare_environment(config: TrainConfig, watch: Path | None = None) -> None:
         config: contains the device.
         watch: the folder for NCCL's own reports, if it is known.
     """
-    set_allocator_defaults()
     if config.run.deterministic:
         use_deterministic_kernels()
-    if config.device != "cpu" and pick_device(config.device.value).type == "cuda":
+    if config.device == "cpu":
+        return
+    set_allocator_defaults()
+    if pick_device(config.device.value).type == "cuda":
         set_nccl_defaults(None if watch is None else watch / "nccl_")
 
 

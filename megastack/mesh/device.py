@@ -159,8 +159,7 @@ def set_allocator_defaults(environment: MutableMapping[str, str] | None = None) 
     """
     env = os.environ if environment is None else environment
     if not any(name in env for name in ALLOCATOR_VARIABLES):
-        for name in ALLOCATOR_VARIABLES:
-            env[name] = "expandable_segments:True"
+        env[ALLOCATOR_VARIABLES[0 if torch.__version__ >= "2.9" else 1]] = "expandable_segments:True"
 
 
 def use_deterministic_kernels(environment: MutableMapping[str, str] | None = None) -> None:

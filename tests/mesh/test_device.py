@@ -77,7 +77,7 @@ def test_a_forked_process_that_cannot_use_its_gpu_never_takes_the_cpu_instead(mo
 def test_the_allocator_extends_its_segments_unless_the_user_has_configured_it() -> None:
     unset: dict[str, str] = {}
     set_allocator_defaults(unset)
-    assert unset == dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True")
+    assert unset == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     for name in ALLOCATOR_VARIABLES:
         chosen = {name: "max_split_size_mb:64"}
         set_allocator_defaults(chosen)
