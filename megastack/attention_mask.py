@@ -155,7 +155,7 @@ class AttentionMask:
 
 
 def _segments(lengths: list[int], hidden: int) -> Iterator[Segment]:
-    """The segments of documents of these lengths, where ``hidden`` pairs that are computed in vain cost as a call."""
+    """The segments of documents of these lengths, where computing ``hidden`` masked pairs costs as much as a call."""
     start = 0
     for batch, together in _groups(lengths, hidden):
         numbers = np.repeat(np.arange(len(together), dtype=np.int32), together) if len(together) > 1 else None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,9 +66,26 @@ class CompiledBlocks:
         """
         inputs = _Inputs.of(context, layer)
         try:
-            return self._run(block, hidden_BSD, inputs, *values)
+            with _without_wider_gradients(block):
+                return self._run(block, hidden_BSD, inputs, *values)
         except self._errors as error:
             raise ConfigError(_explain(block, layer, error)) from error
+
+
+@contextmanager
+def _without_wider_gradients(block: nn.Module) -> Iterator[None]:
+    """Detach the ``.grad`` of a lower-precision parameter, an fp32 view of its bucket, which a trace cannot represent.
+
+    Autograd accumulates into it in the backward, which runs outside of this context.
+    """
+    wider = [(p, p.grad) for p in block.parameters() if p.grad is not None and p.grad.dtype != p.dtype]
+    for parameter, _ in wider:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in wider:
+            parameter.grad = gradient
 
 
 class _Inputs(NamedTuple):

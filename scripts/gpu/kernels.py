@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpu.task import TINY, Task
+from megastack.layers.context import Context
 from megastack.models.profile import flops_per_token
 from megastack.observe.devices import peak_flops
 
@@ -94,8 +96,13 @@ def block(task: Task) -> dict[str, Any]:
         except Exception as error:
             found[name] = {"error": str(error)}
             continue
-        own = next(training.stages[0].blocks.children())
-        found[name] = _timed(task, lambda x, own=own: own(x), length, hidden)
+        stage = training.stages[0]
+        own = next(stage.blocks.children())
+        run = own if stage.compiled_blocks is None else partial(stage.compiled_blocks, own, 0)
+        positions = torch.arange(length, device=task.device)[None]
+        context = Context.of(positions, rope=own.attention.rope, dtype=torch.bfloat16)
+        found[name] = _timed(task, lambda x, run=run, context=context: run(x, context), length, hidden)
+        found[name]["is_compiled"] = stage.compiled_blocks is not None
         per_token = flops_per_token(training.config)
     plain = PlainBlock(hidden, heads, groups, ffn).to(task.device, torch.bfloat16)
     angles = torch.randn(length, hidden // heads // 2, device=task.device, dtype=torch.bfloat16)

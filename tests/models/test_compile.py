@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megastack.assemble.training import build_training
 from megastack.batch import Microbatch
 from megastack.config.convert import replace_values
 from megastack.config.layout_rules import mesh_shape
@@ -146,3 +147,21 @@ def test_every_layout_trains_as_without_compilation(layout: str, backend: str, t
     assert eager is not None
     assert found is not None
     assert differences(eager, found, tolerance=TOLERANCES[torch.float32]) == []
+
+
+def losses_in_bf16(compiles: bool) -> tuple[list[float], set[torch.dtype]]:
+    sizes = ["model.layers=1", "batch.global_size=2", "batch.micro_size=1", "batch.sequence_length=16"]
+    names = ["model=llama_byte", "precision=bf16", "device=cpu", "run.steps=3", "lr.warmup_steps=0"]
+    config = composed([*names, *sizes, f"compile={str(compiles).lower()}"])
+    training = build_training(config, Mesh.from_environment(mesh_shape(config), device="cpu"))
+    found = [float(training.step(step).loss or torch.nan) for step in range(2)]
+    return found, {p.grad.dtype for p in training.stages[0].blocks.parameters() if p.grad is not None}
+
+
+def test_bf16_weights_with_fp32_gradients_train_compiled() -> None:
+    """The first losses are equal; then the eager blocks add unrounded products and the compiled ones do not."""
+    with patch.object(compiled, "BACKEND", "aot_eager"):
+        eager, traced = losses_in_bf16(False), losses_in_bf16(True)
+    assert eager[1] == traced[1] == {torch.float32}
+    assert eager[0][0] == traced[0][0]
+    assert eager[0][1] == pytest.approx(traced[0][1], rel=1e-3) and eager[0][1] != eager[0][0]
