@@ -1,0 +1,1 @@
+"""Communication of the CPU ranks of one host through shared memory."""

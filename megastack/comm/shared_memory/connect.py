@@ -1,0 +1,106 @@
+"""The start of communication through shared memory: each rank reserves memory, and maps that of its peers.
+
+:func:`connect` is called once for the groups of a mesh, by all its ranks. Each rank reserves memory with one ring per
+group, which all other members read, and for pipelines one ring per peer. The ranks exchange where the memory is, map
+that of their peers, and agree for each group whether all members could.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megastack.comm.shared_memory import semaphores
+from megastack.comm.shared_memory.engine import engine
+from megastack.comm.shared_memory.group import SharedGroup
+from megastack.comm.shared_memory.memory import PAGE, Offer, OwnMemory, Peer, endpoint
+from megastack.comm.shared_memory.plan import GroupPlan
+
+
+@dataclass(frozen=True)
+class Offers:
+    """Where the peers of a rank find its endpoint and its memory."""
+
+    endpoint: Offer
+    memory: Offer
+
+
+_open: weakref.WeakSet[OwnMemory] = weakref.WeakSet()
+
+
+def close_shared_memory() -> None:
+    """End the use of all groups of this process: peers that wait for it fail."""
+    engine().forget()
+    for own in list(_open):
+        own.close()
+
+
+def connect(
+    groups: Sequence[GroupPlan], rank: int, exchange: Callable[[Any], list[Any]], timeout_s: float
+) -> list[SharedGroup | str]:
+    """Set up groups of this rank; called by all ranks that ``exchange`` reaches, with groups of the same sizes.
+
+    Args:
+        groups: with at least two members each.
+        rank: this rank.
+        exchange: returns a value of every rank, by rank.
+        timeout_s: seconds after which a wait fails.
+
+    Returns:
+        For each group this rank's access to it, or why a member cannot use shared memory.
+    """
+    own, mine = _reserve(groups)
+    offers = exchange(mine)
+    peers = {r: _peer(offers[r]) for r in sorted({r for plan in groups for r in plan.ranks} - {rank})}
+    votes = exchange([_reason(rank, plan, mine, peers) for plan in groups])
+    if own is not None:
+        own.seal()
+    found: list[SharedGroup | str] = []
+    offset = PAGE
+    for i, plan in enumerate(groups):
+        reason = next((votes[r][i] for r in plan.ranks if votes[r][i]), None)
+        if reason is not None or own is None:
+            found.append(reason or str(mine))
+        else:
+            theirs = {r: peer for r in plan.ranks if isinstance(peer := peers.get(r), Peer)}
+            found.append(SharedGroup(plan, rank, own, theirs, offset, timeout_s))
+            engine().processes = max(engine().processes, len(plan.ranks))
+        offset += plan.size
+    return found
+
+
+def _reserve(groups: Sequence[GroupPlan]) -> tuple[OwnMemory | None, Offers | str]:
+    """The memory of this rank and where it is, or why there is none."""
+    if not semaphores.AVAILABLE:
+        return None, "the C library has no semaphores for several processes"
+    try:
+        own = OwnMemory("megastack", PAGE + sum(plan.size for plan in groups))
+        offers = Offers(endpoint().offer(), own.offer())
+    except OSError as error:
+        return None, f"memory cannot be shared: {error}"
+    offset = PAGE
+    for plan in groups:
+        ring, messages = plan.layouts(offset)
+        for each in (ring, *messages):
+            each.initialise(own)
+        offset += plan.size
+    _open.add(own)
+    return own, offers
+
+
+def _peer(offer: Offers | str) -> Peer | str:
+    """Another rank's memory, or why it is out of reach."""
+    try:
+        return offer if isinstance(offer, str) else Peer.find(offer.endpoint, offer.memory)
+    except OSError as error:
+        return f"its memory cannot be mapped: {error}"
+
+
+def _reason(rank: int, plan: GroupPlan, mine: Offers | str, peers: Mapping[int, Peer | str]) -> str | None:
+    """Why this rank cannot use shared memory in a group; None if it can."""
+    if isinstance(mine, str):
+        return f"rank {rank}: {mine}"
+    out_of_reach = ((r, peer) for r in plan.ranks if isinstance(peer := peers.get(r), str))
+    return next((f"ranks {rank} and {r}: {text}" for r, text in out_of_reach), None)
