@@ -38,14 +38,14 @@ def close_shared_memory() -> None:
 
 
 def connect(
-    groups: Sequence[GroupPlan], rank: int, exchange: Callable[[Any], list[Any]], timeout_s: float
+    groups: Sequence[GroupPlan], rank: int, exchange: Callable[[Any], Mapping[int, Any]], timeout_s: float
 ) -> list[SharedGroup | str]:
     """Set up groups of this rank; called by all ranks that ``exchange`` reaches, with groups of the same sizes.
 
     Args:
         groups: with at least two members each.
         rank: this rank.
-        exchange: returns a value of every rank, by rank.
+        exchange: returns the value of every rank, by rank.
         timeout_s: seconds after which a wait fails.
 
     Returns:
@@ -54,7 +54,7 @@ def connect(
     own, mine = _reserve(groups)
     offers = exchange(mine)
     peers = {r: _peer(offers[r]) for r in sorted({r for plan in groups for r in plan.ranks} - {rank})}
-    votes = exchange([_reason(rank, plan, mine, peers) for plan in groups])
+    votes = exchange([_reason(rank, plan, offers, peers) for plan in groups])
     if own is not None:
         own.seal()
     found: list[SharedGroup | str] = []
@@ -98,9 +98,14 @@ def _peer(offer: Offers | str) -> Peer | str:
         return f"its memory cannot be mapped: {error}"
 
 
-def _reason(rank: int, plan: GroupPlan, mine: Offers | str, peers: Mapping[int, Peer | str]) -> str | None:
-    """Why this rank cannot use shared memory in a group; None if it can."""
-    if isinstance(mine, str):
-        return f"rank {rank}: {mine}"
-    out_of_reach = ((r, peer) for r in plan.ranks if isinstance(peer := peers.get(r), str))
-    return next((f"ranks {rank} and {r}: {text}" for r, text in out_of_reach), None)
+def _reason(
+    rank: int, plan: GroupPlan, offers: Mapping[int, Offers | str], peers: Mapping[int, Peer | str]
+) -> str | None:
+    """Why a group cannot use shared memory, as far as this rank knows; None if it can."""
+    for other in plan.ranks:
+        offer, peer = offers[other], peers.get(other)
+        if isinstance(offer, str):
+            return f"rank {other}: {offer}"
+        if isinstance(peer, str):
+            return f"ranks {rank} and {other}: {peer}"
+    return None

@@ -63,7 +63,8 @@ class Memory:
         self.buffer = mmap.mmap(descriptor, size)
         self.size = size
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
-        self._bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)
+        with torch.inference_mode(False):  # tensors of that mode cannot be written to outside of it
+            self._bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)
         self._typed: dict[torch.dtype, Tensor] = {}
 
     def elements(self, dtype: torch.dtype, offset: int, count: int) -> Tensor:

@@ -62,7 +62,10 @@ def alias(x: Tensor) -> Tensor:
     if not x.numel():
         return torch.empty(0, dtype=x.dtype)
     memory = (ctypes.c_char * (x.numel() * x.itemsize)).from_address(x.data_ptr())
-    return torch.frombuffer(memory, dtype=x.dtype)
+    if not torch.is_inference_mode_enabled():
+        return torch.frombuffer(memory, dtype=x.dtype)
+    with torch.inference_mode(False):  # tensors of that mode cannot be written to outside of it
+        return torch.frombuffer(memory, dtype=x.dtype)
 
 
 def span(x: Tensor) -> Span:
