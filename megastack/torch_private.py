@@ -230,6 +230,12 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The time-out of a process group's operations on the CPU."""
+    options = group._get_backend(torch.device("cpu")).options
+    return cast(timedelta, options._timeout)
+
+
 @contextmanager
 def group_names(name_of: Callable[[list[int], Collection[str]], str]) -> Iterator[None]:
     """Name process groups created inside with ``use_local_synchronization`` by ``name_of(ranks, names in use)``."""

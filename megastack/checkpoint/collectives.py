@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megastack.comm.backend import transport_of
 from megastack.comm.group import AxisGroup
 from megastack.comm.objects import gather_objects
 from megastack.errors import CheckpointError, counted
@@ -32,7 +33,7 @@ def all_true(value: bool, world: AxisGroup) -> bool:
     device = "cpu" if "gloo" in dist.get_backend_config(world.group) else "cuda"
     flag = torch.tensor([int(value)], device=device)
     with world.blocks("all_reduce"):
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=world.group)
+        transport_of(world, flag.device).start_all_reduce_(flag, world, "min").wait()
     return bool(flag.item())
 
 

@@ -1,14 +1,14 @@
-"""Differences between the backends of torch.distributed: gloo on the CPU and NCCL on a GPU.
+"""Differences between the transports: NCCL on a GPU, and on the CPU shared memory within a host and gloo otherwise.
 
-Collectives choose a backend by the device of their tensors. The ring algorithms of gloo copy through internal buffers,
-so on the CPU simpler operations compute the same result faster. On a GPU each collective is one call.
+Collectives choose a backend by their group and the device of their tensors. The ring algorithms of gloo copy through
+internal buffers, so on the CPU simpler operations compute the same result faster. On a GPU each collective is one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megastack.comm.flight_recorder import Completion
 from megastack.comm.group import AxisGroup
+from megastack.comm.shared_memory.group import SharedGroup
 
 
 class Work(Protocol):
@@ -23,6 +24,9 @@ class Work(Protocol):
 
     def wait(self) -> Any:
         """Block until the operation is complete; on a GPU, block the current stream."""
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` would return immediately."""
 
 
 class Backend(Protocol):
@@ -52,6 +56,18 @@ class Backend(Protocol):
     def receive_lead(self) -> int:
         """The number of computations by which a receive may be posted ahead of its position in a schedule."""
 
+    def start_all_reduce_(self, buffer: Tensor, group: AxisGroup, op: str) -> Work:
+        """Reduce in place; ``op`` is ``sum``, ``max`` or ``min``."""
+
+    def start_broadcast_(self, x: Tensor, group: AxisGroup, source: int) -> Work:
+        """Copy ``x`` of rank ``source`` of the group to the others, in place."""
+
+    def send(self, x: Tensor, group: AxisGroup, peer: int, channel: dist.ProcessGroup | None) -> Work:
+        """Send a contiguous tensor to rank ``peer`` of the group, over a process group of the same ranks."""
+
+    def receive_(self, x: Tensor, group: AxisGroup, peer: int, channel: dist.ProcessGroup | None) -> Work:
+        """Fill a contiguous tensor with the next message of rank ``peer`` of the group."""
+
     def start_gather_(self, pieces: Tensor, group: AxisGroup, own: Tensor | None = None) -> Work:
         """Fill a contiguous ``(size, n)`` tensor with the rows of all ranks.
 
@@ -66,7 +82,26 @@ class Backend(Protocol):
         """
 
 
-class Gloo:
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class _Torch:
+    """The operations that are one call of torch.distributed with every backend."""
+
+    def start_all_reduce_(self, buffer: Tensor, group: AxisGroup, op: str) -> Work:
+        return dist.all_reduce(buffer, op=_OPS[op], group=group.group, async_op=True)
+
+    def start_broadcast_(self, x: Tensor, group: AxisGroup, source: int) -> Work:
+        return dist.broadcast(x, src=group.ranks[source], group=group.group, async_op=True)
+
+    def send(self, x: Tensor, group: AxisGroup, peer: int, channel: dist.ProcessGroup | None) -> Work:
+        return cast(Work, dist.isend(x, dst=group.ranks[peer], group=channel))
+
+    def receive_(self, x: Tensor, group: AxisGroup, peer: int, channel: dist.ProcessGroup | None) -> Work:
+        return cast(Work, dist.irecv(x, src=group.ranks[peer], group=channel))
+
+
+class Gloo(_Torch):
     """Tensors on the CPU."""
 
     process_groups = "gloo"
@@ -96,7 +131,34 @@ class Gloo:
         return work, lambda: torch.sum(received, 0, dtype=out.dtype, out=out)
 
 
-class Nccl:
+class SharedMemory(Gloo):
+    """Tensors on the CPU of groups whose ranks are on one host; objects and barriers still use gloo."""
+
+    def start_all_reduce_(self, buffer: Tensor, group: AxisGroup, op: str) -> Work:
+        return _shared(group).all_reduce(buffer, op)
+
+    def start_broadcast_(self, x: Tensor, group: AxisGroup, source: int) -> Work:
+        return _shared(group).broadcast(x, source)
+
+    def send(self, x: Tensor, group: AxisGroup, peer: int, channel: dist.ProcessGroup | None) -> Work:
+        return _shared(group).send(x, peer)
+
+    def receive_(self, x: Tensor, group: AxisGroup, peer: int, channel: dist.ProcessGroup | None) -> Work:
+        return _shared(group).receive(x, peer)
+
+    def start_gather_(self, pieces: Tensor, group: AxisGroup, own: Tensor | None = None) -> Work:
+        return _shared(group).all_gather(pieces, own)
+
+    def start_sum(self, out: Tensor, pieces: Tensor, group: AxisGroup) -> tuple[Work, Callable[[], Tensor]]:
+        return _shared(group).reduce_scatter(out, pieces), lambda: out
+
+
+def _shared(group: AxisGroup) -> SharedGroup:
+    assert group.shared is not None, f"{group.axis}: the ranks do not share memory"
+    return group.shared
+
+
+class Nccl(_Torch):
     """Tensors on a GPU. A job on GPUs also keeps gloo for messages between hosts."""
 
     process_groups = "cpu:gloo,cuda:nccl"
@@ -148,8 +210,11 @@ class _Works:
         for work in self._works:
             work.wait()
 
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
-_GLOO, _NCCL = Gloo(), Nccl()
+
+_GLOO, _NCCL, _SHARED = Gloo(), Nccl(), SharedMemory()
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -162,6 +227,12 @@ def backend_of(device: torch.device) -> Backend:
     if _choice is not None:
         return _choice
     return _GLOO if device.type == "cpu" else _NCCL
+
+
+def transport_of(group: AxisGroup, device: torch.device) -> Backend:
+    """The backend for tensors on a device that are communicated within a group."""
+    backend = backend_of(device)
+    return _SHARED if backend is _GLOO and group.shared is not None else backend
 
 
 @contextmanager

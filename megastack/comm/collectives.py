@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastack.comm.backend import Work, backend_of
+from megastack.comm.backend import Work, backend_of, transport_of
 from megastack.comm.flight_recorder import Operation
 from megastack.comm.group import AxisGroup
 from megastack.comm.observer import ObservedWork
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class Pending:
@@ -68,7 +66,7 @@ def start_all_reduce_(buffer: Tensor, group: AxisGroup, op: str = "sum") -> Pend
     if group.size == 1:
         return done(buffer)
     operation = _begin(group, "all_reduce", buffer)
-    work = dist.all_reduce(buffer, op=_OPS[op], group=group.group, async_op=True)
+    work = transport_of(group, buffer.device).start_all_reduce_(buffer, group, op)
     return _pending(work, group, operation, lambda: buffer)
 
 
@@ -82,7 +80,7 @@ def start_reduce_scatter_(buffer: Tensor, group: AxisGroup, out: Tensor | None =
         return done(buffer if out is None else out.copy_(buffer))
     piece = own_piece(buffer, group) if out is None else out
     operation = _begin(group, "reduce_scatter", buffer)
-    work, finish = backend_of(buffer.device).start_sum(piece, buffer.view(group.size, -1), group)
+    work, finish = transport_of(group, buffer.device).start_sum(piece, buffer.view(group.size, -1), group)
     return _pending(work, group, operation, finish)
 
 
@@ -91,7 +89,7 @@ def start_all_gather_(buffer: Tensor, group: AxisGroup) -> Pending:
     if group.size == 1:
         return done(buffer)
     operation = _begin(group, "all_gather", buffer)
-    work = backend_of(buffer.device).start_gather_(_pieces(buffer, group), group)
+    work = transport_of(group, buffer.device).start_gather_(_pieces(buffer, group), group)
     return _pending(work, group, operation, lambda: buffer)
 
 
@@ -125,7 +123,7 @@ def start_all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     own = x.detach().contiguous()
     pieces = own.new_empty((group.size, *own.shape))
     operation = _begin(group, "all_gather", pieces)
-    work = backend_of(x.device).start_gather_(pieces.view(group.size, -1), group, own.view(-1))
+    work = transport_of(group, x.device).start_gather_(pieces.view(group.size, -1), group, own.view(-1))
     return _pending(work, group, operation, lambda: _join(pieces, dim))
 
 
@@ -141,7 +139,7 @@ def start_reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     assert x.shape[dim] % group.size == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {group.size}"
     pieces = _cut(x.detach(), group.size, dim)
     operation = _begin(group, "reduce_scatter", pieces)
-    work, finish = backend_of(x.device).start_sum(x.new_empty(pieces.shape[1:]), pieces, group)
+    work, finish = transport_of(group, x.device).start_sum(x.new_empty(pieces.shape[1:]), pieces, group)
     return _pending(work, group, operation, finish)
 
 
@@ -156,7 +154,7 @@ def broadcast(x: Tensor, group: AxisGroup, source: int = 0) -> Tensor:
         return x
     result = x.detach().clone(memory_format=torch.contiguous_format)
     with group.blocks("broadcast", result.numel() * result.element_size() if group.rank == source else None):
-        dist.broadcast(result, src=group.ranks[source], group=group.group)
+        transport_of(group, x.device).start_broadcast_(result, group, source).wait()
     return result
 
 

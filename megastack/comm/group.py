@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megastack.comm.flight_recorder import FlightRecorder, Operation
 from megastack.comm.observer import NO_OBSERVER, Observer
+from megastack.comm.shared_memory.group import SharedGroup
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class AxisGroup:
         group: torch's process group; ``None`` when ``size`` is 1 and nothing is ever communicated.
         axis: the label of the group in counters and reports (``dp`` also stands for fused ``dp·cp``).
         observer: receives the operations on this group.
+        shared: the group in shared memory, if its ranks are CPU ranks of one host; tensors on the CPU use it.
     """
 
     rank: int
@@ -31,6 +33,7 @@ class AxisGroup:
     group: dist.ProcessGroup | None
     axis: str
     observer: Observer = field(default=NO_OBSERVER, compare=False)
+    shared: SharedGroup | None = field(default=None, compare=False)
 
     @property
     def flight_recorder(self) -> FlightRecorder:

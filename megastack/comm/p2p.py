@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastack.comm.backend import backend_of
+from megastack.comm.backend import backend_of, transport_of
 from megastack.comm.collectives import Pending
 from megastack.comm.flight_recorder import Operation
 from megastack.comm.group import AxisGroup
@@ -78,7 +78,7 @@ class P2PChannels:
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         channel = self._process_group(peer, self._group.rank)
         operation = self._begin("receive", buffer, peer)
-        work = dist.irecv(buffer, src=self._group.ranks[peer], group=channel)
+        work = transport_of(self._group, self._device).receive_(buffer, self._group, peer, channel)
         return Pending(ObservedWork(work, self._group.observer, operation), lambda: buffer)
 
     def receive_header(self, peer: int, about: object = None) -> Any:
@@ -99,7 +99,8 @@ class P2PChannels:
 
     def _post(self, x: Tensor, peer: int, payload_bytes: int | None = None) -> tuple[ObservedWork, Tensor]:
         operation = self._begin("send", x, peer, payload_bytes)
-        work = dist.isend(x, dst=self._group.ranks[peer], group=self._process_group(self._group.rank, peer))
+        channel = self._process_group(self._group.rank, peer)
+        work = transport_of(self._group, self._device).send(x, self._group, peer, channel)
         return ObservedWork(work, self._group.observer, operation), x
 
     def _begin(self, op: str, x: Tensor, peer: int, payload_bytes: int | None = None) -> Operation | None:

@@ -22,12 +22,16 @@ from megastack.comm.backend import backend_of
 from megastack.comm.flight_recorder import FlightRecorder
 from megastack.comm.group import AxisGroup
 from megastack.comm.observer import NO_OBSERVER, Observer, RankObserver
+from megastack.comm.peers import absent_peers
+from megastack.comm.shared_memory.group import SharedGroup
+from megastack.comm.shared_memory.plan import SMALL_RING_BYTES, GroupPlan
 from megastack.comm.traffic import Ledger
 from megastack.errors import MeshError, RankEnvironmentError
 from megastack.mesh.device import DeviceDescription, pick_device, select_device
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinates
 from megastack.mesh.store import check_devices, open_store
+from megastack.mesh.transport import group_plans, requested_transport, share_memory
 from megastack.torch_private import group_names, set_timeout
 
 _FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
@@ -51,6 +55,7 @@ class Mesh:
         observer: receives the operations on all groups of this mesh.
         backward_channels: a second group of the ``pp`` ranks, for messages to lower ranks (see
             :mod:`megastack.comm.p2p`). ``None`` if ``pp`` is 1.
+        transport: describes how its ranks communicate.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Mesh:
         *,
         timeout: timedelta | None = None,
         observer: Observer = NO_OBSERVER,
+        cpu_transport: str = "gloo",
     ) -> None:
         self.shape = shape
         self.rank = rank
@@ -71,6 +77,11 @@ class Mesh:
         self.coordinates = shape.coordinates(rank)
         self._timeout = timeout
         self._groups: dict[tuple[object, ...], AxisGroup] = {}
+        self._cpu_transport = cpu_transport
+        self.transport = backend_of(device).process_groups
+        self._shared: dict[tuple[Axis, ...], SharedGroup | None] = {}
+        if device_mesh is not None and self._shares_memory:
+            self._share_memory()
         self.backward_channels: dist.ProcessGroup | None = None
         if device_mesh is not None:
             for axes in _FUSED:
@@ -91,7 +102,13 @@ class Mesh:
 
     @classmethod
     def from_environment(
-        cls, shape: MeshShape, *, device: str = "auto", timeout_s: float | None = None, observer: Observer | None = None
+        cls,
+        shape: MeshShape,
+        *,
+        device: str = "auto",
+        timeout_s: float | None = None,
+        observer: Observer | None = None,
+        cpu_transport: str = "auto",
     ) -> Mesh:
         """Create the mesh of a worker that a launcher started.
 
@@ -99,10 +116,12 @@ class Mesh:
         ``MASTER_ADDR`` and ``MASTER_PORT``, or from Slurm's variables in a task of srun. Without these variables a
         shape of one rank needs no process group. A rank stops waiting for another after ``timeout_s`` seconds (default:
         torch's), in this call as well. Without an ``observer`` the mesh creates its own
-        :class:`~megastack.comm.observer.RankObserver`.
+        :class:`~megastack.comm.observer.RankObserver`. ``cpu_transport`` is ``gloo``, ``shared_memory`` for groups of
+        CPU ranks, which must be on one host, or ``auto``: shared memory where possible.
 
         Raises:
-            MeshError: the shape's world size is not the number of ranks, or there is no launcher or no such device.
+            MeshError: the shape's world size is not the number of ranks, there is no launcher or no such device, or
+                ranks that should share memory cannot.
             RankEnvironmentError: the variables are invalid, or rank 0 cannot be reached at the given address.
         """
         target, observer = pick_device(device), observer or RankObserver()
@@ -116,7 +135,8 @@ class Mesh:
             _open_world(shape, launched, target, timeout_s)
         _require_size(shape, dist.get_world_size())
         grid = _device_mesh(shape, target, limit)
-        return cls(shape, dist.get_rank(), target, grid, timeout=limit, observer=observer)
+        transport = requested_transport(cpu_transport)
+        return cls(shape, dist.get_rank(), target, grid, timeout=limit, observer=observer, cpu_transport=transport)
 
     @property
     def ledger(self) -> Ledger:
@@ -171,7 +191,11 @@ class Mesh:
             with group_names(_name_by_ranks):
                 group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
             place = chosen.index(whole.rank)
-            self._groups[key] = AxisGroup(place, len(chosen), tuple(ranks), group, whole.axis, self.observer)
+            shared = None
+            if self._shares_memory:
+                plan = GroupPlan(whole.axis, tuple(ranks), SMALL_RING_BYTES)
+                (shared,), _ = share_memory([plan], self.rank, group, self._cpu_transport)
+            self._groups[key] = AxisGroup(place, len(chosen), tuple(ranks), group, whole.axis, self.observer, shared)
         return self._groups[key]
 
     def _axis_group(self, axes: tuple[Axis, ...], label: str) -> AxisGroup:
@@ -187,13 +211,37 @@ class Mesh:
             group = self._new_group(axes)
         assert group is not None
         members = tuple(dist.get_process_group_ranks(group))
-        return AxisGroup(members.index(self.rank), len(members), members, group, label, self.observer)
+        place, shared = members.index(self.rank), self._shared.get(axes)
+        return AxisGroup(place, len(members), members, group, label, self.observer, shared)
+
+    @property
+    def _shares_memory(self) -> bool:
+        return self.device.type == "cpu" and self._cpu_transport != "gloo" and absent_peers() is None
+
+    def _share_memory(self) -> None:
+        """Set up shared memory for the groups that the mesh creates."""
+        world = dist.group.WORLD
+        assert world is not None
+        axes = grouped_axes(self.shape)
+        plans = group_plans(self.shape, axes, self.rank)
+        shared, self.transport = share_memory(plans, self.rank, world, self._cpu_transport)
+        self._shared = dict(zip(axes, shared, strict=True))
 
     def _new_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
         return _new_group(self.shape, axes, self.rank, self._timeout)
 
     def __repr__(self) -> str:
         return f"Mesh({self.shape}, rank {self.rank} | {describe_coordinates(self.coordinates)}, {self.device})"
+
+
+def grouped_axes(shape: MeshShape) -> list[tuple[Axis, ...]]:
+    """The axes along which a mesh has groups, without those of size 1, single ones first."""
+    single = [(axis,) for axis in DENSE_AXES]
+    real = [
+        tuple(axis for axis in DENSE_AXES if axis in named and shape.size(axis) > 1)
+        for named in (*single, *_FUSED, DENSE_AXES)
+    ]
+    return [axes for axes in dict.fromkeys(real) if axes]
 
 
 def _name_by_ranks(ranks: list[int], names: Collection[str]) -> str:

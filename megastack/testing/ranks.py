@@ -42,6 +42,8 @@ import torch
 import torch.distributed as dist
 
 from megastack.comm.peer_failure import is_peer_failure, is_transport
+from megastack.comm.shared_memory.connect import close_shared_memory
+from megastack.comm.shared_memory.engine import drain
 from megastack.errors import MegastackError
 
 T = TypeVar("T")
@@ -375,6 +377,8 @@ def _process_group(task: _RankTask) -> Iterator[None]:
             dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit)
             dist.barrier()  # a rank that returns immediately would close connections that others are still opening
         yield
+        drain(task.timeout)
     finally:
+        close_shared_memory()  # peers that wait for this rank fail
         if dist.is_initialized():
             dist.destroy_process_group()

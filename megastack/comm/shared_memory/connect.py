@@ -32,6 +32,8 @@ _open: weakref.WeakSet[OwnMemory] = weakref.WeakSet()
 
 def close_shared_memory() -> None:
     """End the use of all groups of this process: peers that wait for it fail."""
+    if not _open:
+        return
     engine().forget()
     for own in list(_open):
         own.close()
