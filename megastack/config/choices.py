@@ -128,6 +128,14 @@ class NumaBinding(StrEnum):
     core_complex = "core_complex"
 
 
+class CpuTransport(StrEnum):
+    """How CPU ranks exchange tensors."""
+
+    auto = "auto"
+    shared_memory = "shared_memory"
+    gloo = "gloo"
+
+
 class OnCorrupt(StrEnum):
     """Action on a corrupt or incomplete checkpoint."""
 

@@ -16,6 +16,7 @@ from typing import Any
 from megastack.config.choices import (
     Activation,
     ComputeDtype,
+    CpuTransport,
     Device,
     Family,
     LearningRateSchedule,
@@ -81,6 +82,11 @@ class LaunchOptions:
         NumaBinding.none,
         "Bind the threads of a rank to CPUs near its GPU: of its NUMA node, of its socket, to a share of the node's "
         "cores (exclusive), or to cores with a common cache (core_complex).",
+    )
+    cpu_transport: CpuTransport = option(
+        CpuTransport.auto,
+        "How CPU ranks exchange tensors: through shared memory, which needs ranks on one host, or gloo. auto uses "
+        "shared memory in groups of ranks that can map each other's memory.",
     )
     elastic: bool = option(
         False,

@@ -283,6 +283,22 @@ def _is_plain(text: str) -> bool:
     return not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
+def shared_memory_has_one_host(config: TrainConfig) -> Iterator[Violation]:
+    """Only CPU ranks of one host can share memory."""
+    transport = config.launch.cpu_transport
+    if transport != "shared_memory":
+        return
+    if config.device == "cuda":
+        yield Violation("launch.cpu_transport", transport, "needs ranks on the CPU", ("auto", "device=cpu"))
+    elif config.cluster.nodes > 1:
+        yield Violation(
+            "launch.cpu_transport",
+            transport,
+            f"needs one host, not cluster.nodes={config.cluster.nodes}",
+            ("auto", "gloo"),
+        )
+
+
 ValueRule = Callable[[TrainConfig], Iterator[Violation]]
 VALUE_RULES: tuple[ValueRule, ...] = (
     positions_fit,
@@ -295,5 +311,6 @@ VALUE_RULES: tuple[ValueRule, ...] = (
     continuation_is_clear,
     elastic_is_clear,
     numa_binding_has_a_gpu,
+    shared_memory_has_one_host,
     recorded_steps_exist,
 )

@@ -170,7 +170,13 @@ def join_mesh(shape: MeshShape, config: TrainConfig, observer: RankObserver) -> 
     """Join the mesh; meanwhile, the flight recorder shows that this rank waits for the others."""
     with observer.flight_recorder.waits(observer.flight_recorder.start(*JOINING, (), tuple(range(shape.world_size)))):
         limit_s = config.launch.timeout_s
-        mesh = Mesh.from_environment(shape, device=config.device.value, timeout_s=limit_s, observer=observer)
+        mesh = Mesh.from_environment(
+            shape,
+            device=config.device.value,
+            timeout_s=limit_s,
+            observer=observer,
+            cpu_transport=config.launch.cpu_transport.value,
+        )
     bind_to_cpus_near(mesh.device, config.launch.numa_binding.value)
     return mesh
 

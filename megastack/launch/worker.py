@@ -121,7 +121,8 @@ def work(
                 keep_freed_memory(mesh.device)
                 log = set_up_logging(folder.log(rank), rank, mesh.coordinates)
                 log.info("started with pid %d on %s, %s", os.getpid(), mesh.device, threads)
-                for line in [*describe_environment(mesh.device), *filter(None, [assignment.start])]:
+                transport = [f"communication: {mesh.transport}"] if mesh.world.size > 1 else []
+                for line in [*describe_environment(mesh.device), *transport, *filter(None, [assignment.start])]:
                     log.info(line)
                 training = _build(assignment, mesh, dataset)
                 _log_kernels(log, training)
