@@ -11,8 +11,10 @@ and by another thread than the one that started it.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -28,33 +30,37 @@ _DTYPES = (
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "message")
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _DIMS = 10
-_signature = struct.Struct(f"<BBBBIQ{_DIMS}I")
-assert _signature.size == SIGNATURE
+_kind = struct.Struct(f"<BBBBQ{_DIMS}I")
+_number = struct.Struct("<I")
+assert _kind.size + _number.size == SIGNATURE
 
 Span = tuple[int, int]
 """Address and number of bytes."""
 
 
 def signature(kind: str, number: int, x: Tensor | None, reduction: str = "sum") -> bytes:
-    """What all members of an operation must agree on: kind, number on their group, dtype and shape of the tensor."""
-    if x is None:
-        return _signature.pack(_KINDS.index(kind), 0, 0, 0, number & 0xFFFFFFFF, 0, *[0] * _DIMS)
-    dims = [d & 0xFFFFFFFF for d in x.shape[:_DIMS]]
-    codes = _KINDS.index(kind), _DTYPES.index(x.dtype), len(dims), list(_REDUCTIONS).index(reduction)
-    return _signature.pack(*codes, number & 0xFFFFFFFF, x.numel(), *dims, *[0] * (_DIMS - len(dims)))
+    """What all members of an operation must agree on: kind, dtype and shape of the tensor, number on their group."""
+    head = _encoded(kind, None, (), reduction) if x is None else _encoded(kind, x.dtype, x.shape, reduction)
+    return head + _number.pack(number & 0xFFFFFFFF)
+
+
+@lru_cache(1024)
+def _encoded(kind: str, dtype: torch.dtype | None, shape: tuple[int, ...], reduction: str) -> bytes:
+    dims = [d & 0xFFFFFFFF for d in shape[:_DIMS]]
+    code = 0 if dtype is None else _DTYPES.index(dtype)
+    codes = _KINDS.index(kind), code, len(dims), list(_REDUCTIONS).index(reduction)
+    return _kind.pack(*codes, math.prod(shape), *dims, *[0] * (_DIMS - len(dims)))
 
 
 def describe(found: bytes) -> str:
     """An operation in words."""
-    kind, dtype, rank, reduction, number, _, *dims = _signature.unpack(found)
-    text = f"{_KINDS[kind]} {number}"
-    if kind < 1 and reduction:
+    kind, dtype, rank, reduction, _, *dims = _kind.unpack_from(found)
+    name, (number,) = _KINDS[kind], _number.unpack_from(found, _kind.size)
+    text = f"{name} {number}"
+    if reduction:
         text += f" ({list(_REDUCTIONS)[reduction]})"
-    return (
-        text
-        if _KINDS[kind] == "all_to_all"
-        else f"{text} of {list(dims[:rank])} {_DTYPES[dtype]}".replace("torch.", "")
-    )
+    dtype_name = str(_DTYPES[dtype]).removeprefix("torch.")
+    return text if name == "all_to_all" else f"{text} of {list(dims[:rank])} {dtype_name}"
 
 
 def alias(x: Tensor) -> Tensor:
@@ -258,24 +264,21 @@ class Reduce(Operation):
 
     def _combine(self, offsets: Sequence[int]) -> None:
         """Reduce one piece of all members."""
-        begin = self._taken * self._posting.width // self._own.itemsize
-        count = max(0, min(self._posting.width // self._own.itemsize, self._own.numel() - begin))
-        own, out = self._own[begin : begin + count], self._out[begin : begin + count]
-        values, strides = [], []
-        for member, reader in enumerate(self._readers):
+        width = self._posting.width // self._own.itemsize
+        begin = self._taken * width
+        own, out = self._own[begin : begin + width], self._out[begin : begin + width]
+        values, lengths = [], []
+        for member, (reader, offset, (part, parts)) in enumerate(zip(self._readers, offsets, self._parts, strict=True)):
             if reader is None:
                 values.append(own)
-                strides.append(0)
                 continue
-            piece = checked(reader, offsets[member], member, self._head, self._mismatch)
-            at = offsets[member] + HEADER + self._parts[member][0] * piece.stride
-            values.append(reader.memory.elements(own.dtype, at, count))
-            strides.append(piece.stride)
-        if count:
+            stride = checked(reader, offset, member, self._head, self._mismatch).stride
+            values.append(reader.memory.elements(own.dtype, offset + HEADER + part * stride, own.numel()))
+            lengths.append((reader, stride * parts))
+        if own.numel():
             reduce_into(out, values, self._reduction, self._rank)
-        for reader, stride, (_, parts) in zip(self._readers, strides, self._parts, strict=True):
-            if reader is not None:
-                reader.pop(stride * parts)
+        for reader, length in lengths:
+            reader.pop(length)
 
 
 def reduce_into(out: Tensor, values: Sequence[Tensor], reduction: str, own: int) -> None:
@@ -290,7 +293,7 @@ def reduce_into(out: Tensor, values: Sequence[Tensor], reduction: str, own: int)
             total.add_(each)
         out.copy_(total)
         return
-    values = [each.clone() if i == own > 1 else each for i, each in enumerate(values)]
+    kept = values[own].clone() if own > 1 else None  # the first result may overwrite it
     function(values[0], values[1], out=out)
-    for each in values[2:]:
-        function(out, each, out=out)
+    for i, each in enumerate(values[2:], 2):
+        function(out, kept if i == own and kept is not None else each, out=out)
