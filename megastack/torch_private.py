@@ -7,7 +7,7 @@ and ``pyproject.toml`` limits torch to the versions that pass these tests. No ot
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
@@ -68,6 +68,14 @@ def accumulated_leaf(x: Tensor, through: Collection[str]) -> Tensor | None:
     if node is None or node.name() != ACCUMULATES:
         return None
     return cast(Tensor, cast(Any, node).variable)
+
+
+def unsafe_view(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor in another shape that autograd does not treat as a view; the caller drops ``x``.
+
+    A view that an autograd function returns cannot be changed in place.
+    """
+    return torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def has_values(x: Tensor) -> bool:

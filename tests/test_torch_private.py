@@ -96,6 +96,26 @@ def test_the_nodes_of_views_and_casts_save_nothing() -> None:
             torch.autograd.backward(made, torch.ones_like(made))
 
 
+class _Reshaped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, as_view: bool) -> Tensor:
+        out = x * 2
+        return out.view(3, 2) if as_view else torch_private.unsafe_view(out, (3, 2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return 2 * grad.view(2, 3), None
+
+
+def test_the_result_of_an_autograd_function_is_changed_in_place_unless_it_is_a_view() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a view"):
+        _Reshaped.apply(x, True).mul_(3)
+    out = _Reshaped.apply(x, False).mul_(3)
+    out.sum().backward()
+    assert out.tolist() == [[6, 6]] * 3 and x.grad is not None and x.grad.tolist() == [[6] * 3] * 2
+
+
 def test_tensors_without_values() -> None:
     with FakeTensorMode():
         fake = torch.ones(2)

@@ -152,7 +152,7 @@ class ParallelAttention(ParallelModule):
             return q_BSHK, k_BSGK
         length, dtype = q_BSHK.shape[1], q_BSHK.dtype
         tables = (context or Context()).tables(self.rope, length, dtype, q_BSHK.device)
-        return rotate(q_BSHK, tables), rotate(k_BSGK, tables)
+        return rotate(q_BSHK, k_BSGK, tables)
 
     @built_in
     def _attend_with_dropout(self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, context: Context) -> Tensor:

@@ -16,10 +16,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable as torchs_once_differentiable
 
 from megastack.torch_private import is_any_autocast_enabled
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_UNCHANGED = nullcontext()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -41,8 +43,9 @@ def is_on(device_type: str) -> bool:
 
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off for the device of ``x``."""
-    device_type = x.device.type
-    return torch.autocast(device_type, enabled=False) if is_on(device_type) else nullcontext()
+    if not is_any_autocast_enabled() or not is_on(x.device.type):
+        return _UNCHANGED
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def in_own_dtypes(function: _Method) -> _Method:
@@ -55,6 +58,22 @@ def in_own_dtypes(function: _Method) -> _Method:
         first = next((value for value in values if isinstance(value, Tensor)), None)
         with nullcontext() if first is None else autocast_off(first):
             return function(ctx, *values)
+
+    return cast("_Method", run)
+
+
+def once_differentiable(function: _Method) -> _Method:
+    """Decorate a ``backward`` like torch's function of this name, to run with autocast off as well.
+
+    A usual backward calls it directly: entering torch's contexts takes as long as an operation.
+    """
+    checked = torchs_once_differentiable(in_own_dtypes(function))
+
+    @wraps(function)
+    def run(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() or is_any_autocast_enabled():
+            return checked(ctx, *grads)
+        return function(ctx, *grads)
 
     return cast("_Method", run)
 

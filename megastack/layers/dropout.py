@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megastack.comm.group import AxisGroup
 from megastack.errors import ConfigError
 from megastack.layers import fused
+from megastack.layers.autocast import once_differentiable
 from megastack.layers.context import Context
 from megastack.layers.kernels import cpu_kernels
 

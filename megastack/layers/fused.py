@@ -168,22 +168,23 @@ def rotated(heads_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(heads_BSHK.dtype)
 
 
-def _rotate(heads_BSHK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    return rotated(heads_BSHK, cos, -sin if backward else sin)
+def _rotate(q_BSHK: Tensor, k_BSGK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+    sin = -sin if backward else sin
+    return rotated(q_BSHK, cos, sin), rotated(k_BSGK, cos, sin)
 
 
-def _rotate_cuda(heads_BSHK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    triton = _triton_for(heads_BSHK, cos)
-    return (triton.rotate if triton else _rotate)(heads_BSHK, cos, sin, backward)
+def _rotate_cuda(q_BSHK: Tensor, k_BSGK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+    triton = _triton_for(q_BSHK, k_BSGK, cos)
+    return (triton.rotate if triton else _rotate)(q_BSHK, k_BSGK, cos, sin, backward)
 
 
 rotate = _operator(
-    "rotate(Tensor heads, Tensor cos, Tensor sin, bool backward) -> Tensor",
+    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
     _rotate,
-    lambda heads, cos, sin, backward: heads.new_empty(heads.shape),
+    lambda q, k, cos, sin, backward: (q.new_empty(q.shape), k.new_empty(k.shape)),
     _rotate_cuda,
 )
-"""As :func:`rotated`; by the negative angles with ``backward``."""
+"""Queries and keys as :func:`rotated`; by the negative angles with ``backward``."""
 
 
 # SwiGLU.

@@ -15,9 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.autocast import in_own_dtypes, once_differentiable
 
 _LOG2_E = math.log2(math.e)
 _SLOPE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
@@ -64,7 +63,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     product in bf16.
     """
     dtype = torch.promote_types(left.dtype, torch.float32)
-    if total.is_cpu:
+    if cpu_kernels(total) or (total.is_cpu and total.dtype != left.dtype):  # a CPU has no product of two dtypes
         left, right = left.to(dtype), right.to(dtype)
     if total.dtype == left.dtype:
         return total.addmm_(left, right)
@@ -109,7 +108,6 @@ class _LogisticGELU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         sigmoid = _gelu_sigmoid(x)

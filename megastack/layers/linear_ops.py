@@ -3,9 +3,12 @@
 :func:`column_product` splits the output features of its weights over the group, and :func:`row_product` splits the
 input features of its weight, so that a pair of them needs a single reduction (Megatron-LM, Shoeybi et al. 2019). Under
 sequence parallelism (Korthikanti et al. 2022) hidden states between such pairs are split along the sequence: a column
-product gathers them and a row product scatters them. Weights are matrices here; parameters and placements are in
-:mod:`megastack.layers.linear`. In a training step weight gradients are accumulated in place. If the pipeline splits
-backwards, they are deferred together with the gather of their input (:mod:`megastack.weight_gradients`).
+product gathers them and a row product scatters them. Placements are in :mod:`megastack.layers.linear`. In a training
+step weight gradients are accumulated in place. If the pipeline splits backwards, they are deferred together with the
+gather of their input (:mod:`megastack.weight_gradients`).
+
+All products of an input are one autograd node, which takes parameters as they are: each node, and each view of a
+parameter outside of it, costs the host as much as launching several kernels.
 
 Shapes: inputs and outputs are ``(…, S, features)``; B microbatch, S sequence, D hidden, t the size of the group.
 """
@@ -14,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megastack.comm.autograd import reduce_from_, scatter_to
 from megastack.comm.collectives import (
@@ -31,8 +34,9 @@ from megastack.comm.collectives import (
 )
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
-from megastack.layers.autocast import autocast_off, in_own_dtypes, product_dtype
-from megastack.layers.kernels import add_product_
+from megastack.layers.autocast import autocast_off, in_own_dtypes, once_differentiable, product_dtype
+from megastack.layers.kernels import add_product_, cpu_kernels
+from megastack.torch_private import unsafe_view
 from megastack.weight_gradients import GradientTarget, target_of
 
 SEQUENCE_DIM = -2
@@ -46,7 +50,7 @@ def column_product(
     *,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, ...]:
-    """``x @ weight.T + bias`` for several weights that share an input, each split along its rows over the group.
+    """``x @ weight.T + bias`` for several weights that share an input, each split along an output dim over the group.
 
     Communicates once for all weights. Forward: nothing, or with ``sequence_parallel`` an all-gather of the input.
     Backward: an all-reduce of the input gradient, or with ``sequence_parallel`` a reduce-scatter of it and a second
@@ -54,13 +58,14 @@ def column_product(
 
     Args:
         x: ``(…, S, in)``, replicated over the group, or ``(…, S/t, in)`` with ``sequence_parallel``.
-        weights: matrices ``(out/t, in)``; frozen ones need no product in backward.
-        biases: a vector ``(out/t,)`` or ``None`` for each weight.
+        weights: this rank's part ``(*out, in)`` of each weight, with one output dim or more; frozen ones need no
+            product in backward.
+        biases: a tensor ``(*out)`` or ``None`` for each weight.
 
     Parameters are cast to the dtype of ``x``. If ``torch.autocast`` is on, all operands are cast to its dtype.
 
     Returns:
-        One ``(…, S, out/t)`` per weight.
+        One ``(…, S, *out)`` per weight.
 
     Raises:
         PlacementError: the input has no feature dim, or no sequence dim under sequence parallelism.
@@ -68,9 +73,8 @@ def column_product(
     _check_features(x, sequence_parallel)
     x, weights, biases = _operands(x, weights, biases)
     if group.size == 1:
-        pairs = zip(weights, biases, strict=True)
-        return tuple(_local_product(x, weight, bias) for weight, bias in pairs)
-    targets = [target_of(weight) for weight in weights], [_bias_target(bias) for bias in biases]
+        return _local_products(x, weights, biases)
+    targets = [*map(target_of, weights), *map(_bias_target, biases)]
     return _ColumnProduct.apply(x, group, sequence_parallel, targets, *weights, *biases)
 
 
@@ -95,10 +99,10 @@ def row_product(
         dim.
     """
     _check_features(x, sequence_parallel)
-    x, (weight,), (bias,) = _operands(x, [weight], [bias])
+    x, weights, biases = _operands(x, [weight], [bias])
     if group.size == 1:
-        return _local_product(x, weight, bias)
-    partial = _local_product(x, weight, None)
+        return _local_products(x, weights, biases)[0]
+    (partial,), (bias,) = _local_products(x, weights, [None]), biases
     if sequence_parallel:
         check_sequence(x.shape[SEQUENCE_DIM], group)
         out = scatter_to(partial, group, SEQUENCE_DIM)
@@ -115,7 +119,11 @@ def _operands(
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """Input and parameters in the dtype of the product."""
     dtype = product_dtype(x)
-    return x.to(dtype), [w.to(dtype) for w in weights], [None if b is None else b.to(dtype) for b in biases]
+    return _cast(x, dtype), [_cast(w, dtype) for w in weights], [None if b is None else _cast(b, dtype) for b in biases]
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -144,41 +152,49 @@ def check_sequence(length: int, group: AxisGroup) -> None:
         )
 
 
-def _local_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product on one rank."""
-    target = target_of(weight)
-    if target is None:
+def _local_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """The products on one rank: one node for all weights, unless autograd accumulates the gradients of some."""
+    targets = [target_of(weight) for weight in weights]
+    if None not in targets:
+        return _LocalProducts.apply(x, [*targets, *map(_bias_target, biases)], *weights, *biases)
+    return tuple(
+        _linear(x, weight, bias)
+        if target is None
+        else _LocalProducts.apply(x, [target, _bias_target(bias)], weight, bias)[0]
+        for target, weight, bias in zip(targets, weights, biases, strict=True)
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` with a weight ``(*out, in)``."""
+    if weight.dim() == 2:
         return F.linear(x, weight, bias)
-    product: Tensor = _LocalProduct.apply(x, weight, bias, target, _bias_target(bias))
-    return product
+    out = F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    return unsafe_view(out, (*x.shape[:-1], *weight.shape[:-1]))  # an autograd function may return it
 
 
-class _LocalProduct(torch.autograd.Function):
-    """``F.linear`` whose weight gradient is accumulated in place or deferred, and the bias gradient in place."""
+class _LocalProducts(torch.autograd.Function):
+    """The products of one input; weight gradients are accumulated in place or deferred, bias gradients in place."""
 
     @staticmethod
     @in_own_dtypes
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: GradientTarget,
-        bias_target: GradientTarget | None,
-    ) -> Tensor:
-        ctx.target, ctx.bias_target = target, bias_target
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        ctx: Any, x: Tensor, targets: Sequence[GradientTarget | None], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = _halves(tensors)
+        ctx.targets = targets
+        ctx.set_materialize_grads(False)  # an unused output costs nothing
+        ctx.save_for_backward(x, *weights)
+        return tuple(map(_linear, repeat(x), weights, biases))
 
     @staticmethod
     @in_own_dtypes
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_input, _, needs_bias = ctx.needs_input_grad[:3]
-        grad_TO = rows_of(grad)
-        grad_x = (grad_TO @ weight).view(x.shape) if needs_input else None
-        grad_weight = ctx.target.accumulate(_WeightProduct(grad_TO, _Input(x)))
-        return grad_x, grad_weight, _bias_gradient(ctx.bias_target, grad_TO) if needs_bias else None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_input, _, *needed = ctx.needs_input_grad
+        rows = _rows(grads, weights)
+        grad_x = _input_gradient(rows, weights, fused=not cpu_kernels(x)).view(x.shape) if needs_input else None
+        return grad_x, None, *_parameter_gradients(ctx.targets, needed, rows, weights, _Input(x))
 
 
 class _AddBias(torch.autograd.Function):
@@ -193,7 +209,8 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, _bias_gradient(ctx.target, rows_of(grad)) if ctx.needs_input_grad[1] else None, None
+        needed = ctx.needs_input_grad[1]
+        return grad, _bias_gradient(ctx.target, needed, rows_of(grad), grad.shape[-1:]), None
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -215,40 +232,30 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = _halves(tensors)
         ctx.group, ctx.sequence_parallel, ctx.targets = group, sequence_parallel, targets
-        ctx.set_materialize_grads(False)  # an unused output costs nothing
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(_halves(ctx.needs_input_grad[4:])[0]) else None, *weights)
         whole = all_gather(x, group, SEQUENCE_DIM) if sequence_parallel else x
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(map(_linear, repeat(whole), weights, biases))
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         group, gathers = ctx.group, ctx.sequence_parallel
-        needs_input, needs_weights, needs_biases = _needs(ctx, grads)
-        rows = [None if grad is None else rows_of(grad) for grad in grads]
-        source = _Input(x, group if gathers else None)
-        targets, bias_targets = ctx.targets
-        pairs = zip(needs_weights, targets, strict=True)
-        if any(needed and (target is None or not target.is_deferring) for needed, target in pairs):
+        needs_input, _, _, _, *needed = ctx.needs_input_grad
+        rows, source = _rows(grads, weights), _Input(x, group if gathers else None)
+        now = (target is None or not target.is_deferring for target in ctx.targets)
+        if any(row is not None and need and at_once for row, need, at_once in zip(rows, needed, now, strict=False)):
             source.begin()
         reduction = None
         if needs_input:
-            places = next(grad.shape[:-1] for grad in grads if grad is not None)
-            grad_x = _input_gradient(rows, weights).view(*places, weights[0].shape[1])
+            places = next(g.shape[: 1 - w.dim()] for g, w in zip(grads, weights, strict=True) if g is not None)
+            grad_x = _input_gradient(rows, weights, fused=True).view(*places, weights[0].shape[-1])
             reduction = (
                 start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce_(grad_x, group)
             )
-        grad_weights = [
-            _weight_gradient(target, _WeightProduct(row, source)) if row is not None and needed else None
-            for row, target, needed in zip(rows, targets, needs_weights, strict=True)
-        ]
-        grad_biases = [
-            _bias_gradient(target, row) if row is not None and needed else None
-            for row, target, needed in zip(rows, bias_targets, needs_biases, strict=True)
-        ]
-        return (None if reduction is None else reduction.wait(), None, None, None, *grad_weights, *grad_biases)
+        gradients = _parameter_gradients(ctx.targets, needed, rows, weights, source)
+        return (None if reduction is None else reduction.wait(), None, None, None, *gradients)
 
 
 class _Input:
@@ -274,43 +281,41 @@ class _Input:
 
 @dataclass(eq=False, slots=True)
 class _WeightProduct:
-    """The gradient of a weight, ``grad.T @ input``, from the output gradient ``(tokens, out)``."""
+    """The gradient of a weight, ``grad.T @ input``, from the output gradient ``(tokens, outputs)``."""
 
     grad_TO: Tensor
     source: _Input
+    shape: torch.Size
 
     def begin(self) -> None:
         """Start the communication that the product needs."""
         self.source.begin()
 
     def gradient(self) -> Tensor:
-        """``(out, in)``."""
+        """``(*out, in)``."""
         with autocast_off(self.grad_TO):
-            return self.grad_TO.T @ self.source.rows()
+            return (self.grad_TO.T @ self.source.rows()).view(self.shape)
 
     def add_to(self, gradient: Tensor) -> None:
         """Accumulate without a temporary tensor for the product."""
         with autocast_off(self.grad_TO):
-            add_product_(gradient, self.grad_TO.T, self.source.rows())
+            add_product_(gradient.flatten(0, -2), self.grad_TO.T, self.source.rows())
 
 
-def _weight_gradient(target: GradientTarget | None, product: _WeightProduct) -> Tensor | None:
-    """The gradient that a backward returns for a weight."""
-    return product.gradient() if target is None else target.accumulate(product)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _BiasSum:
-    """The gradient of a bias, the sum of output gradients ``(tokens, out)``, in at least fp32."""
+    """The gradient of a bias, the sum of output gradients ``(tokens, outputs)``, in at least fp32."""
 
     grad_TO: Tensor
+    shape: torch.Size
 
     def begin(self) -> None:
         """Does nothing: no data is needed from other ranks."""
 
     def gradient(self) -> Tensor:
-        """``(out,)``."""
-        return self.grad_TO.sum(0, dtype=torch.promote_types(self.grad_TO.dtype, torch.float32))
+        """``(*out)``."""
+        total = self.grad_TO.sum(0, dtype=torch.promote_types(self.grad_TO.dtype, torch.float32))
+        return total.view(self.shape)
 
     def add_to(self, gradient: Tensor) -> None:
         """Add the sum."""
@@ -321,27 +326,60 @@ def _bias_target(bias: Tensor | None) -> GradientTarget | None:
     return None if bias is None else target_of(bias)
 
 
-def _bias_gradient(target: GradientTarget | None, grad_TO: Tensor) -> Tensor | None:
-    """The gradient that a backward returns for a bias. It is not deferred: the sum costs less than keeping it."""
-    total = _BiasSum(grad_TO)
-    return total.gradient() if target is None else target.accumulate(total, defers=False)
+def _rows(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """Each output gradient ``(…, *out)`` as ``(tokens, outputs)``; ``None`` for an unused output."""
+    return [
+        None if grad is None else rows_of(grad if weight.dim() == 2 else grad.flatten(1 - weight.dim()))
+        for grad, weight in zip(grads, weights, strict=True)
+    ]
 
 
-def _needs(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[bool, Sequence[bool], Sequence[bool]]:
-    """Which gradients are needed: of the input, of each weight, of each bias; none for an unused output."""
-    used = [grad is not None for grad in grads]
-    weights, biases = ([w and u for w, u in zip(half, used, strict=True)] for half in _halves(ctx.needs_input_grad[4:]))
-    return ctx.needs_input_grad[0], weights, biases
+def _input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor], *, fused: bool) -> Tensor:
+    """This rank's part of the input gradient, ``(tokens, in)``: the sum over the weights.
 
-
-def _input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
-    """This rank's part of the input gradient: the sum of the products over the weights."""
-    total: Tensor | None = None
-    for row, weight in zip(rows, weights, strict=True):
-        if row is not None:
-            total = row @ weight if total is None else total.addmm_(row, weight)
-    assert total is not None, "no output was used"
+    A ``fused`` sum is one kernel for each weight and does not round the products.
+    """
+    used = [(row, weight.flatten(0, -2)) for row, weight in zip(rows, weights, strict=True) if row is not None]
+    (row, matrix), *others = used
+    total = row @ matrix
+    for row, matrix in others:
+        total = total.addmm_(row, matrix) if fused else total.add_(row @ matrix)
     return total
+
+
+def _parameter_gradients(
+    targets: Sequence[GradientTarget | None],
+    needed: Sequence[bool],
+    rows: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    source: _Input,
+) -> tuple[Tensor | None, ...]:
+    """The gradients that a backward returns for its weights, and then for their biases."""
+    (weight_targets, bias_targets), (weights_needed, biases_needed) = _halves(targets), _halves(needed)
+    return (
+        *map(_weight_gradient, weight_targets, weights_needed, rows, weights, repeat(source)),
+        *map(_bias_gradient, bias_targets, biases_needed, rows, (weight.shape[:-1] for weight in weights)),
+    )
+
+
+def _weight_gradient(
+    target: GradientTarget | None, needed: bool, grad_TO: Tensor | None, weight: Tensor, source: _Input
+) -> Tensor | None:
+    """``None`` if it is not needed, or accumulated or deferred."""
+    if grad_TO is None or not needed:
+        return None
+    product = _WeightProduct(grad_TO, source, weight.shape)
+    return product.gradient() if target is None else target.accumulate(product)
+
+
+def _bias_gradient(
+    target: GradientTarget | None, needed: bool, grad_TO: Tensor | None, shape: torch.Size
+) -> Tensor | None:
+    """``None`` if it is not needed or accumulated. It is not deferred: the sum costs less than keeping its operand."""
+    if grad_TO is None or not needed:
+        return None
+    total = _BiasSum(grad_TO, shape)
+    return total.gradient() if target is None else target.accumulate(total, defers=False)
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

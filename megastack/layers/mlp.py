@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megastack.errors import ConfigError
 from megastack.layers import fused
-from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.autocast import in_own_dtypes, once_differentiable
 from megastack.layers.context import Context
 from megastack.layers.kernels import gelu
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -98,6 +97,5 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad_BSF: Tensor) -> Tensor:
         return fused.swiglu_backward(grad_BSF, *ctx.saved_tensors)

@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megastack.layers import fused
-from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.autocast import in_own_dtypes, once_differentiable
 from megastack.layers.kernels import cpu_kernels
 from megastack.layers.overrides import built_in
 from megastack.layers.spec import NormSpec
@@ -104,7 +103,6 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         return *fused.rms_norm_backward(grad, *ctx.saved_tensors), None
 
@@ -121,6 +119,5 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *fused.layer_norm_backward(grad, *ctx.saved_tensors), None

@@ -72,8 +72,14 @@ def test_rotation(kernels: ModuleType, dtype: torch.dtype, backward: bool) -> No
     tables = [randn(batch, length, pairs, seed=seed) for seed in (1, 2)]
     whole = randn(batch, length, heads, 2, 2 * pairs, dtype=dtype)
     by_head = whole[..., 0, :].transpose(1, 2).contiguous().transpose(1, 2)
-    for x, (cos, sin) in ((whole[..., 1, :], tables), (by_head, tables), (by_head, [t[:1] for t in tables])):
-        close(kernels.rotate(x, cos, sin, backward), fused._rotate(x, cos, sin, backward))
+    many = randn(batch, length, 1300, 2 * pairs, dtype=dtype, seed=3)  # more than a program rotates
+    for q, (cos, sin) in ((whole[..., 1, :], tables), (by_head, tables), (by_head, [t[:1] for t in tables])):
+        for k in (whole[:, :, :1, 0], many):
+            for pair in ((q, k), (k, q)):
+                for found, expected in zip(
+                    kernels.rotate(*pair, cos, sin, backward), fused._rotate(*pair, cos, sin, backward), strict=True
+                ):
+                    close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
