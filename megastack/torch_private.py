@@ -219,9 +219,10 @@ def fused_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tens
     return grad_x, grad_weight
 
 
-def is_any_autocast_enabled() -> bool:
-    """Whether autocast is on for any type of device on this thread."""
-    return torch._C._is_any_autocast_enabled()
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any type of device on this thread."""
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of ``torch.func`` is running on this thread."""
 
 
 # Distributed and CUDA.

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megastack.attention_mask import AttentionMask, Segment
 from megastack.layers.attention_spec import prefers_dense_mask
-from megastack.layers.autocast import in_own_dtypes, once_differentiable, product_dtype
+from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable, product_dtype
 from megastack.layers.context import Context
 from megastack.torch_private import cpu_attention, cpu_attention_backward, efficient_attention, flash_attention
 
@@ -244,7 +244,7 @@ def _by_document(choice: KernelChoice, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: T
     return _joined([_call(choice, q, k, v) for q, k, v in calls], q_BSHK.shape[:2])
 
 
-class _SegmentAttention(torch.autograd.Function):
+class _SegmentAttention(Function):
     """Attention of each segment by torch's fused CPU kernel, with one output and one log-sum-exp for all of them."""
 
     @staticmethod

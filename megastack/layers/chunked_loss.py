@@ -40,7 +40,7 @@ from torch import Tensor
 from megastack.comm.collectives import Pending, all_gather, start_all_gather, start_all_reduce_, start_reduce_scatter
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError, counted
-from megastack.layers.autocast import in_own_dtypes, once_differentiable, product_dtype
+from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable, product_dtype
 from megastack.layers.kernels import add_product_, exp_
 from megastack.layers.linear_ops import SEQUENCE_DIM, rows_of
 from megastack.layers.loss import (
@@ -128,7 +128,7 @@ class _Plan:
         return self.shard.group
 
 
-class _ChunkedHeadLoss(torch.autograd.Function):
+class _ChunkedHeadLoss(Function):
     @staticmethod
     @in_own_dtypes
     def forward(

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megastack.comm.group import AxisGroup
 from megastack.errors import ConfigError
 from megastack.layers import fused
-from megastack.layers.autocast import once_differentiable
+from megastack.layers.autocast import Function, once_differentiable
 from megastack.layers.context import Context
 from megastack.layers.kernels import cpu_kernels
 
@@ -76,7 +75,7 @@ def _drop(x_BLF: Tensor, context: Context, site: str, start: int, p: float) -> T
     return x_BLF.masked_fill(~kept, 0) * (1 / (1 - p))
 
 
-class _Dropout(torch.autograd.Function):
+class _Dropout(Function):
     """One operator in each direction; backward computes the mask again, so none is saved."""
 
     @staticmethod

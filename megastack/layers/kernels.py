@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megastack.layers.autocast import in_own_dtypes, once_differentiable
+from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable
 
 _LOG2_E = math.log2(math.e)
 _SLOPE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
@@ -93,7 +93,7 @@ _SLOPES = {dtype: torch.tensor(_SLOPE, dtype=dtype) for dtype in (torch.float32,
 """The constant `_SLOPE` as CPU tensors; creating one takes as long as a small pass."""
 
 
-class _LogisticGELU(torch.autograd.Function):
+class _LogisticGELU(Function):
     """``x sigmoid(2 sqrt(2/pi) (x + 0.044715 x³))``, which equals the tanh form; only x is saved.
 
     Forward takes four passes and allocates only its output. Backward takes seven, and allocates one tensor besides the

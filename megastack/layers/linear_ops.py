@@ -34,7 +34,7 @@ from megastack.comm.collectives import (
 )
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
-from megastack.layers.autocast import autocast_off, in_own_dtypes, once_differentiable, product_dtype
+from megastack.layers.autocast import Function, autocast_off, in_own_dtypes, once_differentiable, product_dtype
 from megastack.layers.kernels import add_product_, cpu_kernels
 from megastack.torch_private import unsafe_view
 from megastack.weight_gradients import GradientTarget, target_of
@@ -173,7 +173,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return unsafe_view(out, (*x.shape[:-1], *weight.shape[:-1]))  # an autograd function may return it
 
 
-class _LocalProducts(torch.autograd.Function):
+class _LocalProducts(Function):
     """The products of one input; weight gradients are accumulated in place or deferred, bias gradients in place."""
 
     @staticmethod
@@ -197,7 +197,7 @@ class _LocalProducts(torch.autograd.Function):
         return grad_x, None, *_parameter_gradients(ctx.targets, needed, rows, weights, _Input(x))
 
 
-class _AddBias(torch.autograd.Function):
+class _AddBias(Function):
     """``x + bias`` whose bias gradient is accumulated in place."""
 
     @staticmethod
@@ -213,7 +213,7 @@ class _AddBias(torch.autograd.Function):
         return grad, _bias_gradient(ctx.target, needed, rows_of(grad), grad.shape[-1:]), None
 
 
-class _ColumnProduct(torch.autograd.Function):
+class _ColumnProduct(Function):
     """The column product, whose collectives overlap with its matrix products.
 
     Under sequence parallelism backward first starts the second gather of the input, which overlaps with the product for

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from megastack.errors import ConfigError
 from megastack.layers import fused
-from megastack.layers.autocast import in_own_dtypes, once_differentiable
+from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable
 from megastack.layers.context import Context
 from megastack.layers.kernels import gelu
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -86,7 +85,7 @@ class ParallelMLP(ParallelModule):
         return _SwiGLU.apply(up) if self.gated else gelu(up)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     """``silu(gate) * value``; saves only gate and value and recomputes the SiLU in backward."""
 
     @staticmethod

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megastack.layers import fused
-from megastack.layers.autocast import in_own_dtypes, once_differentiable
+from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable
 from megastack.layers.kernels import cpu_kernels
 from megastack.layers.overrides import built_in
 from megastack.layers.spec import NormSpec
@@ -91,7 +90,7 @@ class LayerNorm(_Norm):
         return _LayerNorm.apply(x_BSD, self.weight, self.bias, self.eps)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function):
     """RMSNorm that, unlike torch's on a CPU, does not save the normalised input."""
 
     @staticmethod
@@ -107,7 +106,7 @@ class _RMSNorm(torch.autograd.Function):
         return *fused.rms_norm_backward(grad, *ctx.saved_tensors), None
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Function):
     """torch's LayerNorm computed in a wider dtype than the input's; saves the input in its own dtype."""
 
     @staticmethod

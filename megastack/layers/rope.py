@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megastack.errors import ConfigError
 from megastack.layers import fused
-from megastack.layers.autocast import in_own_dtypes, once_differentiable
+from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable
 from megastack.layers.kernels import cpu_kernels
 
 SCALINGS = ("none", "linear", "llama3")
@@ -104,7 +104,7 @@ def rotate(q_BSHK: Tensor, k_BSGK: Tensor, tables: RotaryTables) -> tuple[Tensor
     return turned
 
 
-class _Rotation(torch.autograd.Function):
+class _Rotation(Function):
     """One operator in each direction; saves only the tables."""
 
     @staticmethod
