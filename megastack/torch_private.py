@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -41,13 +41,11 @@ CASTS = frozenset({"ToCopyBackward0"})
 """Nodes of dtype casts, which save no tensors either."""
 
 
-def will_execute(edge: GradientEdge) -> bool:
-    """Whether the backward running on this thread executes the node of an edge.
+will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
+"""Whether the backward running on this thread executes a node.
 
-    Raises:
-        RuntimeError: ``torch.autograd.grad`` is running and the edge is one of its inputs.
-    """
-    return torch._C._will_engine_execute_node(edge.node)
+Raises RuntimeError if ``torch.autograd.grad`` is running and the node's edge is one of its inputs.
+"""
 
 
 def has_gradient_hooks(x: Tensor) -> bool:

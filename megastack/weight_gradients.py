@@ -81,7 +81,7 @@ class WeightGradientScope:
     Attributes:
         min_elements: the size of the smallest weight in fp32 or fp64 whose gradient is accumulated in place.
         deferred: collects the weight gradients of the running backward; ``None`` if it computes them.
-        targets: the targets of parameters, until the scope ends.
+        targets: the targets of parameters by their ids, until the scope ends.
     """
 
     __slots__ = ("deferred", "min_elements", "targets")
@@ -89,7 +89,7 @@ class WeightGradientScope:
     def __init__(self, min_elements: int) -> None:
         self.min_elements = min_elements
         self.deferred: DeferredGradients | None = None
-        self.targets: dict[Tensor, GradientTarget] = {}
+        self.targets: dict[int, GradientTarget] = {}  # a tensor's own hash is a Python call
 
 
 _SCOPE: ContextVar[WeightGradientScope | None] = ContextVar("weight_gradient_scope", default=None)
@@ -153,7 +153,7 @@ class GradientTarget:
     def __init__(self, weight: Tensor, parameter: Tensor, scope: WeightGradientScope, *, is_cast: bool) -> None:
         self.weight, self.parameter = weight, parameter
         self._scope, self._is_cast = scope, is_cast
-        self._leaf = get_gradient_edge(parameter)  # kept: creating it takes longer than an operation
+        self._leaf = get_gradient_edge(parameter).node  # kept: finding it takes longer than an operation
 
     @property
     def edge(self) -> GradientEdge:
@@ -171,7 +171,9 @@ class GradientTarget:
 
         Always false in a ``torch.autograd.grad`` call within a layer.
         """
-        if has_gradient_hooks(self.parameter) or has_gradient_hooks(self.weight) or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or has_gradient_hooks(self.parameter):
+            return False
+        if self.weight is not self.parameter and has_gradient_hooks(self.weight):
             return False
         try:
             return will_execute(self._leaf)
@@ -214,17 +216,18 @@ def target_of(weight: Tensor) -> GradientTarget | None:
     Autograd accumulates it in a compiled block, outside of a scope, without grad mode, for small weights, and for a
     weight that is computed from parameters, whose graph can run only once.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     scope = _SCOPE.get()
     if scope is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return None
+    target = scope.targets.get(id(weight))
+    if target is not None:
+        return target
     if weight.numel() < scope.min_elements and weight.dtype.itemsize >= torch.float32.itemsize:
         return None
     if weight.is_leaf:
-        target = scope.targets.get(weight)
-        if target is None:
-            target = scope.targets[weight] = GradientTarget(weight, weight, scope, is_cast=False)
+        target = scope.targets[id(weight)] = GradientTarget(weight, weight, scope, is_cast=False)
         return target
     parameter = accumulated_leaf(weight, _VIEWS_AND_CASTS)
     if parameter is None:

@@ -45,7 +45,7 @@ class _Ask(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         try:
-            ctx.answers.append(torch_private.will_execute(get_gradient_edge(ctx.leaf)))
+            ctx.answers.append(torch_private.will_execute(get_gradient_edge(ctx.leaf).node))
         except RuntimeError:
             ctx.answers.append("an input")
         return grad, None, None

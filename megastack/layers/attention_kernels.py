@@ -206,7 +206,7 @@ def attention(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, context: Context |
             return _by_document(choice, q_BSHK, k_BSGK, v_BSGK, mask)
         return _varlen(q_BSHK, k_BSGK, v_BSGK, mask, context.cu_seqlens)
     bias = context.mask_for(q_BSHK.dtype) if context is not None and (packed or mask is None) else None
-    q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
+    q_BHSK, k_BGSK, v_BGSK = q_BSHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
     return _call(choice, q_BHSK, k_BGSK, v_BGSK, bias).transpose(1, 2)
 
 

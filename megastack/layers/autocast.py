@@ -60,7 +60,7 @@ class Function(torch.autograd.Function):
         """Run the forward and record it."""
         if are_transforms_active():
             return super().apply(*arguments)
-        return super(torch.autograd.Function, cls).apply(*arguments)
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
 
 def in_own_dtypes(function: _Method) -> _Method:

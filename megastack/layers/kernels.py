@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable
+from megastack.layers.autocast import Function, autocast_off, in_own_dtypes, once_differentiable
 
 _LOG2_E = math.log2(math.e)
 _SLOPE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
@@ -62,14 +62,15 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     Products below fp32 are not rounded. On a CPU their operands are converted, which also takes less time than a
     product in bf16.
     """
-    dtype = torch.promote_types(left.dtype, torch.float32)
-    if cpu_kernels(total) or (total.is_cpu and total.dtype != left.dtype):  # a CPU has no product of two dtypes
+    dtype = left.dtype if left.dtype.itemsize >= torch.float32.itemsize else torch.float32
+    if total.is_cpu and (cpu_kernels(total) or total.dtype != left.dtype):  # a CPU has no product of two dtypes
         left, right = left.to(dtype), right.to(dtype)
     if total.dtype == left.dtype:
         return total.addmm_(left, right)
     if total.dtype == dtype:
         return torch.addmm(total, left, right, out_dtype=dtype, out=total)
-    return total.add_(left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype))
+    with autocast_off(left):  # it does not apply to operations in place
+        return total.add_(left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype))
 
 
 def add_rows_(table: Tensor, index_T: Tensor, rows_TD: Tensor) -> Tensor:

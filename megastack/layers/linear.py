@@ -119,7 +119,8 @@ class ColumnParallelLinear(_ParallelLinear):
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Maps ``(B, S, in)``, or ``(B, S/t, in)`` with ``sequence_parallel``, to ``(B, S, *local out)``."""
-        return _products(x_BSD, [self])[0]
+        group, sequence_parallel = self.mesh[Axis.TP], self.sequence_parallel
+        return column_product(x_BSD, [self.weight], [self.bias], group, sequence_parallel=sequence_parallel)[0]
 
 
 def column_parallel(x_BSD: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:

@@ -71,11 +71,10 @@ def column_product(
         PlacementError: the input has no feature dim, or no sequence dim under sequence parallelism.
     """
     _check_features(x, sequence_parallel)
-    x, weights, biases = _operands(x, weights, biases)
+    x, parameters = _operands(x, [*weights, *biases])
     if group.size == 1:
-        return _local_products(x, weights, biases)
-    targets = [*map(target_of, weights), *map(_bias_target, biases)]
-    return _ColumnProduct.apply(x, group, sequence_parallel, targets, *weights, *biases)
+        return _local_products(x, parameters)
+    return _ColumnProduct.apply(x, group, sequence_parallel, _targets(parameters), *parameters)
 
 
 def row_product(
@@ -99,10 +98,11 @@ def row_product(
         dim.
     """
     _check_features(x, sequence_parallel)
-    x, weights, biases = _operands(x, [weight], [bias])
+    x, parameters = _operands(x, [weight, bias])
     if group.size == 1:
-        return _local_products(x, weights, biases)[0]
-    (partial,), (bias,) = _local_products(x, weights, [None]), biases
+        return _local_products(x, parameters)[0]
+    weight, bias = parameters
+    (partial,) = _local_products(x, [weight, None])
     if sequence_parallel:
         check_sequence(x.shape[SEQUENCE_DIM], group)
         out = scatter_to(partial, group, SEQUENCE_DIM)
@@ -110,20 +110,25 @@ def row_product(
         out = reduce_from_(partial, group)
     if bias is None:
         return out
-    target = _bias_target(bias)
+    target = target_of(bias)
     return out + bias if target is None else _AddBias.apply(out, bias, target)
 
 
-def _operands(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+_Parameters = Sequence[Any]
+"""The weights of a product, and as many biases or ``None`` after them."""
+_Targets = Sequence[GradientTarget | None]
+"""The targets of parameters, in the same order."""
+
+
+def _operands(x: Tensor, parameters: _Parameters) -> tuple[Tensor, _Parameters]:
     """Input and parameters in the dtype of the product."""
     dtype = product_dtype(x)
-    return _cast(x, dtype), [_cast(w, dtype) for w in weights], [None if b is None else _cast(b, dtype) for b in biases]
+    cast = [each if each is None or each.dtype == dtype else each.to(dtype) for each in parameters]
+    return x if x.dtype == dtype else x.to(dtype), cast
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)
+def _targets(parameters: _Parameters) -> _Targets:
+    return [None if each is None else target_of(each) for each in parameters]
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -140,7 +145,8 @@ def check_dims(x: Tensor, expected: str, *, least: int) -> None:
 
 
 def _check_features(x: Tensor, sequence_parallel: bool) -> None:
-    check_dims(x, "(…, S, features)" if sequence_parallel else "(…, features)", least=1 + sequence_parallel)
+    if x.dim() <= sequence_parallel:
+        check_dims(x, "(…, S, features)" if sequence_parallel else "(…, features)", least=1 + sequence_parallel)
 
 
 def check_sequence(length: int, group: AxisGroup) -> None:
@@ -152,25 +158,26 @@ def check_sequence(length: int, group: AxisGroup) -> None:
         )
 
 
-def _local_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _local_products(x: Tensor, parameters: _Parameters) -> tuple[Tensor, ...]:
     """The products on one rank: one node for all weights, unless autograd accumulates the gradients of some."""
-    targets = [target_of(weight) for weight in weights]
-    if None not in targets:
-        return _LocalProducts.apply(x, [*targets, *map(_bias_target, biases)], *weights, *biases)
-    return tuple(
-        _linear(x, weight, bias)
-        if target is None
-        else _LocalProducts.apply(x, [target, _bias_target(bias)], weight, bias)[0]
-        for target, weight, bias in zip(targets, weights, biases, strict=True)
-    )
+    targets = _targets(parameters)
+    if None not in _halves(targets)[0]:
+        return _LocalProducts.apply(x, targets, *parameters)
+    pairs = zip(zip(*_halves(targets), strict=True), zip(*_halves(parameters), strict=True), strict=True)
+    return tuple(_linear(x, *each) if own[0] is None else _LocalProducts.apply(x, own, *each)[0] for own, each in pairs)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` with a weight ``(*out, in)``."""
     if weight.dim() == 2:
         return F.linear(x, weight, bias)
-    out = F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    out = F.linear(x, _matrix(weight), None if bias is None else bias.flatten())
     return unsafe_view(out, (*x.shape[:-1], *weight.shape[:-1]))  # an autograd function may return it
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """A weight ``(*out, in)``, or its gradient, as ``(outputs, in)``."""
+    return weight if weight.dim() == 2 else weight.flatten(0, -2)
 
 
 class _LocalProducts(Function):
@@ -178,10 +185,8 @@ class _LocalProducts(Function):
 
     @staticmethod
     @in_own_dtypes
-    def forward(
-        ctx: Any, x: Tensor, targets: Sequence[GradientTarget | None], *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        weights, biases = _halves(tensors)
+    def forward(ctx: Any, x: Tensor, targets: _Targets, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = _halves(parameters)
         ctx.targets = targets
         ctx.set_materialize_grads(False)  # an unused output costs nothing
         ctx.save_for_backward(x, *weights)
@@ -192,9 +197,9 @@ class _LocalProducts(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_input, _, *needed = ctx.needs_input_grad
-        rows = _rows(grads, weights)
-        grad_x = _input_gradient(rows, weights, fused=not cpu_kernels(x)).view(x.shape) if needs_input else None
-        return grad_x, None, *_parameter_gradients(ctx.targets, needed, rows, weights, _Input(x))
+        outputs = _OutputGradients(grads, weights)
+        grad_x = outputs.input_gradient(fused=not cpu_kernels(x)).view(x.shape) if needs_input else None
+        return grad_x, None, *outputs.parameter_gradients(_Input(x), ctx.targets, needed)
 
 
 class _AddBias(Function):
@@ -209,8 +214,8 @@ class _AddBias(Function):
     @staticmethod
     @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1]
-        return grad, _bias_gradient(ctx.target, needed, rows_of(grad), grad.shape[-1:]), None
+        needs_bias, total = ctx.needs_input_grad[1], _BiasSum(rows_of(grad), grad.shape[-1:])
+        return grad, ctx.target.accumulate(total, defers=False) if needs_bias else None, None
 
 
 class _ColumnProduct(Function):
@@ -243,19 +248,66 @@ class _ColumnProduct(Function):
         x, *weights = ctx.saved_tensors
         group, gathers = ctx.group, ctx.sequence_parallel
         needs_input, _, _, _, *needed = ctx.needs_input_grad
-        rows, source = _rows(grads, weights), _Input(x, group if gathers else None)
-        now = (target is None or not target.is_deferring for target in ctx.targets)
-        if any(row is not None and need and at_once for row, need, at_once in zip(rows, needed, now, strict=False)):
+        outputs, source = _OutputGradients(grads, weights), _Input(x, group if gathers else None)
+        if outputs.compute_weights(ctx.targets, needed):
             source.begin()
         reduction = None
         if needs_input:
             places = next(g.shape[: 1 - w.dim()] for g, w in zip(grads, weights, strict=True) if g is not None)
-            grad_x = _input_gradient(rows, weights, fused=True).view(*places, weights[0].shape[-1])
+            grad_x = outputs.input_gradient(fused=True).view(*places, weights[0].shape[-1])
             reduction = (
                 start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce_(grad_x, group)
             )
-        gradients = _parameter_gradients(ctx.targets, needed, rows, weights, source)
+        gradients = outputs.parameter_gradients(source, ctx.targets, needed)
         return (None if reduction is None else reduction.wait(), None, None, None, *gradients)
+
+
+class _OutputGradients:
+    """The gradients of the products of one input.
+
+    Args:
+        grads: ``(…, *out)`` for each output, ``None`` for an unused one.
+        weights: ``(*out, in)``.
+    """
+
+    def __init__(self, grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> None:
+        self._used: list[tuple[int, Tensor, Tensor, torch.Size]] = []
+        for place, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+            if grad is not None:
+                matrix = _matrix(weight)
+                self._used.append((place, grad.reshape(-1, matrix.shape[0]), matrix, weight.shape))
+
+    def input_gradient(self, *, fused: bool) -> Tensor:
+        """This rank's part of the input gradient, ``(tokens, in)``: the sum over the weights.
+
+        A ``fused`` sum is one kernel for each weight and does not round the products.
+        """
+        (_, rows, matrix, _), *others = self._used
+        total = rows.mm(matrix)
+        for _, rows, matrix, _ in others:
+            total = total.addmm_(rows, matrix) if fused else total.add_(rows.mm(matrix))
+        return total
+
+    def compute_weights(self, targets: _Targets, needed: Sequence[bool]) -> bool:
+        """Whether :meth:`parameter_gradients` computes the gradient of a weight, rather than to defer all of them."""
+        targets_now = (targets[place] for place, *_ in self._used if needed[place])
+        return any(target is None or not target.is_deferring for target in targets_now)
+
+    def parameter_gradients(self, source: _Input, targets: _Targets, needed: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients that a backward returns; ``None`` if one is not needed, accumulated or deferred.
+
+        Bias gradients are not deferred: a sum costs less than keeping its operand.
+        """
+        gradients: list[Tensor | None] = [None] * len(needed)
+        for weight, rows, _, shape in self._used:
+            bias = weight + len(needed) // 2
+            if needed[weight]:
+                product, target = _WeightProduct(rows, source, shape), targets[weight]
+                gradients[weight] = product.gradient() if target is None else target.accumulate(product)
+            if needed[bias]:
+                total, target = _BiasSum(rows, shape[:-1]), targets[bias]
+                gradients[bias] = total.gradient() if target is None else target.accumulate(total, defers=False)
+        return gradients
 
 
 class _Input:
@@ -275,8 +327,11 @@ class _Input:
 
     def rows(self) -> Tensor:
         """``(tokens, in)``."""
+        if self._group is None:
+            return rows_of(self._x)
         self.begin()
-        return rows_of(self._x if self._whole is None else self._whole.wait())
+        assert self._whole is not None
+        return rows_of(self._whole.wait())
 
 
 @dataclass(eq=False, slots=True)
@@ -298,8 +353,7 @@ class _WeightProduct:
 
     def add_to(self, gradient: Tensor) -> None:
         """Accumulate without a temporary tensor for the product."""
-        with autocast_off(self.grad_TO):
-            add_product_(gradient.flatten(0, -2), self.grad_TO.T, self.source.rows())
+        add_product_(_matrix(gradient), self.grad_TO.T, self.source.rows())
 
 
 @dataclass(eq=False, slots=True)
@@ -320,66 +374,6 @@ class _BiasSum:
     def add_to(self, gradient: Tensor) -> None:
         """Add the sum."""
         gradient.add_(self.gradient())
-
-
-def _bias_target(bias: Tensor | None) -> GradientTarget | None:
-    return None if bias is None else target_of(bias)
-
-
-def _rows(grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """Each output gradient ``(…, *out)`` as ``(tokens, outputs)``; ``None`` for an unused output."""
-    return [
-        None if grad is None else rows_of(grad if weight.dim() == 2 else grad.flatten(1 - weight.dim()))
-        for grad, weight in zip(grads, weights, strict=True)
-    ]
-
-
-def _input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor], *, fused: bool) -> Tensor:
-    """This rank's part of the input gradient, ``(tokens, in)``: the sum over the weights.
-
-    A ``fused`` sum is one kernel for each weight and does not round the products.
-    """
-    used = [(row, weight.flatten(0, -2)) for row, weight in zip(rows, weights, strict=True) if row is not None]
-    (row, matrix), *others = used
-    total = row @ matrix
-    for row, matrix in others:
-        total = total.addmm_(row, matrix) if fused else total.add_(row @ matrix)
-    return total
-
-
-def _parameter_gradients(
-    targets: Sequence[GradientTarget | None],
-    needed: Sequence[bool],
-    rows: Sequence[Tensor | None],
-    weights: Sequence[Tensor],
-    source: _Input,
-) -> tuple[Tensor | None, ...]:
-    """The gradients that a backward returns for its weights, and then for their biases."""
-    (weight_targets, bias_targets), (weights_needed, biases_needed) = _halves(targets), _halves(needed)
-    return (
-        *map(_weight_gradient, weight_targets, weights_needed, rows, weights, repeat(source)),
-        *map(_bias_gradient, bias_targets, biases_needed, rows, (weight.shape[:-1] for weight in weights)),
-    )
-
-
-def _weight_gradient(
-    target: GradientTarget | None, needed: bool, grad_TO: Tensor | None, weight: Tensor, source: _Input
-) -> Tensor | None:
-    """``None`` if it is not needed, or accumulated or deferred."""
-    if grad_TO is None or not needed:
-        return None
-    product = _WeightProduct(grad_TO, source, weight.shape)
-    return product.gradient() if target is None else target.accumulate(product)
-
-
-def _bias_gradient(
-    target: GradientTarget | None, needed: bool, grad_TO: Tensor | None, shape: torch.Size
-) -> Tensor | None:
-    """``None`` if it is not needed or accumulated. It is not deferred: the sum costs less than keeping its operand."""
-    if grad_TO is None or not needed:
-        return None
-    total = _BiasSum(grad_TO, shape)
-    return total.gradient() if target is None else target.accumulate(total, defers=False)
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
