@@ -68,12 +68,11 @@ def accumulated_leaf(x: Tensor, through: Collection[str]) -> Tensor | None:
     return cast(Tensor, cast(Any, node).variable)
 
 
-def unsafe_view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor in another shape that autograd does not treat as a view; the caller drops ``x``.
+unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.aten._unsafe_view.default
+"""A tensor in another shape that autograd does not treat as a view; the caller drops the tensor itself.
 
-    A view that an autograd function returns cannot be changed in place.
-    """
-    return torch.ops.aten._unsafe_view.default(x, shape)
+A view that an autograd function returns cannot be changed in place.
+"""
 
 
 def has_values(x: Tensor) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megastack.attention_mask import AttentionMask, Segment
 from megastack.layers.attention_spec import prefers_dense_mask
-from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable, product_dtype
+from megastack.layers.autocast import Function, once_differentiable, product_dtype
 from megastack.layers.context import Context
 from megastack.torch_private import cpu_attention, cpu_attention_backward, efficient_attention, flash_attention
 
@@ -248,7 +248,6 @@ class _SegmentAttention(Function):
     """Attention of each segment by torch's fused CPU kernel, with one output and one log-sum-exp for all of them."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, segments: Sequence[Segment]) -> Tensor:
         operands, found = [_aligned(x) for x in (q_BSHK, k_BSGK, v_BSGK)], []
         for segment, (q, k, v) in zip(segments, _split(segments, *operands), strict=True):

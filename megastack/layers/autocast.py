@@ -49,30 +49,32 @@ def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class Function(torch.autograd.Function):
-    """An autograd function whose call costs the host less: it enters torch's C++ code directly.
+    """An autograd function whose forward runs with autocast off, and whose call costs the host less than usual.
 
-    torch first looks for tensors that a transform of ``torch.func`` left behind, in Python, for as long as the C++ code
-    takes.
+    It enters torch's C++ code directly. torch first looks in Python for tensors that a transform of ``torch.func`` left
+    behind, which takes as long as an operation. Decorate the backward with :func:`in_own_dtypes`, or with
+    :func:`once_differentiable` if it cannot be differentiated.
     """
 
     @classmethod
     def apply(cls, *arguments: Any) -> Any:
         """Run the forward and record it."""
-        if are_transforms_active():
-            return super().apply(*arguments)
+        if is_any_autocast_enabled() or are_transforms_active():
+            with autocast_off(next(value for value in arguments if isinstance(value, Tensor))):
+                return super().apply(*arguments)
         return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
 
 def in_own_dtypes(function: _Method) -> _Method:
-    """Decorate ``forward`` or ``backward`` of a ``torch.autograd.Function`` to run with autocast off."""
+    """Decorate the ``backward`` of a :class:`Function` to run with autocast off."""
 
     @wraps(function)
-    def run(ctx: Any, *values: Any) -> Any:
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
         if not is_any_autocast_enabled():
-            return function(ctx, *values)
-        first = next((value for value in values if isinstance(value, Tensor)), None)
+            return function(ctx, *grads)
+        first = next((grad for grad in grads if grad is not None), None)
         with nullcontext() if first is None else autocast_off(first):
-            return function(ctx, *values)
+            return function(ctx, *grads)
 
     return cast("_Method", run)
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from megastack.comm.collectives import Pending, all_gather, start_all_gather, start_all_reduce_, start_reduce_scatter
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError, counted
-from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable, product_dtype
+from megastack.layers.autocast import Function, once_differentiable, product_dtype
 from megastack.layers.kernels import add_product_, exp_
 from megastack.layers.linear_ops import SEQUENCE_DIM, rows_of
 from megastack.layers.loss import (
@@ -130,7 +130,6 @@ class _Plan:
 
 class _ChunkedHeadLoss(Function):
     @staticmethod
-    @in_own_dtypes
     def forward(
         ctx: Any, x_BSD: Tensor, weight: Tensor, labels_BS: Tensor, plan: _Plan, target: GradientTarget | None
     ) -> tuple[Tensor, Tensor]:

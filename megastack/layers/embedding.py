@@ -143,7 +143,6 @@ class _LookUp(Function):
     """``F.embedding`` whose weight gradient is accumulated in place or deferred."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, weight: Tensor, ids_BS: Tensor, target: GradientTarget) -> Tensor:
         ctx.target = target
         ctx.save_for_backward(ids_BS)

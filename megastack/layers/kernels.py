@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megastack.layers.autocast import Function, autocast_off, in_own_dtypes, once_differentiable
+from megastack.layers.autocast import Function, autocast_off, once_differentiable
 
 _LOG2_E = math.log2(math.e)
 _SLOPE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
@@ -102,7 +102,6 @@ class _LogisticGELU(Function):
     """
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return _gelu_sigmoid(x).mul_(x)

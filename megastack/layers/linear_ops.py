@@ -171,7 +171,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` with a weight ``(*out, in)``."""
     if weight.dim() == 2:
         return F.linear(x, weight, bias)
-    out = F.linear(x, _matrix(weight), None if bias is None else bias.flatten())
+    out = F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
     return unsafe_view(out, (*x.shape[:-1], *weight.shape[:-1]))  # an autograd function may return it
 
 
@@ -184,7 +184,6 @@ class _LocalProducts(Function):
     """The products of one input; weight gradients are accumulated in place or deferred, bias gradients in place."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, x: Tensor, targets: _Targets, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = _halves(parameters)
         ctx.targets = targets
@@ -198,15 +197,18 @@ class _LocalProducts(Function):
         x, *weights = ctx.saved_tensors
         needs_input, _, *needed = ctx.needs_input_grad
         outputs = _OutputGradients(grads, weights)
-        grad_x = outputs.input_gradient(fused=not cpu_kernels(x)).view(x.shape) if needs_input else None
-        return grad_x, None, *outputs.parameter_gradients(_Input(x), ctx.targets, needed)
+        grad_x = outputs.input_gradient(fused=not cpu_kernels(x)) if needs_input else None
+        return (
+            None if grad_x is None else grad_x.view(x.shape),
+            None,
+            *outputs.parameter_gradients(_Input(x), ctx.targets, needed),
+        )
 
 
 class _AddBias(Function):
     """``x + bias`` whose bias gradient is accumulated in place."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, x: Tensor, bias: Tensor, target: GradientTarget) -> Tensor:
         ctx.target = target
         return x + bias
@@ -226,7 +228,6 @@ class _ColumnProduct(Function):
     """
 
     @staticmethod
-    @in_own_dtypes
     def forward(
         ctx: Any,
         x: Tensor,
@@ -252,9 +253,9 @@ class _ColumnProduct(Function):
         if outputs.compute_weights(ctx.targets, needed):
             source.begin()
         reduction = None
-        if needs_input:
+        if needs_input and (grad_x := outputs.input_gradient(fused=True)) is not None:
             places = next(g.shape[: 1 - w.dim()] for g, w in zip(grads, weights, strict=True) if g is not None)
-            grad_x = outputs.input_gradient(fused=True).view(*places, weights[0].shape[-1])
+            grad_x = grad_x.view(*places, weights[0].shape[-1])
             reduction = (
                 start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce_(grad_x, group)
             )
@@ -277,15 +278,19 @@ class _OutputGradients:
                 matrix = _matrix(weight)
                 self._used.append((place, grad.reshape(-1, matrix.shape[0]), matrix, weight.shape))
 
-    def input_gradient(self, *, fused: bool) -> Tensor:
+    def input_gradient(self, *, fused: bool) -> Tensor | None:
         """This rank's part of the input gradient, ``(tokens, in)``: the sum over the weights.
 
         A ``fused`` sum is one kernel for each weight and does not round the products.
         """
-        (_, rows, matrix, _), *others = self._used
-        total = rows.mm(matrix)
-        for _, rows, matrix, _ in others:
-            total = total.addmm_(rows, matrix) if fused else total.add_(rows.mm(matrix))
+        total: Tensor | None = None
+        for _, rows, matrix, _ in self._used:
+            if total is None:
+                total = rows.mm(matrix)
+            elif fused:
+                total.addmm_(rows, matrix)
+            else:
+                total.add_(rows.mm(matrix))
         return total
 
     def compute_weights(self, targets: _Targets, needed: Sequence[bool]) -> bool:

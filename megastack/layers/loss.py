@@ -33,7 +33,7 @@ from torch import Tensor
 from megastack.comm.collectives import all_gather
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError, counted
-from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable
+from megastack.layers.autocast import Function, once_differentiable
 from megastack.layers.kernels import exp_
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -262,7 +262,6 @@ class _VocabParallelLoss(Function):
     """The sum of the cross-entropy, or both sums if the z-loss has a weight."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(
         ctx: Any, logits_BSV: Tensor, labels_BS: Tensor, shard: VocabularyShard, terms: LossTerms
     ) -> Tensor | tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megastack.errors import ConfigError
 from megastack.layers import fused
-from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable
+from megastack.layers.autocast import Function, once_differentiable
 from megastack.layers.context import Context
 from megastack.layers.kernels import gelu
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -89,7 +89,6 @@ class _SwiGLU(Function):
     """``silu(gate) * value``; saves only gate and value and recomputes the SiLU in backward."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, up: Tensor) -> Tensor:
         ctx.save_for_backward(up)
         return fused.swiglu(up)

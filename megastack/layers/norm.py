@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megastack.layers import fused
-from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable
+from megastack.layers.autocast import Function, once_differentiable
 from megastack.layers.kernels import cpu_kernels
 from megastack.layers.overrides import built_in
 from megastack.layers.spec import NormSpec
@@ -94,7 +94,6 @@ class _RMSNorm(Function):
     """RMSNorm that, unlike torch's on a CPU, does not save the normalised input."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed, scale = fused.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
@@ -110,7 +109,6 @@ class _LayerNorm(Function):
     """torch's LayerNorm computed in a wider dtype than the input's; saves the input in its own dtype."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         normed, mean, scale = fused.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, scale)

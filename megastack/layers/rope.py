@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megastack.errors import ConfigError
 from megastack.layers import fused
-from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable
+from megastack.layers.autocast import Function, once_differentiable
 from megastack.layers.kernels import cpu_kernels
 
 SCALINGS = ("none", "linear", "llama3")
@@ -108,7 +108,6 @@ class _Rotation(Function):
     """One operator in each direction; saves only the tables."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         turned: tuple[Tensor, Tensor] = fused.rotate(q_BSHK, k_BSGK, cos, sin, False)

@@ -203,9 +203,9 @@ def test_a_block_costs_the_host_few_nodes_and_calls() -> None:
         nodes, grad_BSD = nodes_of(out_BSD), torch.ones_like(out_BSD)
         with python_calls() as backward:
             out_BSD.backward(grad_BSD)
-    assert nodes.total() <= 19, nodes
-    assert forward.total() <= 120, forward
-    assert backward.total() <= 80, backward
+    assert nodes.total() <= 18, nodes
+    assert forward.total() <= 130, forward
+    assert backward.total() <= 100, backward
 
 
 def test_the_choice_holds_on_other_threads_and_ends_with_its_block() -> None:
