@@ -191,7 +191,7 @@ class GradientTarget:
         if gradient is None or self._is_cast or not gradient.is_contiguous():
             return None
         dtype = self.weight.dtype
-        if dtype != gradient.dtype != torch.promote_types(dtype, gradient.dtype):
+        if gradient.dtype != dtype and gradient.dtype != torch.promote_types(dtype, gradient.dtype):
             return None
         return gradient if self.weight is self.parameter else gradient.view(self.weight.shape)
 
