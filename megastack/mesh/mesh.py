@@ -30,7 +30,7 @@ from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinat
 from megastack.mesh.store import check_devices, open_store
 from megastack.torch_private import group_names, set_timeout
 
-_FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
+_FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP), DENSE_AXES)
 """The fused axes for which training needs groups."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = distributed_c10d.default_pg_timeout.total_seconds()

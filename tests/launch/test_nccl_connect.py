@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
-import time
-from pathlib import Path
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -14,15 +13,13 @@ import torch
 from megastack.assemble.data import read_dataset
 from megastack.assemble.training import build_training
 from megastack.comm.collectives import all_reduce
-from megastack.comm.observer import RankObserver
+from megastack.comm.objects import all_gather_objects
 from megastack.config.compose import compose
-from megastack.config.layout_rules import mesh_shape
-from megastack.launch import worker
+from megastack.config.schema import TrainConfig
+from megastack.launch.run import on_ranks
+from megastack.launch.worker import TaskFailed, connect_ranks
 from megastack.mesh.mesh import Mesh
-from megastack.testing.ranks import run_ranks
 from tests import nccl_double
-from tests.launch import fault_matrix  # noqa: F401
-from tests.tiny_runs import status, train
 
 SMALL = ("experiment=parity", "model.layers=4", "model.hidden=16", "model.heads=2", "model.kv_groups=2", "model.ffn=32")
 SMALL += ("batch.sequence_length=8", "batch.global_size=4", "batch.micro_size=1")
@@ -36,23 +33,38 @@ LAYOUTS = {
 SLOW = {"pp4", "grid", "zero1", "zero3"}
 
 
+def communicators(config: TrainConfig, mesh: Mesh, double: nccl_double.Double) -> list[tuple[set[Any], set[Any], int]]:
+    """For each rank: the communicators that it creates before a step, those that the step uses, and counted calls."""
+    training = build_training(config, mesh, read_dataset(config))
+    double.used.clear()
+    mesh.ledger.reset()
+    connect_ranks(logging.getLogger("megastack"), training)
+    created, counted = set(double.used), mesh.ledger.total().calls
+    double.used.clear()
+    training.step(0)
+    all_reduce(torch.zeros(1), mesh.world)  # the agreement after a step
+    return all_gather_objects((created, set(double.used), counted), mesh.world)
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in LAYOUTS])
 def test_the_communicators_of_a_step_exist_before_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     double = nccl_double.install(monkeypatch, run_ahead_s=1.0)
-    config = compose([*SMALL, *LAYOUTS[name]])
-    shape = mesh_shape(config)
-
-    def communicators() -> tuple[set[Any], set[Any], int]:
-        mesh = Mesh.from_environment(shape, device="cpu", timeout_s=60, observer=RankObserver())
-        training = build_training(config, mesh, read_dataset(config))
-        double.used.clear()
-        worker.connect_ranks(logging.getLogger("megastack"), training)
-        created, counted = set(double.used), mesh.ledger.total().calls
-        double.used.clear()
-        training.step(0)
-        all_reduce(torch.zeros(1), mesh.world)  # the agreement after a step
-        return created, set(double.used), counted
-
-    for created, used, counted in run_ranks(communicators, shape.world_size):
+    for created, used, counted in on_ranks("connect", compose([*SMALL, *LAYOUTS[name]]), communicators, double):
         assert created == used
         assert len(created) >= 2 and counted == 0
+
+
+def stopped(config: TrainConfig, mesh: Mesh) -> None:
+    """The last rank stops while the others connect."""
+    training = build_training(config, mesh, read_dataset(config))
+    if mesh.rank == mesh.shape.world_size - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    connect_ranks(logging.getLogger("megastack"), training)
+
+
+@pytest.mark.full
+def test_a_rank_that_stops_before_it_connects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl_double.install(monkeypatch)
+    config = compose([*SMALL, *LAYOUTS["interleaved"], "launch.timeout_s=2", "launch.grace_s=0.5"])
+    with pytest.raises(TaskFailed, match=r"\[rank 1 \| pp1 dp0 tp0\] did not arrive at pp all_reduce \d+ of \[1\]"):
+        on_ranks("connect", config, stopped)

@@ -84,13 +84,18 @@ def test_a_program_that_is_not_a_rank_may_connect_and_leave() -> None:
 
 def test_ranks_that_cannot_connect_rely_on_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     notes = list[str]()
-    monkeypatch.setattr(peer_failure, "_own_addresses", lambda master: ["256.0.0.1"])
+
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(peer_failure, "_own_addresses", lambda master: ["127.0.0.1"])
+    monkeypatch.setattr(socket, "create_connection", refuse)
     monkeypatch.setattr(peer_failure._LOG, "debug", lambda text, *values: notes.append(text % values))
     store = dist.HashStore()
     with PeerMonitor(store, 0, 3, **PERIODS) as first, PeerMonitor(store, 1, 3, **PERIODS) as second:
         until(lambda: bool(notes))
         until(lambda: first.lost == second.lost == 2)
-    assert notes == ["rank 1 cannot be reached at ['256.0.0.1']; only its heartbeats are watched"]
+    assert notes == ["rank 1 cannot be reached at ['127.0.0.1']; only its heartbeats are watched"]
 
 
 def test_a_rank_that_is_done_is_not_missed_and_a_rank_that_failed_is_found_at_once() -> None:
