@@ -19,7 +19,11 @@ MAX_ROWS = 16
 
 def short(config: TrainConfig, world_size: int | None = None) -> str:
     """Five lines: model, grid, batch, schedule, memory; more for user-defined layers and for several data phases."""
-    layout = Layout(config, world_size)
+    return _short(Layout(config, world_size))
+
+
+def _short(layout: Layout) -> str:
+    config = layout.config
     lines = [_model(layout), *_user_layers(config), _grid(layout), _batch(layout), *_phases(config)]
     return "\n".join([*lines, *_schedule_figures(layout)])
 
@@ -27,7 +31,7 @@ def short(config: TrainConfig, world_size: int | None = None) -> str:
 def full(config: TrainConfig, world_size: int | None = None) -> str:
     """The short form, the ranks, the share of each pipeline rank, and a drawing of the schedule."""
     layout = Layout(config, world_size)
-    parts = [short(config, world_size), "ranks\n" + layout.shape.table(), _pipeline_ranks(layout)]
+    parts = [_short(layout), "ranks\n" + layout.shape.table(), _pipeline_ranks(layout)]
     small = sum(map(len, layout.schedule.ranks)) <= MAX_DRAWN_ACTIONS
     parts.append(render(layout.timeline) if small else "for a drawing of the schedule: --format svg > schedule.svg")
     return "\n\n".join(parts)
