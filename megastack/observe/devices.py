@@ -99,7 +99,8 @@ class LargestMemory:
         256 TiB on 16,384 ranks take 53 bits.
         """
         sizes = memory.allocated, memory.reserved or 0
-        return tuple[float, float](float(size // MEMORY_UNIT * ranks + rank) for size in sizes)
+        allocated, reserved = (float(size // MEMORY_UNIT * ranks + rank) for size in sizes)
+        return allocated, reserved
 
     @classmethod
     def of(cls, maximum: Sequence[float], ranks: int) -> LargestMemory:

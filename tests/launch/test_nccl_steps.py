@@ -1,10 +1,11 @@
-"""On a test double of NCCL: before the first step, ranks create every communicator that it uses, and no other one."""
+"""Steps on a test double of NCCL: the communicators that exist before the first one, and the time of waits."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -28,9 +29,10 @@ LAYOUTS = {
     "pp4": ("parallel.pp=4", "model.tied=true"),
     "grid": ("parallel.dp=2", "parallel.tp=2", "parallel.pp=2"),
     "zero1": ("parallel.dp=2", "parallel.pp=2", "parallel.zero.stage=1"),
+    "hybrid": ("parallel.dp=4", "parallel.zero.stage=1", "parallel.zero.shard_size=2"),
     "zero3": ("parallel.dp=2", "parallel.tp=2", "parallel.zero.stage=3"),
 }
-SLOW = {"pp4", "grid", "zero1", "zero3"}
+SLOW = set(LAYOUTS) - {"interleaved"}
 
 
 def communicators(config: TrainConfig, mesh: Mesh, double: nccl_double.Double) -> list[tuple[set[Any], set[Any], int]]:
@@ -68,3 +70,27 @@ def test_a_rank_that_stops_before_it_connects_is_named(monkeypatch: pytest.Monke
     config = compose([*SMALL, *LAYOUTS["interleaved"], "launch.timeout_s=2", "launch.grace_s=0.5"])
     with pytest.raises(TaskFailed, match=r"\[rank 1 \| pp1 dp0 tp0\] did not arrive at pp all_reduce \d+ of \[1\]"):
         on_ranks("connect", config, stopped)
+
+
+LATE_S = 0.3
+
+
+def exposed(config: TrainConfig, mesh: Mesh) -> list[tuple[float, dict[str, float]]]:
+    """For each rank: the seconds that its host spent in waits, and the exposed communication of a late all-reduce."""
+    if mesh.rank == 1:
+        time.sleep(LATE_S)
+    began = time.monotonic()
+    x = all_reduce(torch.ones(1), mesh.world)
+    host_s, step = time.monotonic() - began, mesh.ledger.copy()
+    mesh.ledger.reset()
+    assert x.tolist() == [2.0]  # blocks until the device is there
+    mesh.flight_recorder.settle()
+    assert mesh.ledger.exposed_s == {}
+    return all_gather_objects((host_s, step.exposed_s), mesh.world)
+
+
+def test_the_time_that_a_stream_waits_for_a_late_rank_is_exposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl_double.install(monkeypatch)
+    early, late = on_ranks("exposed", compose([*SMALL, "parallel.dp=2"]), exposed)
+    assert early[0] < LATE_S / 2 < early[1]["dp"], "the stream waits, the host does not"
+    assert late[1]["dp"] < LATE_S / 2
