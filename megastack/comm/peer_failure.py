@@ -132,7 +132,7 @@ class PeerMonitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._heartbeats.stop()
-        self._ring.leave(failed=error is not None)
+        self._ring.stop(failed=error is not None)
         with contextlib.suppress(dist.DistError):
             if error is None:
                 self._store.set(_heartbeat(self._rank), _DONE)
@@ -144,10 +144,10 @@ class PeerMonitor:
         return f"rank {self.lost} ended or no longer responds"
 
     def _lose(self, rank: int) -> None:
-        """Record the first rank that is gone, and tell the others."""
+        """Record the first rank that is gone, and pass it on."""
         if self.lost is None:
             self.lost = rank
-            self._ring.tell(rank)
+            self._ring.send(rank)
             with contextlib.suppress(dist.DistError):
                 self._store.set(_LOST, str(rank))
 
@@ -178,7 +178,7 @@ def _heartbeat(rank: int) -> str:
 
 _MESSAGE = struct.Struct("!i")
 """What neighbours send: the number of a rank that is gone, or one of the following."""
-_WELCOME, _LEAVES = -1, -2
+_WELCOME, _GOODBYE = -1, -2
 
 
 class _Ring:
@@ -203,11 +203,11 @@ class _Ring:
         self._previous, self._next = (rank - 1) % world_size, (rank + 1) % world_size
         self._addresses, self._secret = _own_addresses(master), secrets.token_bytes(16)
         self._listener = _listen()
-        self._leaving, self._leave = socket.socketpair()
+        self._stopped, self._stop = socket.socketpair()
         self._links: dict[socket.socket, int] = {}
         self._calling: socket.socket | None = None
         self._has_next = False
-        self._last_message = _LEAVES
+        self._last_message = _GOODBYE
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
         close = weakref.WeakMethod(self._close)
@@ -220,35 +220,35 @@ class _Ring:
             self._store.set(_address(self._rank), json.dumps(record))
         self._thread.start()
 
-    def tell(self, message: int) -> None:
+    def send(self, message: int) -> None:
         """Send a message to the neighbours."""
         for link in (*self._links, self._calling):  # the next rank may just be answering a call
             if link is not None:
                 with contextlib.suppress(OSError):
                     link.sendall(_MESSAGE.pack(message))
 
-    def leave(self, *, failed: bool) -> None:
+    def stop(self, *, failed: bool) -> None:
         """Close the connections; the neighbours take this rank for lost only if it ``failed``."""
-        self._last_message = self._rank if failed else _LEAVES
-        self._leave.close()
+        self._last_message = self._rank if failed else _GOODBYE
+        self._stop.close()
         self._thread.join()
 
     def _close(self) -> None:
-        for each in (*self._links, self._calling, self._listener, self._leaving, self._leave):
+        for each in (*self._links, self._calling, self._listener, self._stopped, self._stop):
             if each is not None:
                 each.close()
         self._selector.close()
 
     def _run(self) -> None:
         calls = self._call()
-        self._selector.register(self._leaving, selectors.EVENT_READ)
+        self._selector.register(self._stopped, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         try:
             while True:
                 is_calling = next(calls, False)
                 for ready, _ in self._selector.select(_RETRY_S if is_calling else None):
                     if ready.data is None:
-                        self.tell(self._last_message)
+                        self.send(self._last_message)
                         return
                     ready.data(ready.fileobj)
         finally:
@@ -282,9 +282,9 @@ class _Ring:
 
     def _accept(self, listener: socket.socket) -> None:
         """Answer a call, if it is by the previous rank."""
-        link, _ = listener.accept()
-        link.settimeout(_CONNECT_S)
         with contextlib.suppress(OSError):
+            link, _ = listener.accept()
+            link.settimeout(_CONNECT_S)
             is_rank = secrets.compare_digest(link.recv(len(self._secret), socket.MSG_WAITALL), self._secret)
             if is_rank:
                 link.sendall(_MESSAGE.pack(_WELCOME))
@@ -319,12 +319,12 @@ def _received(link: socket.socket) -> int | None:
     """The next message of a connection; None if the process at its other end has ended.
 
     A connection that breaks in another way, such as a time-out in the network, does not show that. It is not used
-    further, as if the other rank had left.
+    further, as if the other rank had ended normally.
     """
     try:
         data = link.recv(_MESSAGE.size, socket.MSG_WAITALL)
     except OSError:
-        return _LEAVES
+        return _GOODBYE
     return int(_MESSAGE.unpack(data)[0]) if len(data) == _MESSAGE.size else None
 
 
