@@ -11,7 +11,7 @@ None of these is differentiable, and autograd records none of them; the conjugat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -158,6 +158,26 @@ def broadcast(x: Tensor, group: AxisGroup, source: int = 0) -> Tensor:
     with group.blocks("broadcast", result.numel() * result.element_size() if group.rank == source else None):
         dist.broadcast(result, src=group.ranks[source], group=group.group)
     return result
+
+
+def connect(groups: Iterable[AxisGroup], device: torch.device) -> None:
+    """Create the communicators of groups, with one all-reduce over each; called on all ranks of every group.
+
+    In the first operation of a group, NCCL connects its ranks, and their hosts wait for each other. All ranks go
+    through their groups in one order: by their ranks, then by name. The first group in this order that is not connected
+    yet is therefore the next one of each of its ranks, so ranks never wait for each other in a cycle. The operations
+    are recorded but not counted.
+    """
+    real = [group for group in groups if group.group is not None]
+    for group in sorted(real, key=_order):
+        operation, x = group.begin("all_reduce", (1,)), torch.zeros(1, device=device)
+        work = dist.all_reduce(x, group=group.group, async_op=True)
+        ObservedWork(work, group.observer, operation).wait()
+
+
+def _order(group: AxisGroup) -> tuple[tuple[int, ...], str]:
+    assert group.group is not None
+    return group.ranks, group.group.group_name
 
 
 def _cut(x: Tensor, size: int, dim: int) -> Tensor:
