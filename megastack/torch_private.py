@@ -55,6 +55,11 @@ def has_gradient_hooks(x: Tensor) -> bool:
     return bool(x._backward_hooks)
 
 
+def gradient_hooks(x: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Return the hooks that see or change the gradient of a tensor, in order."""
+    return list((x._backward_hooks or {}).values())
+
+
 def accumulation_hooks(parameter: Tensor) -> Collection[Any]:
     """Return the hooks that run after a gradient is accumulated into a leaf, in order."""
     return (parameter._post_accumulate_grad_hooks or {}).values()
@@ -346,6 +351,15 @@ def allow_variants(most: int = 256) -> None:
     config.recompile_limit = max(config.recompile_limit, most)
     # Cached functions are traced; those of this package have no side effects.
     warnings.filterwarnings("ignore", ".*`functools.lru_cache`-wrapped", UserWarning)
+
+
+def keep_operands() -> None:
+    """Let code that is compiled from now on not reuse the memory of its tensors, so that an operator may keep one."""
+    from torch._functorch import config as autograd_config
+    from torch._inductor import config
+
+    autograd_config.donated_buffer = False
+    config.allow_buffer_reuse = config.inplace_buffers = False
 
 
 def compile_errors() -> tuple[type[Exception], ...]:

@@ -154,18 +154,8 @@ def _products(x_BSD: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Te
         "layers disagree about the input"
     )
     weights = [layer.weight for layer in layers]  # once: reading a parametrised weight computes it
-    biases = [layer.bias for layer in layers]
-    outputs = column_product(
-        x_BSD,
-        [weight.flatten(0, -2) for weight in weights],
-        [None if bias is None else bias.flatten() for bias in biases],
-        first.mesh[Axis.TP],
-        sequence_parallel=first.sequence_parallel,
-    )
-    return tuple(
-        out if weight.dim() == 2 else out.unflatten(-1, weight.shape[:-1])
-        for out, weight in zip(outputs, weights, strict=True)
-    )
+    biases, group = [layer.bias for layer in layers], first.mesh[Axis.TP]
+    return column_product(x_BSD, weights, biases, group, sequence_parallel=first.sequence_parallel)
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -32,6 +32,7 @@ from megastack.comm.collectives import (
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.layers.autocast import autocast_off, in_own_dtypes, product_dtype
+from megastack.layers.compiled_ops import compiled_column_product, compiled_row_product
 from megastack.layers.kernels import add_product_
 from megastack.weight_gradients import GradientTarget, target_of
 
@@ -46,7 +47,7 @@ def column_product(
     *,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, ...]:
-    """``x @ weight.T + bias`` for several weights that share an input, each split along its rows over the group.
+    """``x @ weight.T + bias`` for several weights that share an input, each split along an output dim over the group.
 
     Communicates once for all weights. Forward: nothing, or with ``sequence_parallel`` an all-gather of the input.
     Backward: an all-reduce of the input gradient, or with ``sequence_parallel`` a reduce-scatter of it and a second
@@ -54,24 +55,32 @@ def column_product(
 
     Args:
         x: ``(…, S, in)``, replicated over the group, or ``(…, S/t, in)`` with ``sequence_parallel``.
-        weights: matrices ``(out/t, in)``; frozen ones need no product in backward.
-        biases: a vector ``(out/t,)`` or ``None`` for each weight.
+        weights: this rank's part ``(*out, in)`` of each weight, with one output dim or more; frozen ones need no
+            product in backward.
+        biases: a tensor ``(*out)`` or ``None`` for each weight.
 
     Parameters are cast to the dtype of ``x``. If ``torch.autocast`` is on, all operands are cast to its dtype.
 
     Returns:
-        One ``(…, S, out/t)`` per weight.
+        One ``(…, S, *out)`` per weight.
 
     Raises:
         PlacementError: the input has no feature dim, or no sequence dim under sequence parallelism.
     """
     _check_features(x, sequence_parallel)
-    x, weights, biases = _operands(x, weights, biases)
+    if torch.compiler.is_compiling():
+        return compiled_column_product(x, weights, biases, group, sequence_parallel=sequence_parallel)
+    shapes = [weight.shape[:-1] for weight in weights]
+    weights = [weight.flatten(0, -2) for weight in weights]
+    x, weights, biases = _operands(x, weights, [None if bias is None else bias.flatten() for bias in biases])
     if group.size == 1:
-        pairs = zip(weights, biases, strict=True)
-        return tuple(_local_product(x, weight, bias) for weight, bias in pairs)
-    targets = [target_of(weight) for weight in weights], [_bias_target(bias) for bias in biases]
-    return _ColumnProduct.apply(x, group, sequence_parallel, targets, *weights, *biases)
+        outputs = tuple(_local_product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    else:
+        targets = [target_of(weight) for weight in weights], [_bias_target(bias) for bias in biases]
+        outputs = _ColumnProduct.apply(x, group, sequence_parallel, targets, *weights, *biases)
+    return tuple(
+        out if len(shape) == 1 else out.unflatten(-1, shape) for out, shape in zip(outputs, shapes, strict=True)
+    )
 
 
 def row_product(
@@ -95,6 +104,8 @@ def row_product(
         dim.
     """
     _check_features(x, sequence_parallel)
+    if torch.compiler.is_compiling():
+        return compiled_row_product(x, weight, bias, group, sequence_parallel=sequence_parallel)
     x, (weight,), (bias,) = _operands(x, [weight], [bias])
     if group.size == 1:
         return _local_product(x, weight, bias)
