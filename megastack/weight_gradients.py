@@ -18,8 +18,8 @@ them. All other parameters (norms, biases, positions, a user's own) get their gr
 The pipeline opens the scope for a step. A forward looks it up once per weight and stores it in the weight's
 :class:`GradientTarget`, since autograd may run the backward on another thread.
 
-Pending products hold tensors and graph edges, not closures, so their memory can be computed. Custom operators, which a
-compiler could trace, would cost more host time than they save; in compiled blocks autograd accumulates the gradients.
+Pending products hold tensors and graph edges, not closures, so their memory can be computed. Custom operators would
+cost more host time than they save; only compiled blocks use them (:mod:`megastack.layers.compiled_ops`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ and so is everything else that differs between blocks, microbatches and steps. T
 as a tensor on the host. Packed documents are passed as a dense bias, whose shape does not depend on them.
 
 The compiled function is used for training. Validation and generation, which run without gradients, call the blocks
-themselves. Autograd accumulates the weight gradients of a compiled block, in its backward; they cannot be deferred.
+themselves. Products and collectives are operators (:mod:`megastack.layers.compiled_ops`), which accumulate or defer
+weight gradients. Hooks of the block itself run as usual, outside of the compiled code.
 
 A part that cannot be traced is an error (``fullgraph=True``), and so is a missing C++ compiler.
 """
