@@ -55,11 +55,6 @@ def has_gradient_hooks(x: Tensor) -> bool:
     return bool(x._backward_hooks)
 
 
-def gradient_hooks(x: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """Return the hooks that see or change the gradient of a tensor, in order."""
-    return list((x._backward_hooks or {}).values())
-
-
 def accumulation_hooks(parameter: Tensor) -> Collection[Any]:
     """Return the hooks that run after a gradient is accumulated into a leaf, in order."""
     return (parameter._post_accumulate_grad_hooks or {}).values()

@@ -245,14 +245,6 @@ def zero_level_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation
         yield Violation("run.sample_prompt", config.run.sample_prompt, rule, (None, "parallel.zero.stage=1"))
 
 
-def compile_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
-    """A block that is compiled holds its parameters whole."""
-    if config.compile and degrees.uses_fsdp:
-        zero = config.parallel.zero.stage
-        rule = f"not available yet with parallel.zero.stage={zero}, which gathers a block's parameters"
-        yield Violation("compile", True, rule, (False, "parallel.zero.stage=1"))
-
-
 LayoutRule = Callable[[TrainConfig, Degrees], Iterator[Violation]]
 LAYOUT_RULES: tuple[LayoutRule, ...] = (
     degrees_fit_world,
@@ -264,5 +256,4 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
     schedule_fits,
     shard_size_fits,
     zero_level_fits,
-    compile_fits,
 )

@@ -42,10 +42,10 @@ from megastack.comm.collectives import (
 )
 from megastack.comm.group import AxisGroup, group_of
 from megastack.comm.library_ops import define_gradient, define_operator, scaled
-from megastack.errors import MegastackError
+from megastack.errors import ConfigError, MegastackError
 from megastack.layers.autocast import product_dtype
 from megastack.layers.kernels import add_product_
-from megastack.torch_private import gradient_hooks, will_execute
+from megastack.torch_private import has_gradient_hooks, will_execute
 from megastack.weight_gradients import GradientTarget, WeightGradient, WeightGradientScope, current_scope
 
 _SEQUENCE_DIM = -2
@@ -57,9 +57,17 @@ def bind_parameters(parameters: Iterable[nn.Parameter]) -> None:
     """Let the next backward through these parameters accumulate or defer gradients as the current scope says.
 
     Called before each forward of compiled code that uses them.
+
+    Raises:
+        ConfigError: a parameter has a hook on its gradient, which autograd would call without one.
     """
     scope = current_scope() or WeightGradientScope(0)
     for parameter in parameters:
+        if has_gradient_hooks(parameter):
+            raise ConfigError(
+                f"compile=true: a parameter of shape {tuple(parameter.shape)} has a hook on its gradient, which a "
+                "compiled block accumulates itself; use register_post_accumulate_grad_hook or compile=false"
+            )
         _SCOPES[parameter] = scope
 
 
@@ -283,9 +291,6 @@ def _accumulate(parameter: Tensor, product: WeightGradient, *, defers: bool) -> 
     gradient = target.accumulate(product, defers=defers)
     if gradient is None:
         return
-    for hook in gradient_hooks(parameter):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.grad_dtype or gradient.dtype)
     else:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megastack.assemble.training import build_training
+from megastack.comm.flight_recorder import Operation
 from megastack.comm.observer import RankObserver
 from megastack.comm.traffic import Traffic
 from megastack.config.convert import replace_values
@@ -37,7 +38,7 @@ class Recording(RankObserver):
 
     def on_operation(
         self, axis: str, op: str, ranks: tuple[int, ...], shape: tuple[int, ...], payload_bytes: int | None
-    ) -> object:
+    ) -> Operation:
         self.operations.append((axis, op, ranks, shape))
         return super().on_operation(axis, op, ranks, shape, payload_bytes)
 
@@ -54,8 +55,10 @@ def both(config: TrainConfig, backend: str, steps: int) -> tuple[Operations, Ope
     with patch.object(compiled, "BACKEND", backend):
         eager, found = (trained(replace_values(config, {"compile": on}), steps) for on in (False, True))
     assert differences(eager[0], found[0], tolerance=TOLERANCES[torch.float32]) == []
-    assert Counter(eager[2]) == Counter(found[2])
-    assert eager[1] == found[1]
+    if config.recompute.mode == "none":
+        assert eager[1] == found[1]
+        assert Counter(eager[2]) == Counter(found[2])
+    assert not Counter(found[2]) - Counter(eager[2]), "a compiler may repeat fewer operations than eager recompute"
     return eager[2], found[2]
 
 
