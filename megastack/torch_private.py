@@ -195,6 +195,13 @@ def after_forward(unit: nn.Module, output: Any) -> Any:
     return cast(Any, unit)._get_fsdp_state()._post_forward(unit, (), output)
 
 
+def remove_forward_hooks(module: nn.Module) -> None:
+    """Remove the hooks that run before and after the module's ``forward``."""
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks_with_kwargs.clear()
+    module._forward_hooks.clear()
+
+
 # Operators and autocast.
 
 

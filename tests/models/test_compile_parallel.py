@@ -98,6 +98,8 @@ LAYOUTS = {
     "zb_h1": ["parallel.pp=2", "schedule=zb_h1"],
     "zb_h2 tp": [*TP, "parallel.pp=2", "schedule=zb_h2"],
     "zb_h1 sp dp": [*SP, "parallel.pp=2", "schedule=zb_h1", "parallel.dp=2", "parallel.zero.stage=1"],
+    "zero 2": ["parallel.dp=2", "parallel.zero.stage=2"],
+    "zero 3 sp": [*SP, "parallel.dp=2", "parallel.zero.stage=3", "parallel.zero.gather=microbatch"],
     "interleaved sp": [*SP, "parallel.pp=2", "schedule=interleaved", "schedule.chunks=2", "model.layers=4"],
 }
 MODELS = {
