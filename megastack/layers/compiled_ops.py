@@ -46,7 +46,13 @@ from megastack.errors import ConfigError, MegastackError
 from megastack.layers.autocast import product_dtype
 from megastack.layers.kernels import add_product_
 from megastack.torch_private import has_gradient_hooks, will_execute
-from megastack.weight_gradients import GradientTarget, WeightGradient, WeightGradientScope, current_scope
+from megastack.weight_gradients import (
+    HAS_GRAD_DTYPE,
+    GradientTarget,
+    WeightGradient,
+    WeightGradientScope,
+    current_scope,
+)
 
 _SEQUENCE_DIM = -2
 _SCOPES = WeakTensorKeyDictionary()
@@ -113,14 +119,9 @@ def _operands(
 
 
 def _column_product(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    biased: list[bool],
-    are_parameters: list[bool],
-    group: str,
-    sequence_parallel: bool,
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], biased: list[bool], *rest: Any
 ) -> list[Tensor]:
+    _, group, sequence_parallel = rest
     whole = all_gather(x, group_of(group), _SEQUENCE_DIM) if sequence_parallel else x
     given = iter(biases)
     return [
@@ -129,15 +130,8 @@ def _column_product(
     ]
 
 
-def _row_product(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    biased: list[bool],
-    are_parameters: list[bool],
-    group: str,
-    sequence_parallel: bool,
-) -> list[Tensor]:
+def _row_product(x: Tensor, weights: list[Tensor], biases: list[Tensor], *rest: Any) -> list[Tensor]:
+    _, _, group, sequence_parallel = rest
     ranks, (weight,) = group_of(group), weights
     if ranks.size == 1:
         return [_linear(x, weight, *biases)]
@@ -208,18 +202,10 @@ class _Parameters:
 
 
 def _column_backward(
-    grads: list[Tensor],
-    x: Tensor | None,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    biased: list[bool],
-    accumulated: list[bool],
-    returned: list[bool],
-    needs_input: bool,
-    group: str,
-    sequence_parallel: bool,
+    grads: list[Tensor], x: Tensor | None, weights: list[Tensor], biases: list[Tensor], *options: Any
 ) -> list[Tensor]:
-    ranks, parameters = group_of(group), _Parameters(weights, biases, biased, accumulated, returned)
+    *flags, needs_input, group, sequence_parallel = options
+    ranks, parameters = group_of(group), _Parameters(weights, biases, *flags)
     rows = [_rows(grad, weight) for grad, weight in zip(grads, weights, strict=True)]
     source = _Input(x, ranks if sequence_parallel else None)
     if parameters.use_input_now():
@@ -237,18 +223,10 @@ def _column_backward(
 
 
 def _row_backward(
-    grads: list[Tensor],
-    x: Tensor | None,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    biased: list[bool],
-    accumulated: list[bool],
-    returned: list[bool],
-    needs_input: bool,
-    group: str,
-    sequence_parallel: bool,
+    grads: list[Tensor], x: Tensor | None, weights: list[Tensor], biases: list[Tensor], *options: Any
 ) -> list[Tensor]:
-    (grad,), parameters = grads, _Parameters(weights, biases, biased, accumulated, returned)
+    *flags, needs_input, group, sequence_parallel = options
+    (grad,), parameters = grads, _Parameters(weights, biases, *flags)
     whole = all_gather(grad, group_of(group), _SEQUENCE_DIM) if sequence_parallel else grad
     rows = [_rows(whole, weights[0])]
     grad_x = []
@@ -292,7 +270,8 @@ def _accumulate(parameter: Tensor, product: WeightGradient, *, defers: bool) -> 
     if gradient is None:
         return
     if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.grad_dtype or gradient.dtype)
+        dtype = parameter.grad_dtype if HAS_GRAD_DTYPE else parameter.dtype
+        parameter.grad = gradient.to(dtype or gradient.dtype)
     else:
         parameter.grad.add_(gradient)
 

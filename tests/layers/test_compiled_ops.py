@@ -29,6 +29,11 @@ def parameters(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
     }
 
 
+def gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def loss(products: tuple[Callable[..., Any], Callable[..., Any]], x: Tensor, named: dict[str, Any]) -> Tensor:
     """Two products of one input, one of which is the input of another."""
     column, row = products
@@ -78,11 +83,14 @@ def test_weight_gradients_are_deferred_and_others_are_not() -> None:
         with deferring() as deferred:
             objective.backward()
         assert deferred.parameters == {own["up"], own["other"], own["down"]}
-        assert {name for name, parameter in own.items() if parameter.grad.count_nonzero()} == {"up_bias", "down_bias"}
+        assert {name for name, parameter in own.items() if gradient(parameter).count_nonzero()} == {
+            "up_bias",
+            "down_bias",
+        }
         deferred.accumulate()
     expected = gradients(EAGER, needs_grad=True, change=CHANGES["parameters"])
     for parameter, twice in zip(own.values(), expected[1:], strict=True):
-        torch.testing.assert_close(2 * parameter.grad, twice, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(2 * gradient(parameter), twice, rtol=1e-12, atol=1e-12)
 
 
 def test_products_of_bf16_operands_accumulate_in_fp32_without_rounding() -> None:
@@ -104,7 +112,7 @@ def test_accumulation_hooks_run_once_for_each_backward() -> None:
     bind_parameters(own.values())
     loss(COMPILED, x, own).backward()
     assert len(calls) == 1
-    assert torch.equal(calls[0], own["down"].grad)
+    assert torch.equal(calls[0], gradient(own["down"]))
 
 
 def test_hooks_on_a_gradient_are_an_error() -> None:
