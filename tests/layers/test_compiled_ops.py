@@ -14,6 +14,7 @@ from megastack.layers.compiled_ops import bind_parameters, compiled_column_produ
 from megastack.layers.linear_ops import column_product, row_product
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
+from megastack.torch_private import keep_operands
 from megastack.weight_gradients import deferring, weight_gradient_scope
 
 GROUP = Mesh.single()[Axis.TP]
@@ -91,6 +92,35 @@ def test_weight_gradients_are_deferred_and_others_are_not() -> None:
     expected = gradients(EAGER, needs_grad=True, change=CHANGES["parameters"])
     for parameter, twice in zip(own.values(), expected[1:], strict=True):
         torch.testing.assert_close(2 * gradient(parameter), twice, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.full
+def test_compiled_code_does_not_overwrite_deferred_operands() -> None:
+    """Inductor would otherwise write later results over the operands of earlier products."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(64, 64, generator=generator) / 8) for _ in range(3)]
+    x = torch.randn(32, 64, generator=generator)
+
+    def layers(x: Tensor) -> Tensor:
+        for weight in weights:
+            (y,) = column_product(torch.tanh(x), [weight], [None], GROUP)
+            x = torch.sigmoid(y) * x
+        return x
+
+    def deferred_gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        with weight_gradient_scope():
+            bind_parameters(weights)
+            objective = run(x.clone().requires_grad_()).square().sum()
+            with deferring() as deferred:
+                objective.backward()
+            deferred.accumulate()
+        return [gradient(weight) for weight in weights]
+
+    keep_operands()
+    found, expected = deferred_gradients(torch.compile(layers, fullgraph=True)), deferred_gradients(layers)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_products_of_bf16_operands_accumulate_in_fp32_without_rounding() -> None:

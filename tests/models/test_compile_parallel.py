@@ -89,7 +89,8 @@ SP = [*TP, "parallel.sequence_parallel=true"]
 
 
 def test_tensor_and_sequence_parallel_blocks_with_deferred_weight_gradients(tmp_path: Path) -> None:
-    assert_equal_to_eager(tmp_path, "aot_eager", 2, *SP, *split_backward(tmp_path), "batch.micro_size=4")
+    layer = "model.mlp={_target_: tests.models.collective_layers.CommunicatingMLP}"
+    assert_equal_to_eager(tmp_path, "aot_eager", 2, *SP, *split_backward(tmp_path), "batch.micro_size=4", layer)
 
 
 LAYOUTS = {
