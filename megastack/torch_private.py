@@ -200,6 +200,13 @@ def after_forward(unit: nn.Module, output: Any) -> Any:
     return cast(Any, unit)._get_fsdp_state()._post_forward(unit, (), output)
 
 
+def remove_forward_hooks(module: nn.Module) -> None:
+    """Remove the hooks that run before and after the module's ``forward``."""
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks_with_kwargs.clear()
+    module._forward_hooks.clear()
+
+
 # Operators and autocast.
 
 
@@ -352,6 +359,15 @@ def allow_variants(most: int = 256) -> None:
     config.recompile_limit = max(config.recompile_limit, most)
     # Cached functions are traced; those of this package have no side effects.
     warnings.filterwarnings("ignore", ".*`functools.lru_cache`-wrapped", UserWarning)
+
+
+def keep_operands() -> None:
+    """Let code that is compiled from now on not reuse the memory of its tensors, so that an operator may keep one."""
+    from torch._functorch import config as autograd_config
+    from torch._inductor import config
+
+    autograd_config.donated_buffer = False
+    config.allow_buffer_reuse = config.inplace_buffers = False
 
 
 def compile_errors() -> tuple[type[Exception], ...]:

@@ -19,8 +19,8 @@ The pipeline opens the scope for a step. A forward looks up the :class:`Gradient
 it for the backward, since autograd may run that on another thread. A parameter has one target per scope; a weight that
 is a view or a cast of a parameter has one per forward.
 
-Pending products hold tensors and graph edges, not closures, so their memory can be computed. Custom operators, which a
-compiler could trace, would cost more host time than they save; in compiled blocks autograd accumulates the gradients.
+Pending products hold tensors and graph edges, not closures, so their memory can be computed. Custom operators would
+cost more host time than they save; only compiled blocks use them (:mod:`megastack.layers.compiled_ops`).
 """
 
 from __future__ import annotations

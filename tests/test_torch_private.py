@@ -179,6 +179,25 @@ def test_the_limit_of_variants_is_raised() -> None:
         assert config.recompile_limit == 9
 
 
+def test_compiled_code_can_be_kept_from_reusing_memory() -> None:
+    from torch._functorch import config as autograd_config
+    from torch._inductor import config
+
+    with autograd_config.patch(donated_buffer=True), config.patch(allow_buffer_reuse=True, inplace_buffers=True):
+        torch_private.keep_operands()
+        assert not (autograd_config.donated_buffer or config.allow_buffer_reuse or config.inplace_buffers)
+
+
+def test_forward_hooks_can_be_removed() -> None:
+    linear = nn.Linear(2, 2)
+    linear.register_forward_pre_hook(lambda *values: None, with_kwargs=True)
+    linear.register_forward_hook(lambda *values: None)
+    torch_private.remove_forward_hooks(linear)
+    assert not torch_private.has_forward_hooks(linear)
+    linear.register_forward_pre_hook(lambda module, args: None)
+    linear(torch.ones(2))
+
+
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_hooks_of_modules_are_seen(kind: str, everywhere: bool) -> None:

@@ -5,6 +5,9 @@ owns, end in an underscore. A group of one rank returns its input and reports no
 the group's observer. The ``start_…`` forms return a :class:`Pending` at once, so that computation can overlap with the
 transfer.
 
+While ``torch.compile`` traces, the blocking forms are operators (:mod:`megastack.comm.library_ops`); the others cannot
+be traced.
+
 None of these is differentiable, and autograd records none of them; the conjugate pairs are in
 :mod:`megastack.comm.autograd`. Device-dependent implementations are in :mod:`megastack.comm.backend`.
 """
@@ -24,6 +27,8 @@ from megastack.comm.flight_recorder import Operation
 from megastack.comm.group import AxisGroup
 from megastack.comm.observer import ObservedWork
 
+_OPERATORS: Any = torch.ops.megastack
+"""Where :mod:`megastack.comm.library_ops` registers the blocking collectives for compiled code."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -115,6 +120,8 @@ def start_all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Pending:
 
 def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
     """The sum (``max``, ``min``) of every rank's ``x``, in the same shape, on every rank."""
+    if group.size > 1 and torch.compiler.is_compiling():
+        return _OPERATORS.all_reduce(x, group.handle, op)
     return start_all_reduce(x, group, op).wait()
 
 
@@ -131,6 +138,8 @@ def start_all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
 
 def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     """Every rank's ``x``, concatenated along ``dim`` in group order; shapes must agree."""
+    if group.size > 1 and torch.compiler.is_compiling():
+        return _OPERATORS.all_gather(x, group.handle, dim)
     return start_all_gather(x, group, dim).wait()
 
 
@@ -147,6 +156,8 @@ def start_reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     """This rank's piece along ``dim`` of the sum of every rank's ``x``."""
+    if group.size > 1 and torch.compiler.is_compiling():
+        return _OPERATORS.reduce_scatter(x, group.handle, dim)
     return start_reduce_scatter(x, group, dim).wait()
 
 

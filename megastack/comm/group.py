@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, count
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -23,6 +25,8 @@ class AxisGroup:
         group: torch's process group; ``None`` when ``size`` is 1 and nothing is ever communicated.
         axis: the label of the group in counters and reports (``dp`` also stands for fused ``dp·cp``).
         observer: receives the operations on this group.
+        handle: a string by which compiled code, which cannot hold a group, refers to it (:func:`group_of`). It is
+            unique in this process. The first mesh of every process has the same handles.
     """
 
     rank: int
@@ -31,6 +35,12 @@ class AxisGroup:
     group: dist.ProcessGroup | None
     axis: str
     observer: Observer = field(default=NO_OBSERVER, compare=False)
+    handle: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = chain([self.axis], (f"{self.axis}#{number}" for number in count(1)))
+        object.__setattr__(self, "handle", next(name for name in names if name not in _BY_HANDLE))
+        _BY_HANDLE[self.handle] = self
 
     @property
     def flight_recorder(self) -> FlightRecorder:
@@ -52,3 +62,11 @@ class AxisGroup:
     def single(axis: str, observer: Observer = NO_OBSERVER, rank: int = 0) -> AxisGroup:
         """A group of this rank alone."""
         return AxisGroup(0, 1, (rank,), None, axis, observer)
+
+
+_BY_HANDLE: WeakValueDictionary[str, AxisGroup] = WeakValueDictionary()
+
+
+def group_of(handle: str) -> AxisGroup:
+    """Return the group with a handle."""
+    return _BY_HANDLE[handle]

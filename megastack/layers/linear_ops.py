@@ -35,6 +35,7 @@ from megastack.comm.collectives import (
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.layers.autocast import Function, autocast_off, in_own_dtypes, once_differentiable, product_dtype
+from megastack.layers.compiled_ops import compiled_column_product, compiled_row_product
 from megastack.layers.kernels import add_product_, cpu_kernels
 from megastack.torch_private import unsafe_view
 from megastack.weight_gradients import GradientTarget, target_of
@@ -71,6 +72,8 @@ def column_product(
         PlacementError: the input has no feature dim, or no sequence dim under sequence parallelism.
     """
     _check_features(x, sequence_parallel)
+    if torch.compiler.is_compiling():
+        return compiled_column_product(x, weights, biases, group, sequence_parallel=sequence_parallel)
     x, parameters = _operands(x, [*weights, *biases])
     if group.size == 1:
         return _local_products(x, parameters)
@@ -98,6 +101,8 @@ def row_product(
         dim.
     """
     _check_features(x, sequence_parallel)
+    if torch.compiler.is_compiling():
+        return compiled_row_product(x, weight, bias, group, sequence_parallel=sequence_parallel)
     x, parameters = _operands(x, [weight, bias])
     if group.size == 1:
         return _local_products(x, parameters)[0]

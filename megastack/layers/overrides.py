@@ -53,8 +53,7 @@ def runs_built_in(module: nn.Module, *methods: str) -> bool:
 
 def method_is_built_in(module: nn.Module, name: str) -> bool:
     """Whether this method of the module is currently the package's own."""
-    method = getattr(module, name, None)
-    return getattr(method, "__self__", None) is module and is_built_in(getattr(method, "__func__", None))
+    return name not in vars(module) and is_built_in(getattr(type(module), name, None))
 
 
 def is_called_plainly(module: nn.Module) -> bool:
