@@ -97,6 +97,8 @@ def rotate(heads_BSHK: Tensor, tables: RotaryTables) -> Tensor:
     """Rotate each pair (i, i + K/2) of every head by its angle, in the tables' dtype; returns the input's dtype."""
     if cpu_kernels(heads_BSHK):
         return fused.rotated(heads_BSHK, tables.cos, tables.sin)
+    if torch.compiler.is_compiling():  # in the tables' dtype, so that the gradient is rounded once
+        return fused.rotated(heads_BSHK.to(tables.cos.dtype), tables.cos, tables.sin).to(heads_BSHK.dtype)
     turned_BSHK: Tensor = _Rotation.apply(heads_BSHK, tables.cos, tables.sin)
     return turned_BSHK
 
