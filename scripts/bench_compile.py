@@ -27,7 +27,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 from bench.sides import Megastack  # noqa: E402
@@ -137,6 +136,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("task", "block"), help="measure one part")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as empty:
         if options.cold:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty
