@@ -82,7 +82,9 @@ class ParallelMLP(ParallelModule):
     @built_in
     def activate(self, up: Tensor) -> Tensor:
         """Maps ``(B, S, 2, F/t)``, gate first, or ``(B, S, F/t)`` without a gate, to ``(B, S, F/t)``."""
-        return _SwiGLU.apply(up) if self.gated else gelu(up)
+        if not self.gated:
+            return gelu(up)
+        return fused.gated(up) if torch.compiler.is_compiling() else _SwiGLU.apply(up)
 
 
 class _SwiGLU(Function):

@@ -65,6 +65,8 @@ class RMSNorm(_Norm):
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Accepts any shape that ends in ``hidden``."""
+        if torch.compiler.is_compiling():
+            return fused.rms_normed(x_BSD, self.weight, self.eps)
         return _RMSNorm.apply(x_BSD, self.weight, self.eps)
 
 
@@ -87,6 +89,8 @@ class LayerNorm(_Norm):
         own_dtype = not cpu_kernels(x_BSD) or x_BSD.dtype == fused.wide_dtype(x_BSD)
         if own_dtype and x_BSD.dtype == self.weight.dtype and not is_any_autocast_enabled():
             return F.layer_norm(x_BSD, (self.hidden,), self.weight, self.bias, self.eps)
+        if torch.compiler.is_compiling():
+            return fused.layer_normed(x_BSD, self.weight, self.bias, self.eps)
         return _LayerNorm.apply(x_BSD, self.weight, self.bias, self.eps)
 
 

@@ -100,6 +100,9 @@ def rotate(q_BSHK: Tensor, k_BSGK: Tensor, tables: RotaryTables) -> tuple[Tensor
     cos, sin = tables.cos, tables.sin
     if cpu_kernels(q_BSHK):
         return fused.rotated(q_BSHK, cos, sin), fused.rotated(k_BSGK, cos, sin)
+    if torch.compiler.is_compiling():  # in the tables' dtype, so that the gradient is rounded once
+        q, k = (fused.rotated(x.to(cos.dtype), cos, sin).to(x.dtype) for x in (q_BSHK, k_BSGK))
+        return q, k
     turned: tuple[Tensor, Tensor] = _Rotation.apply(q_BSHK, k_BSGK, cos, sin)
     return turned
 

@@ -52,7 +52,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
     """The gradients of ``x`` and of the weight. Each program sums the weight gradient of a fixed range of rows."""
     grad, x, scale = grad.contiguous(), x.contiguous(), scale.contiguous()
     size, rows = weight.numel(), scale.numel()
-    programs = max(1, min(rows, _multiprocessors(x) * _PROGRAMS_PER_MULTIPROCESSOR))
+    programs = _row_programs(rows, x)
     grad_x, partial_PD = torch.empty_like(x), x.new_empty(programs, size, dtype=torch.float32)
     block = triton.next_power_of_2(size)
     _rms_norm_backward[(programs,)](
@@ -61,6 +61,35 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
         num_warps=_warps(block),
     )
     return grad_x, partial_PD.sum(0).to(weight.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalised rows in the dtype of ``x``, and the fp32 mean and scale of each row, ``(…, 1)``."""
+    x = x.contiguous()
+    size = weight.numel()
+    out = torch.empty_like(x)
+    mean, scale = (x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) for _ in range(2))
+    block = triton.next_power_of_2(size)
+    _layer_norm[(scale.numel(),)](*(x, weight, bias, out, mean, scale, size, eps), BLOCK=block, num_warps=_warps(block))
+    return out, mean, scale
+
+
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``x``, weight and bias, the last two summed like the weight's in :func:`rms_norm_backward`."""
+    grad, x, mean, scale = grad.contiguous(), x.contiguous(), mean.contiguous(), scale.contiguous()
+    size, rows = weight.numel(), scale.numel()
+    programs = _row_programs(rows, x)
+    grad_x, partial_2PD = torch.empty_like(x), x.new_empty(2, programs, size, dtype=torch.float32)
+    block = triton.next_power_of_2(size)
+    _layer_norm_backward[(programs,)](
+        *(grad, x, weight, mean, scale, grad_x, *partial_2PD.unbind(), rows, triton.cdiv(rows, programs), size),
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    grad_weight, grad_bias = partial_2PD.sum(1).unbind()
+    return grad_x, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
 
 
 def rotate(q_BSHK: Tensor, k_BSGK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
@@ -125,6 +154,11 @@ def _warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
+def _row_programs(rows: int, x: Tensor) -> int:
+    """The number of programs that share the rows of a norm's backward."""
+    return max(1, min(rows, _multiprocessors(x) * _PROGRAMS_PER_MULTIPROCESSOR))
+
+
 def _multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
@@ -159,6 +193,61 @@ def _rms_norm_backward(grad, x, weight, scale, grad_x, partial, rows, rows_each,
         along = tl.sum(scaled * normed, 0) / size
         tl.store(grad_x + place, ((scaled - normed * along) * factor).to(grad_x.dtype.element_ty), mask=inside)
     tl.store(partial + program * size + column, grad_weight, mask=inside)
+
+
+@triton.jit
+def _layer_norm(x, weight, bias, out, mean, scale, size, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    place = row * size + column
+    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    centre = tl.sum(wide, 0) / size
+    centred = tl.where(inside, wide - centre, 0.0)
+    factor = 1 / tl.sqrt(tl.sum(centred * centred, 0) / size + eps)
+    tl.store(mean + row, centre)
+    tl.store(scale + row, factor)
+    normed = centred * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    normed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _layer_norm_backward(
+    grad,
+    x,
+    weight,
+    mean,
+    scale,
+    grad_x,
+    partial_weight,
+    partial_bias,
+    rows,
+    rows_each,
+    size,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros((BLOCK,), tl.float32)
+    grad_bias = tl.zeros((BLOCK,), tl.float32)
+    for row in range(program * rows_each, tl.minimum((program + 1) * rows_each, rows)):
+        place = row * size + column
+        factor = tl.load(scale + row)
+        normed = (tl.load(x + place, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + row)) * factor
+        slope = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        grad_weight += slope * normed
+        grad_bias += slope
+        scaled = slope * factors
+        across = tl.sum(scaled, 0) / size
+        along = tl.sum(scaled * normed, 0) / size
+        result = (scaled - across - normed * along) * factor
+        tl.store(grad_x + place, result.to(grad_x.dtype.element_ty), mask=inside)
+    place = program * size + column
+    tl.store(partial_weight + place, grad_weight, mask=inside)
+    tl.store(partial_bias + place, grad_bias, mask=inside)
 
 
 @triton.jit
