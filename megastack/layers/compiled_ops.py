@@ -257,7 +257,7 @@ def _accumulate(parameter: Tensor, product: WeightGradient, *, defers: bool) -> 
         MegastackError: ``torch.autograd.grad`` is running.
     """
     try:
-        wanted = will_execute(get_gradient_edge(parameter))
+        wanted = will_execute(get_gradient_edge(parameter).node)
     except RuntimeError as error:
         raise MegastackError(
             "torch.autograd.grad of a parameter of a compiled block: compiled blocks accumulate gradients in .grad; "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
