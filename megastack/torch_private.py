@@ -7,7 +7,7 @@ and ``pyproject.toml`` limits torch to the versions that pass these tests. No ot
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -41,13 +41,11 @@ CASTS = frozenset({"ToCopyBackward0"})
 """Nodes of dtype casts, which save no tensors either."""
 
 
-def will_execute(edge: GradientEdge) -> bool:
-    """Whether the backward running on this thread executes the node of an edge.
+will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
+"""Whether the backward running on this thread executes a node.
 
-    Raises:
-        RuntimeError: ``torch.autograd.grad`` is running and the edge is one of its inputs.
-    """
-    return torch._C._will_engine_execute_node(edge.node)
+Raises RuntimeError if ``torch.autograd.grad`` is running and the node's edge is one of its inputs.
+"""
 
 
 def has_gradient_hooks(x: Tensor) -> bool:
@@ -68,6 +66,13 @@ def accumulated_leaf(x: Tensor, through: Collection[str]) -> Tensor | None:
     if node is None or node.name() != ACCUMULATES:
         return None
     return cast(Tensor, cast(Any, node).variable)
+
+
+unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.aten._unsafe_view.default
+"""A tensor in another shape that autograd does not treat as a view; the caller drops the tensor itself.
+
+A view that an autograd function returns cannot be changed in place.
+"""
 
 
 def has_values(x: Tensor) -> bool:
@@ -195,6 +200,13 @@ def after_forward(unit: nn.Module, output: Any) -> Any:
     return cast(Any, unit)._get_fsdp_state()._post_forward(unit, (), output)
 
 
+def remove_forward_hooks(module: nn.Module) -> None:
+    """Remove the hooks that run before and after the module's ``forward``."""
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks_with_kwargs.clear()
+    module._forward_hooks.clear()
+
+
 # Operators and autocast.
 
 
@@ -211,9 +223,10 @@ def fused_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tens
     return grad_x, grad_weight
 
 
-def is_any_autocast_enabled() -> bool:
-    """Whether autocast is on for any type of device on this thread."""
-    return torch._C._is_any_autocast_enabled()
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any type of device on this thread."""
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of ``torch.func`` is running on this thread."""
 
 
 # Distributed and CUDA.
@@ -352,6 +365,15 @@ def allow_variants(most: int = 256) -> None:
     config.recompile_limit = max(config.recompile_limit, most)
     # Cached functions are traced; those of this package have no side effects.
     warnings.filterwarnings("ignore", ".*`functools.lru_cache`-wrapped", UserWarning)
+
+
+def keep_operands() -> None:
+    """Let code that is compiled from now on not reuse the memory of its tensors, so that an operator may keep one."""
+    from torch._functorch import config as autograd_config
+    from torch._inductor import config
+
+    autograd_config.donated_buffer = False
+    config.allow_buffer_reuse = config.inplace_buffers = False
 
 
 def compile_errors() -> tuple[type[Exception], ...]:

@@ -15,11 +15,12 @@ fp64.
 backward inside :func:`deferring` keeps the operands of the products, and :meth:`DeferredGradients.accumulate` computes
 them. All other parameters (norms, biases, positions, a user's own) get their gradients in the backward itself.
 
-The pipeline opens the scope for a step. A forward looks it up once per weight and stores it in the weight's
-:class:`GradientTarget`, since autograd may run the backward on another thread.
+The pipeline opens the scope for a step. A forward looks up the :class:`GradientTarget` of each weight there and keeps
+it for the backward, since autograd may run that on another thread. A parameter has one target per scope; a weight that
+is a view or a cast of a parameter has one per forward.
 
-Pending products hold tensors and graph edges, not closures, so their memory can be computed. Custom operators, which a
-compiler could trace, would cost more host time than they save; in compiled blocks autograd accumulates the gradients.
+Pending products hold tensors and graph edges, not closures, so their memory can be computed. Custom operators would
+cost more host time than they save; only compiled blocks use them (:mod:`megastack.layers.compiled_ops`).
 """
 
 from __future__ import annotations
@@ -80,13 +81,15 @@ class WeightGradientScope:
     Attributes:
         min_elements: the size of the smallest weight in fp32 or fp64 whose gradient is accumulated in place.
         deferred: collects the weight gradients of the running backward; ``None`` if it computes them.
+        targets: the targets of parameters by their ids, until the scope ends.
     """
 
-    __slots__ = ("deferred", "min_elements")
+    __slots__ = ("deferred", "min_elements", "targets")
 
     def __init__(self, min_elements: int) -> None:
         self.min_elements = min_elements
         self.deferred: DeferredGradients | None = None
+        self.targets: dict[int, GradientTarget] = {}  # a tensor's own hash is a Python call
 
 
 _SCOPE: ContextVar[WeightGradientScope | None] = ContextVar("weight_gradient_scope", default=None)
@@ -106,8 +109,11 @@ def weight_gradient_scope(*, min_elements: int = 0) -> Iterator[WeightGradientSc
             since autograd would round their gradients.
     """
     scope = WeightGradientScope(min_elements)
-    with entered(scope):
-        yield scope
+    try:
+        with entered(scope):
+            yield scope
+    finally:
+        scope.targets.clear()  # they refer to the scope
 
 
 @contextmanager
@@ -142,11 +148,12 @@ class GradientTarget:
         parameter: the parameter.
     """
 
-    __slots__ = ("_is_cast", "_scope", "parameter", "weight")  # one per weight and microbatch
+    __slots__ = ("_is_cast", "_leaf", "_scope", "parameter", "weight")
 
     def __init__(self, weight: Tensor, parameter: Tensor, scope: WeightGradientScope, *, is_cast: bool) -> None:
         self.weight, self.parameter = weight, parameter
         self._scope, self._is_cast = scope, is_cast
+        self._leaf = get_gradient_edge(parameter).node  # kept: finding it takes longer than an operation
 
     @property
     def edge(self) -> GradientEdge:
@@ -164,10 +171,12 @@ class GradientTarget:
 
         Always false in a ``torch.autograd.grad`` call within a layer.
         """
-        if has_gradient_hooks(self.parameter) or has_gradient_hooks(self.weight) or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or has_gradient_hooks(self.parameter):
+            return False
+        if self.weight is not self.parameter and has_gradient_hooks(self.weight):
             return False
         try:
-            return will_execute(get_gradient_edge(self.parameter))
+            return will_execute(self._leaf)
         except RuntimeError:  # torch.autograd.grad computes the parameter's gradient
             return False
 
@@ -181,7 +190,8 @@ class GradientTarget:
         gradient = self.parameter.grad
         if gradient is None or self._is_cast or not gradient.is_contiguous():
             return None
-        if torch.promote_types(self.weight.dtype, gradient.dtype) != gradient.dtype:
+        dtype = self.weight.dtype
+        if gradient.dtype != dtype and gradient.dtype != torch.promote_types(dtype, gradient.dtype):
             return None
         return gradient if self.weight is self.parameter else gradient.view(self.weight.shape)
 
@@ -206,15 +216,19 @@ def target_of(weight: Tensor) -> GradientTarget | None:
     Autograd accumulates it in a compiled block, outside of a scope, without grad mode, for small weights, and for a
     weight that is computed from parameters, whose graph can run only once.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     scope = _SCOPE.get()
     if scope is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return None
+    target = scope.targets.get(id(weight))
+    if target is not None:
+        return target
     if weight.numel() < scope.min_elements and weight.dtype.itemsize >= torch.float32.itemsize:
         return None
     if weight.is_leaf:
-        return GradientTarget(weight, weight, scope, is_cast=False)
+        target = scope.targets[id(weight)] = GradientTarget(weight, weight, scope, is_cast=False)
+        return target
     parameter = accumulated_leaf(weight, _VIEWS_AND_CASTS)
     if parameter is None:
         return None

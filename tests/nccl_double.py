@@ -42,7 +42,7 @@ class Work(dist.Work):
 
     def __init__(self, double: Double, timeout: timedelta, *, blocks: bool = False) -> None:
         super().__init__()
-        self.double, self.blocks, self.done = double, blocks, threading.Event()
+        self.double, self.blocks, self.done, self.done_at = double, blocks, threading.Event(), 0.0
         self.deadline = time.monotonic() + timeout.total_seconds()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -55,29 +55,53 @@ class Work(dist.Work):
         return self.done.is_set()
 
 
-class Passed:
-    """A point in the stream."""
+class Event:
+    """A point in the stream, which its device reaches when the waits before it are over."""
 
     def __init__(self, works: list[Work]) -> None:
-        self.works = works
+        self.works, self.recorded_at = works, time.monotonic()
 
     def query(self) -> bool:
         return all(work.done.is_set() for work in self.works)
 
+    def elapsed_time(self, end: Event) -> float:
+        return (end.reached_at - self.reached_at) * 1e3
+
+    @property
+    def reached_at(self) -> float:
+        return max(self.recorded_at, *(work.done_at for work in self.works), 0.0)
+
 
 class Double(Nccl):
-    """The backend: one stream for each process, and the timer that ends it."""
+    """The backend: one stream for each process, and the timer that ends it.
+
+    Attributes:
+        used: the communicators that were used: the name of the group, and the peer for messages.
+        released: how many events are no longer needed.
+    """
 
     process_groups = NAME
 
     def __init__(self, run_ahead_s: float, p2p: str, margin_s: float) -> None:
         self.run_ahead_s, self.p2p, self.timeout_margin_s = run_ahead_s, p2p, margin_s
+        self.released = 0
+        self.used: set[tuple[str, int | None]] = set()
         self.stream: list[Work] = []
         self.issued: list[Work] = []
 
-    def mark(self) -> Passed:  # type: ignore[override]
+    @property
+    def events(self) -> Double:  # type: ignore[override]
+        return self
+
+    def record(self) -> Event:
         self.stream = [work for work in self.stream if not work.done.is_set()]
-        return Passed(list(self.stream))
+        return Event(list(self.stream))
+
+    def release(self, event: Event) -> None:
+        self.released += 1
+
+    def is_compute_stream(self) -> bool:
+        return True
 
     def synchronize(self) -> None:
         """Block the host until the stream has passed all waits."""
@@ -107,6 +131,7 @@ class Communicator:
                 call().wait()
             except RuntimeError:  # a rank is gone; NCCL does not notice
                 return
+            work.done_at = time.monotonic()
             work.done.set()
 
 
@@ -121,6 +146,8 @@ class Group(dist.ProcessGroup):
         self.pairs: dict[int, Communicator] = {}
 
     def issue(self, communicator: Communicator, call: Callable[[], Any], *, blocks: bool = False) -> Work:
+        if not blocks:
+            self.double.used.add((self.group_name, next((p for p, c in self.pairs.items() if c is communicator), None)))
         work = Work(self.double, self.timeout, blocks=blocks)
         self.double.issued.append(work)
         communicator.calls.put((work, call))

@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "optim": {"gradients", "placement", "torch_private"},
     "data": {"random", "batch"},
     "checkpoint": {"placement", "comm", "mesh", "records", "observe.printable"},
-    "observe": {"records", "torch_private", "mesh.shape", "comm.flight_recorder"},
+    "observe": {"records", "torch_private", "mesh.shape", "comm.flight_recorder", "comm.periodic"},
     "config": {
         *("mesh.shape", "pipeline.schedules", "data.blend_weights"),
         *("layers.rules", "layers.spec", "layers.attention_spec", "layers.mlp_spec", "layers.vocabulary_spec"),
@@ -114,6 +114,7 @@ ALLOWED: dict[str, set[str]] = {
             "records",
             "checkpoint.manifest",
             "comm.peer_failure",
+            "comm.collectives",  # ranks connect before the first step
             "comm.objects",
             "comm.observer",
             "comm.backend",

@@ -45,7 +45,7 @@ class _Ask(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         try:
-            ctx.answers.append(torch_private.will_execute(get_gradient_edge(ctx.leaf)))
+            ctx.answers.append(torch_private.will_execute(get_gradient_edge(ctx.leaf).node))
         except RuntimeError:
             ctx.answers.append("an input")
         return grad, None, None
@@ -94,6 +94,26 @@ def test_the_nodes_of_views_and_casts_save_nothing() -> None:
     for made in (weight.view(3, 2), weight.double()):
         for _ in range(2):
             torch.autograd.backward(made, torch.ones_like(made))
+
+
+class _Reshaped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, as_view: bool) -> Tensor:
+        out = x * 2
+        return out.view(3, 2) if as_view else torch_private.unsafe_view(out, (3, 2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return 2 * grad.view(2, 3), None
+
+
+def test_the_result_of_an_autograd_function_is_changed_in_place_unless_it_is_a_view() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a view"):
+        _Reshaped.apply(x, True).mul_(3)
+    out = _Reshaped.apply(x, False).mul_(3)
+    out.sum().backward()
+    assert out.tolist() == [[6, 6]] * 3 and x.grad is not None and x.grad.tolist() == [[6] * 3] * 2
 
 
 def test_tensors_without_values() -> None:
@@ -157,6 +177,25 @@ def test_the_limit_of_variants_is_raised() -> None:
     with config.patch(recompile_limit=8), warnings.catch_warnings():
         torch_private.allow_variants(9)
         assert config.recompile_limit == 9
+
+
+def test_compiled_code_can_be_kept_from_reusing_memory() -> None:
+    from torch._functorch import config as autograd_config
+    from torch._inductor import config
+
+    with autograd_config.patch(donated_buffer=True), config.patch(allow_buffer_reuse=True, inplace_buffers=True):
+        torch_private.keep_operands()
+        assert not (autograd_config.donated_buffer or config.allow_buffer_reuse or config.inplace_buffers)
+
+
+def test_forward_hooks_can_be_removed() -> None:
+    linear = nn.Linear(2, 2)
+    linear.register_forward_pre_hook(lambda *values: None, with_kwargs=True)
+    linear.register_forward_hook(lambda *values: None)
+    torch_private.remove_forward_hooks(linear)
+    assert not torch_private.has_forward_hooks(linear)
+    linear.register_forward_pre_hook(lambda module, args: None)
+    linear(torch.ones(2))
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])

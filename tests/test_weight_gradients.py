@@ -226,6 +226,55 @@ def test_weights_that_are_computed_or_frozen_are_not_deferred() -> None:
     assert_equal_every_way(mesh, function, [direction, scale, frozen], randn(B, S, D))
 
 
+def test_weights_of_several_dims_of_which_one_is_small() -> None:
+    """The gradient of a small weight is accumulated by autograd, the other one in place."""
+    mesh = Mesh.single()
+    large, small, bias = parameter(2, 3, D), parameter(3, D), parameter(2, 3)
+    x = randn(B, S, D)
+
+    def out() -> Tensor:
+        first, second = column_product(x, [large, small], [bias, None], mesh[Axis.TP])
+        assert first.shape == (B, S, 2, 3)
+        return (first.sum(-2) * second).sum()
+
+    expected = torch.autograd.grad(out(), [large, small, bias])
+    large.grad, small.grad, bias.grad = torch.zeros_like(large), torch.zeros_like(small), torch.zeros_like(bias)
+    with weight_gradient_scope(min_elements=large.numel()), Operations() as operations:
+        out().backward()
+    assert (6, D) not in operations.made and (3, D) in operations.made
+    for tensor, gradient in zip((large, small, bias), expected, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient)
+
+
+def test_products_may_be_changed_in_place() -> None:
+    weight, x = parameter(2, 3, D), randn(B, S, D)
+    expected = torch.autograd.grad((x @ weight.flatten(0, 1).T).mul(3).square().sum(), weight)[0]
+    with weight_gradient_scope():
+        (out,) = column_product(x, [weight], [None], Mesh.single()[Axis.TP])
+        out.mul_(3).square().sum().backward()
+    torch.testing.assert_close(weight.grad, expected)
+
+
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_product_whose_gradient_stops_behind_it(split: bool) -> None:
+    mesh, weight, x = Mesh.single(), parameter(D, D), randn(B, S, D).requires_grad_()
+    with weight_gradient_scope():
+        out = _Stop.apply(row_product(x * 1, weight, None, mesh[Axis.TP])).sum() + x.sum()
+        backward_in_parts(mesh, out) if split else out.backward()
+    assert x.grad is not None and x.grad.eq(1).all()
+    assert weight.grad is None or not weight.grad.any()
+
+
 def test_an_input_without_gradient() -> None:
     mesh = Mesh.single()
     weight = parameter(D, D)
@@ -364,6 +413,21 @@ def test_a_backward_on_another_thread_defers(again: bool) -> None:
     deferred.accumulate()
     for weight, gradient in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight.grad, gradient)
+
+
+def test_a_parameter_has_one_target_per_scope() -> None:
+    weight, other = parameter(D, D), parameter(D, D)
+    with weight_gradient_scope() as scope:
+        target = target_of(weight)
+        assert target is not None and target is target_of(weight) and target is not target_of(other)
+        assert target_of(weight.view(D, D)) is not target
+        assert target_of(weight.requires_grad_(False)) is None
+        assert target_of(weight.requires_grad_()) is target
+        with torch.no_grad():
+            assert target_of(weight) is None
+        with weight_gradient_scope():
+            assert target_of(weight) is not target
+    assert not scope.targets
 
 
 def test_scopes_nest_and_end() -> None:

@@ -57,6 +57,7 @@ def build_gradients(config: TrainConfig, stages: Sequence[Decoder], mesh: Mesh) 
         reduce=zero.reduce,
         groups=groups,
         reduce_dtype=reduce_dtype,
+        compiled=[block for stage in stages if stage.compiled_blocks is not None for block in stage.blocks.values()],
     )
 
 

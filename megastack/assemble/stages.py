@@ -41,13 +41,13 @@ def build_stage(config: TrainConfig, mesh: Mesh, part: StageSlice) -> Decoder:
     return stage
 
 
-def compile_stages(stages: Sequence[Decoder], mesh: Mesh) -> None:
+def compile_stages(stages: Sequence[Decoder], mesh: Mesh, schedule: Schedule) -> None:
     """Compile the blocks of a rank's stages for training, at their first forward and backward.
 
     Raises:
         ConfigError: no compiler for this device is installed.
     """
-    compiled = CompiledBlocks(mesh)
+    compiled = CompiledBlocks(mesh, defers=schedule.splits_backward)
     for stage in stages:
         stage.compiled_blocks = compiled
 

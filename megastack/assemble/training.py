@@ -153,7 +153,7 @@ def build_training(config: TrainConfig, mesh: Mesh, dataset: Dataset | None = No
     schedule = configured_schedule(config, mesh.shape)
     stages = build_stages(config, mesh, schedule)
     if config.compile:
-        compile_stages(stages, mesh)
+        compile_stages(stages, mesh, schedule)
     buckets = build_gradients(config, stages, mesh)
     dataset = dataset or read_dataset(config)
     histories = initial_histories(dataset, config.batch.global_size)

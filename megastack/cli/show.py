@@ -45,7 +45,7 @@ def _show(overrides: list[str], options: argparse.Namespace) -> int:
     from megastack.pipeline.render import render
     from megastack.plan.describe import as_record, full
     from megastack.plan.layout import Layout
-    from megastack.preflight.inspect import preview
+    from megastack.preflight.inspect import preview, with_device
 
     given = compose_partial(overrides, config_dir=options.config_dir, config_name=options.config_name)
     config = given.config
@@ -53,6 +53,7 @@ def _show(overrides: list[str], options: argparse.Namespace) -> int:
         notes = preview(config, [*given.errors, *violations(config)])
     for note in "\n".join(notes).splitlines():
         sys.stderr.write(printable(f"note: {note}") + "\n")
+    config = with_device(config)
     text = printable(full(config)) if options.format == "text" else render(Layout(config).timeline, options.format)
     sys.stdout.write(text + "\n")
     if options.json:

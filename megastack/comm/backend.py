@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastack.comm.flight_recorder import Completion
+from megastack.comm.flight_recorder import DeviceEvent, DeviceEvents
 from megastack.comm.group import AxisGroup
 from megastack.comm.shared_memory.group import SharedGroup
 
@@ -49,8 +49,8 @@ class Backend(Protocol):
         """
 
     @property
-    def mark(self) -> Callable[[], Completion] | None:
-        """A function that marks the end of the work issued to the device so far; None if waiting blocks the host."""
+    def events(self) -> DeviceEvents | None:
+        """Records events in the current stream of the device; None if waiting blocks the host."""
 
     @property
     def receive_lead(self) -> int:
@@ -107,7 +107,7 @@ class Gloo(_Torch):
     process_groups = "gloo"
     wait_blocks_host = True
     timeout_margin_s = 0.0
-    mark = None
+    events = None
     receive_lead = 1
     """Gloo matches messages in the background, so an earlier receive hides its handshake."""
 
@@ -167,18 +167,13 @@ class Nccl(_Torch):
     receive_lead = 0
     """Operations between two ranks run in order, so an early receive could run before a send that the peer needs."""
 
-    @staticmethod
-    def mark() -> Completion:
-        """Record an event in the current stream.
+    def __init__(self) -> None:
+        self._events = CudaEvents()
 
-        A ``Work`` would show the same, but it holds the output tensors of its operation. Kept until the device has run
-        the operation, it would keep the memory of everything that the host has issued ahead.
-        """
-        if not torch.cuda.is_initialized():
-            return _Reached()  # a dry run, in which the device computes nothing
-        event = torch.cuda.Event()
-        event.record()
-        return event
+    @property
+    def events(self) -> DeviceEvents:
+        """Timed CUDA events, which are used again once they are released."""
+        return self._events
 
     def start_gather_(self, pieces: Tensor, group: AxisGroup, own: Tensor | None = None) -> Work:
         """One all-gather, which reads this rank's row where it is."""
@@ -191,11 +186,45 @@ class Nccl(_Torch):
         return _reduce_scatter(out.view(-1), pieces.view(-1), group=group.group, async_op=True), lambda: out
 
 
+class CudaEvents:
+    """A pool of CUDA events with a time.
+
+    A ``Work`` would also show whether the device has run an operation, but it holds the operation's output tensors.
+    Kept until then, it would keep the memory of everything that the host has issued ahead.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[DeviceEvent] = []
+
+    def record(self) -> DeviceEvent:
+        """Record an event in the current stream."""
+        if not torch.cuda.is_initialized():
+            return _REACHED  # a dry run, in which the device computes nothing
+        event: Any = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return cast(DeviceEvent, event)
+
+    def release(self, event: DeviceEvent) -> None:
+        """Keep an event for the next :meth:`record`."""
+        if event is not _REACHED:
+            self._free.append(event)
+
+    def is_compute_stream(self) -> bool:
+        """Whether the current stream is the default one. FSDP2 communicates on others."""
+        return not torch.cuda.is_initialized() or torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
 class _Reached:
     """A position in the device's queue that it has passed."""
 
     def query(self) -> bool:
         return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0
+
+
+_REACHED = _Reached()
 
 
 class _Works:

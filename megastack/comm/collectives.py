@@ -5,13 +5,16 @@ owns, end in an underscore. A group of one rank returns its input and reports no
 the group's observer. The ``start_…`` forms return a :class:`Pending` at once, so that computation can overlap with the
 transfer.
 
+While ``torch.compile`` traces, the blocking forms are operators (:mod:`megastack.comm.library_ops`); the others cannot
+be traced.
+
 None of these is differentiable, and autograd records none of them; the conjugate pairs are in
 :mod:`megastack.comm.autograd`. Device-dependent implementations are in :mod:`megastack.comm.backend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +26,9 @@ from megastack.comm.backend import Work, backend_of, transport_of
 from megastack.comm.flight_recorder import Operation
 from megastack.comm.group import AxisGroup
 from megastack.comm.observer import ObservedWork
+
+_OPERATORS: Any = torch.ops.megastack
+"""Where :mod:`megastack.comm.library_ops` registers the blocking collectives for compiled code."""
 
 
 class Pending:
@@ -113,6 +119,8 @@ def start_all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Pending:
 
 def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
     """The sum (``max``, ``min``) of every rank's ``x``, in the same shape, on every rank."""
+    if group.size > 1 and torch.compiler.is_compiling():
+        return _OPERATORS.all_reduce(x, group.handle, op)
     return start_all_reduce(x, group, op).wait()
 
 
@@ -129,6 +137,8 @@ def start_all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
 
 def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     """Every rank's ``x``, concatenated along ``dim`` in group order; shapes must agree."""
+    if group.size > 1 and torch.compiler.is_compiling():
+        return _OPERATORS.all_gather(x, group.handle, dim)
     return start_all_gather(x, group, dim).wait()
 
 
@@ -145,6 +155,8 @@ def start_reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     """This rank's piece along ``dim`` of the sum of every rank's ``x``."""
+    if group.size > 1 and torch.compiler.is_compiling():
+        return _OPERATORS.reduce_scatter(x, group.handle, dim)
     return start_reduce_scatter(x, group, dim).wait()
 
 
@@ -156,6 +168,26 @@ def broadcast(x: Tensor, group: AxisGroup, source: int = 0) -> Tensor:
     with group.blocks("broadcast", result.numel() * result.element_size() if group.rank == source else None):
         transport_of(group, x.device).start_broadcast_(result, group, source).wait()
     return result
+
+
+def connect(groups: Iterable[AxisGroup], device: torch.device) -> None:
+    """Create the communicators of groups, with one all-reduce over each; called on all ranks of every group.
+
+    In the first operation of a group, NCCL connects its ranks, and their hosts wait for each other. All ranks go
+    through their groups in one order: by their ranks, then by name. The first group in this order that is not connected
+    yet is therefore the next one of each of its ranks, so ranks never wait for each other in a cycle. The operations
+    are recorded but not counted.
+    """
+    real = [group for group in groups if group.group is not None]
+    for group in sorted(real, key=_order):
+        operation, x = group.begin("all_reduce", (1,)), torch.zeros(1, device=device)
+        work = dist.all_reduce(x, group=group.group, async_op=True)
+        ObservedWork(work, group.observer, operation).wait()
+
+
+def _order(group: AxisGroup) -> tuple[tuple[int, ...], str]:
+    assert group.group is not None
+    return group.ranks, group.group.group_name
 
 
 def _cut(x: Tensor, size: int, dim: int) -> Tensor:

@@ -5,17 +5,20 @@ numbered from 1 in the order in which this rank starts them, collectives by grou
 destination), so the same number on two ranks identifies the same operation. The recorder is never reset.
 
 With gloo, a rank is blocked on the operation that it waits for. With NCCL, a wait only makes the current stream wait,
-and the host continues; later the host blocks in an unrelated call that reads a tensor. The recorder therefore keeps a
-:class:`Completion` of each such wait. The rank is blocked on the oldest wait that its stream has not passed.
+and the host continues; later the host blocks in an unrelated call that reads a tensor. The recorder therefore keeps an
+event before and after each such wait (:class:`StreamWaits`). The rank is blocked on the oldest wait that its stream has
+not passed, and the time between the two events is the time for which the wait stopped the stream.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from megastack.comm.traffic import Ledger
 
 KEPT = 32
 """The number of operations, and of actions, that are kept."""
@@ -71,11 +74,27 @@ _new = tuple.__new__
 """Creates a named tuple from its fields, in half the time of its own constructor."""
 
 
-class Completion(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a device, such as a recorded ``torch.cuda.Event``."""
 
     def query(self) -> bool:
         """Whether the device has reached it; callable from any thread."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """The milliseconds from this event to a later one; both have been reached."""
+
+
+class DeviceEvents(Protocol):
+    """Records events in the current stream of a device."""
+
+    def record(self) -> DeviceEvent:
+        """Record an event after all work issued to the current stream so far."""
+
+    def release(self, event: DeviceEvent) -> None:
+        """Called with an event that is no longer needed."""
+
+    def is_compute_stream(self) -> bool:
+        """Whether the current stream is the one on which the rank computes."""
 
 
 class _StreamWait(NamedTuple):
@@ -83,14 +102,60 @@ class _StreamWait(NamedTuple):
 
     operation: Operation
     since: float
-    passed: Completion
+    began: DeviceEvent
+    passed: DeviceEvent
+    waited_s: dict[str, float] | None
+
+
+class StreamWaits:
+    """The waits of the streams of one rank that the device has not passed, oldest first.
+
+    Args:
+        events: records events on the device.
+    """
+
+    def __init__(self, events: DeviceEvents) -> None:
+        self._events = events
+        self._began: DeviceEvent | None = None
+        self._waits: deque[_StreamWait] = deque()
+
+    def begin(self) -> None:
+        """Record an event before a wait."""
+        self._began = self._events.record()
+
+    def end(self, operation: Operation | None, since: float, waited_s: dict[str, float]) -> None:
+        """Record an event after a wait; its time is added to ``waited_s`` once it is known.
+
+        A wait of another stream than the one of the computation delays nothing by itself, and is not counted.
+        """
+        began, self._began = self._began, None
+        if operation is not None and began is not None:
+            counted = waited_s if self._events.is_compute_stream() else None
+            self._waits.append(_StreamWait(operation, since, began, self._events.record(), counted))
+        self.settle()
+
+    def settle(self) -> None:
+        """Count the time of the waits that the device has passed, and release their events. Does not block."""
+        while self._waits and self._waits[0].passed.query():
+            wait = self._waits.popleft()
+            if wait.waited_s is not None:
+                wait.waited_s[wait.operation.axis] += wait.began.elapsed_time(wait.passed) / 1e3
+            self._events.release(wait.began)
+            self._events.release(wait.passed)
+
+    def oldest(self) -> tuple[Operation, float] | None:
+        """The oldest wait that the device has not passed, and since when; callable from any thread."""
+        for wait in list(self._waits):
+            if not wait.passed.query():
+                return wait.operation, wait.since
+        return None
 
 
 class FlightRecorder:
     """The last operations and actions of one rank.
 
     Args:
-        waited_s: by axis, the seconds that the host was blocked in waits; this recorder adds to them.
+        ledger: the counters to which the recorder adds the time of waits.
 
     Attributes:
         layer: the layer being computed, if it is known.
@@ -102,8 +167,8 @@ class FlightRecorder:
         actions: the last actions of the pipeline, the newest last.
     """
 
-    def __init__(self, waited_s: dict[str, float] | None = None) -> None:
-        self._waited_s = defaultdict[str, float](float) if waited_s is None else waited_s
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self._ledger = Ledger() if ledger is None else ledger
         self.layer: str | None = None
         self.starting: Operation | None = None
         self.waiting: Operation | None = None
@@ -111,7 +176,7 @@ class FlightRecorder:
         self.operations: deque[Operation] = deque(maxlen=KEPT)
         self.actions: deque[object] = deque(maxlen=KEPT)
         self._sequences: dict[str, OperationSequence] = {}
-        self._stream_waits: deque[_StreamWait] = deque()
+        self._stream_waits: StreamWaits | None = None
 
     def sequence(self, axis: str, op: str, ranks: tuple[int, ...]) -> OperationSequence:
         """The sequence that numbers an operation of these ranks."""
@@ -189,29 +254,38 @@ class FlightRecorder:
         """Record that the operation is complete, and count the time for which it blocked the host."""
         operation, now = self.waiting, monotonic()
         if operation is not None:
-            self._waited_s[operation.axis] += now - self.moved
+            self._ledger.waited_s[operation.axis] += now - self.moved
         self.waiting, self.moved = None, now
 
-    def end_stream_wait(self, passed: Completion) -> None:
-        """Record that a wait returned that did not block the host.
+    def use_device(self, events: DeviceEvents) -> None:
+        """Called before any operation, if a wait makes the current stream of a device wait instead of the host."""
+        self._stream_waits = StreamWaits(events)
 
-        Args:
-            passed: whether the device has passed the wait.
-        """
-        if self.waiting is not None:
-            self._stream_waits.append(_StreamWait(self.waiting, self.since, passed))
-        while self._stream_waits and self._stream_waits[0].passed.query():
-            self._stream_waits.popleft()
+    def begin_stream_wait(self, operation: Operation | None, since: float | None = None) -> None:
+        """Like :meth:`begin_wait`, for a wait that does not block the host."""
+        self.begin_wait(operation, since)
+        if self._stream_waits is not None and operation is not None:
+            self._stream_waits.begin()
+
+    def end_stream_wait(self) -> None:
+        """Record that a wait returned that did not block the host."""
+        if self._stream_waits is not None:
+            self._stream_waits.end(self.waiting, self.since, self._ledger.waited_s)
         self.waiting, self.moved = None, monotonic()
+
+    def settle(self) -> None:
+        """Count the time of all waits that the device has passed."""
+        if self._stream_waits is not None:
+            self._stream_waits.settle()
 
     def awaited(self) -> tuple[Operation | None, float]:
         """The oldest operation that this rank or its device is blocked on, and since when; callable from any thread.
 
         If there is none, the time is that of the most recent progress of the host.
         """
-        for wait in list(self._stream_waits):
-            if not wait.passed.query():
-                return wait.operation, wait.since
+        oldest = None if self._stream_waits is None else self._stream_waits.oldest()
+        if oldest is not None:
+            return oldest
         waiting, starting = self.waiting, self.starting
         if waiting is not None:
             return waiting, self.since

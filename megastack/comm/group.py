@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, count
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -25,6 +27,8 @@ class AxisGroup:
         axis: the label of the group in counters and reports (``dp`` also stands for fused ``dp·cp``).
         observer: receives the operations on this group.
         shared: the group in shared memory, if its ranks are CPU ranks of one host; tensors on the CPU use it.
+        handle: a string by which compiled code, which cannot hold a group, refers to it (:func:`group_of`). It is
+            unique in this process. The first mesh of every process has the same handles.
     """
 
     rank: int
@@ -34,6 +38,12 @@ class AxisGroup:
     axis: str
     observer: Observer = field(default=NO_OBSERVER, compare=False)
     shared: SharedGroup | None = field(default=None, compare=False)
+    handle: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = chain([self.axis], (f"{self.axis}#{number}" for number in count(1)))
+        object.__setattr__(self, "handle", next(name for name in names if name not in _BY_HANDLE))
+        _BY_HANDLE[self.handle] = self
 
     @property
     def flight_recorder(self) -> FlightRecorder:
@@ -55,3 +65,11 @@ class AxisGroup:
     def single(axis: str, observer: Observer = NO_OBSERVER, rank: int = 0) -> AxisGroup:
         """A group of this rank alone."""
         return AxisGroup(0, 1, (rank,), None, axis, observer)
+
+
+_BY_HANDLE: WeakValueDictionary[str, AxisGroup] = WeakValueDictionary()
+
+
+def group_of(handle: str) -> AxisGroup:
+    """Return the group with a handle."""
+    return _BY_HANDLE[handle]

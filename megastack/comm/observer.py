@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch.autograd.profiler import record_function
 
-from megastack.comm.flight_recorder import Completion, FlightRecorder, Operation, OperationSequence
+from megastack.comm.flight_recorder import DeviceEvents, FlightRecorder, Operation, OperationSequence
 from megastack.comm.traffic import Ledger
 
 _Key = tuple[str, str, int, int, int, bool]
@@ -60,12 +60,11 @@ class Observer(Protocol):
     def end_wait(self) -> None:
         """Called when a wait returned, but not if it failed."""
 
-    def use_device(self, mark: Callable[[], Completion] | None) -> None:
+    def use_device(self, events: DeviceEvents | None) -> None:
         """Called once by the mesh, before any operation.
 
         Args:
-            mark: records how far the current stream has been filled; None if a wait blocks the host until the operation
-                is complete.
+            events: records events in the current stream; None if a wait blocks the host until an operation is complete.
         """
 
     def on_action(self, action: object) -> None:
@@ -100,7 +99,7 @@ class _NoObserver:
     def end_wait(self) -> None:
         pass
 
-    def use_device(self, mark: Callable[[], Completion] | None) -> None:
+    def use_device(self, events: DeviceEvents | None) -> None:
         pass
 
     def on_action(self, action: object) -> None:
@@ -123,7 +122,7 @@ class RankObserver:
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self.flight_recorder = FlightRecorder(self.ledger.waited_s)
+        self.flight_recorder = FlightRecorder(self.ledger)
         self._start = self.flight_recorder.start
         self._known: dict[_Key, tuple[OperationSequence, Callable[[int], None]]] = {}
         self.on_started = self.flight_recorder.started
@@ -131,14 +130,15 @@ class RankObserver:
         self.end_wait = self.flight_recorder.end_wait
         self.on_action = self.flight_recorder.act
 
-    def use_device(self, mark: Callable[[], Completion] | None) -> None:
-        """Use ``mark`` to find out whether a device has passed a wait."""
-        if mark is not None:
-            self.end_wait = lambda: self.flight_recorder.end_stream_wait(mark())
-            self.ledger.measures_waits = False
+    def use_device(self, events: DeviceEvents | None) -> None:
+        """Use ``events`` to find out whether a device has passed a wait, and how long it took."""
+        if events is not None:
+            self.flight_recorder.use_device(events)
+            self.begin_wait = self.flight_recorder.begin_stream_wait
+            self.end_wait = self.flight_recorder.end_stream_wait
 
     @property
-    def exposed_s(self) -> dict[str, float] | None:
+    def exposed_s(self) -> dict[str, float]:
         """See :attr:`~megastack.comm.traffic.Ledger.exposed_s`."""
         return self.ledger.exposed_s
 

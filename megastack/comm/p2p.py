@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,21 @@ class P2PChannels:
         message = [] if header is None else [self._post(x, peer) for x in self._encoded(header)]
         message += [self._post(x.contiguous(), peer, x.numel() * x.element_size()) for x in tensors]
         self._posted[peer].append(message)
+
+    def connect(self, peers: Iterable[int]) -> None:
+        """Create the communicators of all channels from and to peers, with one message in each direction.
+
+        Called on all ranks that have a channel. As in :func:`megastack.comm.collectives.connect`, one order of all
+        pairs of ranks excludes a deadlock. The messages are recorded but not counted.
+        """
+        rank = self._group.rank
+        for peer in sorted(set(peers), key=lambda peer: sorted((rank, peer))):
+            for source in sorted((rank, peer)):
+                if source == rank:
+                    self._posted[peer].append([self._post(torch.zeros(1, device=self._device), peer)])
+                else:
+                    self.receive((1,), torch.float32, peer).wait()
+        self.finish()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Pending:
         """Post a receive for the peer's next message, whose shape and dtype are known."""

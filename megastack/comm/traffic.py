@@ -17,6 +17,7 @@ send (a receive counts nothing)        S
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,13 +81,12 @@ class Ledger:
     """Counters of one rank since the last :meth:`reset`, by axis (``dp``, ``tp``, ``pp``, …) and operation.
 
     Attributes:
-        waited_s: by axis, the seconds that the host was blocked in waits.
-        measures_waits: whether a wait blocks the host until the operation is complete.
+        waited_s: by axis, the seconds that the host was blocked in waits; on a GPU, the seconds that the stream of the
+            computation was.
     """
 
     def __init__(self) -> None:
         self.waited_s: dict[str, float] = defaultdict(float)
-        self.measures_waits = True
         self._counters: dict[tuple[str, str, int], Counter] = {}
 
     def counter(self, axis: str, op: str, size: int) -> Counter:
@@ -117,16 +117,19 @@ class Ledger:
         return found
 
     @property
-    def exposed_s(self) -> dict[str, float] | None:
-        """By axis, the seconds of communication that no computation of this rank overlapped.
+    def exposed_s(self) -> dict[str, float]:
+        """By axis, the seconds of communication that no computation of this rank overlapped."""
+        return dict(self.waited_s)
 
-        ``None`` if waits do not block the host. The time that a stream waits can be measured only on the device, with
-        timed events around each wait.
-        """
-        return dict(self.waited_s) if self.measures_waits else None
+    def copy(self) -> Ledger:
+        """A copy of the counters. The time of earlier waits that a device has not passed yet is added to the copy."""
+        copied = Ledger()
+        copied._counters = {key: copy.copy(counter) for key, counter in self._counters.items()}
+        copied.waited_s, self.waited_s = self.waited_s, self.waited_s.copy()
+        return copied
 
     def reset(self) -> None:
         """Set all counters to zero."""
         for counter in self._counters.values():
             counter.calls = counter.payload_bytes = counter.wire_bytes = 0
-        self.waited_s.clear()
+        self.waited_s = defaultdict(float)

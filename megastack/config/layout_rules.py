@@ -198,15 +198,11 @@ def schedule_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
     if config.device == "cuda" and (error := batching_error(*sizes, **options)):
         rule = f"lists messages in an order that can deadlock on GPUs ({error})"
         yield Violation(key, name, rule, ("lists without sends and receives, which are then added", "device=cpu"))
-    if (degrees.uses_fsdp or config.compile) and splits_backward(*sizes, **options):
+    if degrees.uses_fsdp and splits_backward(*sizes, **options):
         unsplit = "1f1b" if schedule.chunks == 1 else "interleaved"
-        if degrees.uses_fsdp:
-            stage = config.parallel.zero.stage
-            rule = f"parallel.zero.stage={stage} reduces gradients after I and misses the weight gradients of W"
-            yield Violation(key, name, rule, (unsplit, "parallel.zero.stage=1"))
-        if config.compile:
-            rule = "splits backwards; the backward of a compiled block computes all gradients at once"
-            yield Violation(key, name, rule, (unsplit, "compile=false"))
+        stage = config.parallel.zero.stage
+        rule = f"parallel.zero.stage={stage} reduces gradients after I and misses the weight gradients of W"
+        yield Violation(key, name, rule, (unsplit, "parallel.zero.stage=1"))
 
 
 def chosen_schedule(schedule: ScheduleOptions) -> tuple[str, dict[str, Any]]:
@@ -249,19 +245,6 @@ def zero_level_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation
         yield Violation("run.sample_prompt", config.run.sample_prompt, rule, (None, "parallel.zero.stage=1"))
 
 
-def compile_fits(config: TrainConfig, degrees: Degrees) -> Iterator[Violation]:
-    """A block that is compiled holds its parameters whole and does not communicate."""
-    if not config.compile:
-        return
-    tp, zero = config.parallel.tp, config.parallel.zero.stage
-    if tp > 1:
-        rule = f"not available yet with parallel.tp={tp}, which communicates inside a block"
-        yield Violation("compile", True, rule, (False, "parallel.tp=1"))
-    if degrees.uses_fsdp:
-        rule = f"not available yet with parallel.zero.stage={zero}, which gathers a block's parameters"
-        yield Violation("compile", True, rule, (False, "parallel.zero.stage=1"))
-
-
 LayoutRule = Callable[[TrainConfig, Degrees], Iterator[Violation]]
 LAYOUT_RULES: tuple[LayoutRule, ...] = (
     degrees_fit_world,
@@ -273,5 +256,4 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
     schedule_fits,
     shard_size_fits,
     zero_level_fits,
-    compile_fits,
 )

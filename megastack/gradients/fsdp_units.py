@@ -2,7 +2,8 @@
 
 ``fully_shard`` is applied to the units of a stage and then to the stage, each over the shard group of its parameters.
 An FSDP2 group has a single dtype and shard group. Modules of a unit whose parameters differ in either (norms that are
-kept in fp32) therefore become groups inside the unit and are gathered with it.
+kept in fp32) therefore become groups inside the unit and are gathered with it. In a compiled unit FSDP2's hooks for
+these groups run before and after the unit, since compiled code cannot communicate in hooks.
 
 FSDP2 gathers a unit when it is called and reduces its gradients after its backward. A data-dependent branch may skip a
 unit on some ranks, which would then start other collectives than the rest. Here a skipped unit acts as the identity:
@@ -13,7 +14,7 @@ output that requires a gradient if nothing before it is trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -30,7 +31,7 @@ from megastack.comm.collectives import CountedGather, CountedReduce
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
 from megastack.placement.module import ReshardPolicy
-from megastack.torch_private import after_forward, before_forward
+from megastack.torch_private import after_forward, before_forward, remove_forward_hooks
 from megastack.weight_gradients import HAS_GRAD_DTYPE
 
 
@@ -60,6 +61,7 @@ class UnitSharder:
         default: the :class:`Compute` of a stage without parameters.
         device: the device of the parameters.
         reduce_dtype: the dtype in which gradients are communicated; ``None`` for the dtype in which they accumulate.
+        compiled: the modules whose ``forward`` runs as compiled code.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class UnitSharder:
         default: Compute,
         device: torch.device,
         reduce_dtype: torch.dtype | None,
+        compiled: Collection[nn.Module] = (),
     ) -> None:
         self._compute, self._default = compute, default
         self._device, self._reduce_dtype = device, reduce_dtype
+        self._compiled = frozenset(compiled)
         self._meshes: dict[AxisGroup, DeviceMesh] = {}
 
     def shard_stage(self, stage: nn.Module, units: Mapping[nn.Module, ReshardPolicy], *, gather: str) -> None:
@@ -98,7 +102,8 @@ class UnitSharder:
         UnitCalls(stage, inner)
         paths = {module: path for path, module in stage.named_modules()}
         for module, groups in inside.items():
-            require_calls(module, groups, paths)
+            if module not in self._compiled:
+                require_calls(module, groups, paths)
 
     def _shard(self, unit: nn.Module, *, reshard_after_forward: bool) -> list[nn.Module]:
         """Shard the parameters of a unit that are not sharded yet. Returns the modules that became groups inside it.
@@ -111,16 +116,17 @@ class UnitSharder:
             for module in list(unit.modules()):
                 here = self._computes(module, recurse=False)
                 if module is not unit and len(here) == 1 and here[0] != own:
-                    self._apply(module, reshard_after_forward)
+                    self._apply(module, reshard_after_forward, unit if unit in self._compiled else module)
                     groups.append(module)
-        self._apply(unit, reshard_after_forward)
+        self._apply(unit, reshard_after_forward, unit)
         return groups
 
     def _computes(self, module: nn.Module, *, recurse: bool = True) -> list[Compute]:
         """The distinct :class:`Compute` values of a module's parameters, in order."""
         return list(dict.fromkeys(self._compute[p] for p in module.parameters(recurse) if p in self._compute))
 
-    def _apply(self, module: nn.Module, reshard_after_forward: bool) -> None:
+    def _apply(self, module: nn.Module, reshard_after_forward: bool, called: nn.Module) -> None:
+        """Make a group of a module's parameters, which is gathered when ``called`` is."""
         found = self._computes(module)
         _check_group(module, found)
         compute = next(iter(found), self._default)
@@ -149,7 +155,9 @@ class UnitSharder:
         sharded.set_custom_all_gather(cast(Any, CountedGather(compute.shard)))
         sharded.set_custom_reduce_scatter(cast(Any, CountedReduce(compute.shard, self._reduce_dtype)))
         if HAS_GRAD_DTYPE and compute.dtype.itemsize < torch.float32.itemsize:
-            _Fp32Gradients(module, own)
+            _Fp32Gradients(called, own)
+        if called is not module:
+            _move_hooks(module, called)
 
 
 class _Fp32Gradients:
@@ -159,7 +167,7 @@ class _Fp32Gradients:
     the backward of the module. From then on FSDP2 handles them like those of fp32 parameters.
 
     Args:
-        module: the module, already sharded.
+        module: the module in whose forward the parameters are used, already sharded.
         own: the parameters of the group, each as a module and the name in it.
     """
 
@@ -187,6 +195,13 @@ class _Fp32Gradients:
         for x in _tensors(output):
             if x.requires_grad:
                 x.register_hook(before_backward)
+
+
+def _move_hooks(group: nn.Module, unit: nn.Module) -> None:
+    """Run FSDP2's hooks of a group inside a unit when the unit is called, inside those of the unit."""
+    remove_forward_hooks(group)
+    unit.register_forward_pre_hook(lambda unit, args, kwargs: before_forward(group, args, kwargs), with_kwargs=True)
+    unit.register_forward_hook(lambda unit, args, output: after_forward(group, output))
 
 
 def _check_group(module: nn.Module, found: Sequence[Compute]) -> None:

@@ -63,6 +63,7 @@ class FullyShardedGradients:
         groups: the optimizer group of each global name; ``None`` if only the placement's ``decay`` differs.
         reduce_dtype: the dtype in which gradients are summed over a shard group; ``None`` for the dtype in which they
             accumulate.
+        compiled: the units whose ``forward`` runs as compiled code.
 
     Attributes:
         buckets: the shards of the trained parameters.
@@ -86,6 +87,7 @@ class FullyShardedGradients:
         reduce: str = "step",
         groups: Mapping[str, ParameterGroup] | None = None,
         reduce_dtype: torch.dtype | None = None,
+        compiled: Collection[nn.Module] = (),
     ) -> None:
         self.mesh = mesh
         self._gather, self._reduce = gather, reduce
@@ -104,6 +106,7 @@ class FullyShardedGradients:
             Compute(torch.float32, data_sharding(mesh, zero=3, shard_size=shard_size).shard),
             mesh.device,
             reduce_dtype,
+            compiled,
         )
         for module in modules:
             sharder.shard_stage(module, units or {}, gather=gather)

@@ -109,7 +109,8 @@ def find_failure(
         return failure_of(records[0])
     missing = find_missing_ranks(states, shape.world_size)
     silent = silent_ranks(records, shape.world_size)
-    found = next(((rank, record.message) for record in records for rank in record.blames if rank in silent), None)
+    blamed = ((rank, record.message) for record in records for rank in record.blames if rank in silent)
+    found = next(((rank, _own_exit(rank, exits) or message) for rank, message in blamed), None)
     if missing is not None and missing.waited_s >= TIMEOUT_FRACTION * timeout_s:
         found = missing.rank, _describe_absence(missing, timeout_s)
     if found is None:
@@ -184,6 +185,13 @@ def _without_report(silent: Sequence[int], exits: ObservedExits, *, any_report: 
 def _describe_absence(missing: MissingRank, timeout_s: float) -> str:
     what = "join" if missing.operation is None else f"arrive at {missing.operation}"
     return f"did not {what} within launch.timeout_s={timeout_s:g}"
+
+
+def _own_exit(rank: int, exits: ObservedExits) -> str | None:
+    """Describe how a rank ended; None if it is unknown, or if the launcher or the agent ended it."""
+    if rank in exits.stragglers or exits.exit_codes.get(rank, 0) in (0, -signal.SIGTERM):
+        return None
+    return _describe_exit(rank, exits)
 
 
 def _describe_exit(rank: int, exits: ObservedExits) -> str:

@@ -1,13 +1,12 @@
-"""What runs beside the work of a rank: its watchdog, its heartbeats, and the end of a rank that is blocked.
+"""What runs beside the work of a rank: its watchdog, the monitor of its peers, and the end of a rank that is blocked.
 
 With gloo, a wait for a rank that is gone or late raises. With NCCL it does not: the host is blocked in a call that does
 not return, and NCCL ends the process by SIGABRT after its own time-out, without a report. The watchdog therefore ends
 such a rank first. It writes the failure report of the rank, lets the launcher print, and exits.
 
 With gloo, the sockets of a process that ends are closed and its peers fail at once. With NCCL they wait until the
-time-out. Every rank therefore renews a heartbeat key, and watches the key of the next rank. A rank that fails, or finds
-that the next one is silent, sets a key that all ranks check. These are a few small requests for each rank and period,
-whatever the number of ranks.
+time-out. A :class:`~megastack.comm.peer_failure.PeerMonitor` notices such an end there, and the watchdog ends the rank
+as soon as it is blocked.
 """
 
 from __future__ import annotations
@@ -18,22 +17,20 @@ import faulthandler
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, cast
-
-import torch.distributed as dist
+from typing import Protocol
 
 from megastack.comm.backend import backend_of
 from megastack.comm.observer import RankObserver
+from megastack.comm.peer_failure import PeerMonitor
 from megastack.config.schema import TrainConfig
 from megastack.errors import MegastackError
 from megastack.launch.environment import set_nccl_defaults
 from megastack.launch.failure import FAILED
 from megastack.mesh.device import bind_to_cpus_near, pick_device, set_allocator_defaults, use_deterministic_kernels
+from megastack.mesh.environment import read_environment
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import MeshShape
 from megastack.observe.failure import FailureRecord, any_failed
@@ -43,10 +40,6 @@ from megastack.torch_private import default_store, nccl_trace, process_groups
 
 ABORT_S = 10.0
 """How long to wait for NCCL to abort its kernels."""
-HEARTBEAT_S = 2.0
-SILENT_S = 20.0
-"""A rank without a heartbeat for this time has ended. C code that holds Python's interpreter lock delays heartbeats."""
-_LOST, _DONE = "megastack/lost", "done"
 
 
 class Supervised(Protocol):
@@ -100,7 +93,8 @@ class Supervision:
             limit_s=work.config.launch.timeout_s,
             doing=doing,
             may_write=may_write,
-            failed=self._any_failed,
+            failed=lambda: any_failed(folder.failures),
+            lost=lambda: self._peers is not None and self._peers.lost is not None,
             end=self._end,
         )
         self._stack = contextlib.ExitStack()
@@ -122,12 +116,12 @@ class Supervision:
         mesh = join_mesh(shape, config, self._observer)
         if not backend_of(mesh.device).wait_blocks_host:
             if shape.world_size > 1:
-                self._peers = self._stack.enter_context(PeerMonitor(default_store(), self._rank, shape.world_size))
+                launched = read_environment()
+                master = None if launched is None else launched.address
+                peers = PeerMonitor(default_store(), self._rank, shape.world_size, master=master)
+                self._peers = self._stack.enter_context(peers)
             self._watchdog.ends_rank = True
         return mesh
-
-    def _any_failed(self) -> bool:
-        return any_failed(self._folder.failures) or (self._peers is not None and self._peers.lost is not None)
 
     def _end(self, state: RankState) -> None:
         """Report that this rank is blocked, and end its process."""
@@ -226,80 +220,3 @@ def exit_within(seconds: float) -> None:
     need Python's interpreter lock.
     """
     atexit.register(faulthandler.dump_traceback_later, seconds, exit=True, file=2)
-
-
-class PeerMonitor:
-    """A context manager that renews the heartbeat of this rank and watches the next rank, on a thread.
-
-    Args:
-        store: shared by the ranks of the mesh; the monitor uses a clone.
-        rank: this rank.
-        world_size: the number of ranks.
-        period_s: seconds between heartbeats.
-        silent_s: seconds without a heartbeat after which a rank has ended.
-
-    Attributes:
-        lost: the rank that failed or ended first; None as long as there is none.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        *,
-        period_s: float = HEARTBEAT_S,
-        silent_s: float = SILENT_S,
-    ) -> None:
-        self.lost: int | None = None
-        self._store, self._rank, self._next = cast(Any, store).clone(), rank, (rank + 1) % world_size
-        self._store.set_timeout(timedelta(seconds=silent_s))
-        self._period_s, self._silent_s = period_s, silent_s
-        self._beats, self._seen, self._seen_at = 0, b"", time.monotonic()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
-
-    def __enter__(self) -> PeerMonitor:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-        with contextlib.suppress(dist.DistError):
-            if error is None:
-                self._store.set(_heartbeat(self._rank), _DONE)
-            else:
-                self._store.set(_LOST, str(self._rank))
-
-    def describe(self) -> str:
-        """Describe the loss of a rank."""
-        return f"rank {self.lost} ended or no longer responds"
-
-    def _watch(self) -> None:
-        while not self._stop.is_set() and self.lost is None:
-            try:
-                self._poll()
-            except dist.DistError:  # rank 0, or the agent of its machine, serves the store
-                self.lost = 0
-            self._stop.wait(self._period_s)
-
-    def _poll(self) -> None:
-        self._beats += 1
-        self._store.set(_heartbeat(self._rank), str(self._beats))
-        if self._store.check([_LOST]):
-            self.lost = int(self._store.get(_LOST))
-            return
-        now, key = time.monotonic(), _heartbeat(self._next)
-        found = self._store.get(key) if self._store.check([key]) else b""
-        if found != self._seen:
-            self._seen, self._seen_at = found, now
-        if now - self._seen_at > self._silent_s and found.decode() != _DONE:
-            self._store.set(_LOST, str(self._next))
-            self.lost = self._next
-
-
-def _heartbeat(rank: int) -> str:
-    return f"megastack/heartbeat/{rank}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,18 +20,20 @@ import torch.distributed as dist
 
 from megastack.assemble.loop import build_loop
 from megastack.assemble.training import Training, build_training
+from megastack.comm.backend import backend_of
+from megastack.comm.collectives import connect
 from megastack.comm.observer import RankObserver
 from megastack.comm.peer_failure import is_peer_failure
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
-from megastack.errors import MegastackError
+from megastack.errors import MegastackError, counted
 from megastack.launch.environment import choose_threads, is_worker
 from megastack.launch.failure import is_about_other_ranks, is_user_error
 from megastack.launch.supervision import Supervision, join_mesh, prepare_environment, release_device
 from megastack.mesh.device import keep_freed_memory
 from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.mesh import Mesh
-from megastack.mesh.shape import MeshShape
+from megastack.mesh.shape import Axis, MeshShape
 from megastack.observe.console import set_up_logging
 from megastack.observe.devices import describe_environment, device_memory, is_out_of_memory
 from megastack.observe.failure import FailureRecord
@@ -126,6 +129,7 @@ def work(
                     log.info(line)
                 training = _build(assignment, mesh, dataset)
                 _log_kernels(log, training)
+                connect_ranks(log, training)
                 loop = build_loop(training, folder, stop, hooks, assignment.resume, **_origin(assignment))
                 result = loop.run()
             log.info("%s after step %d; %s", result.status, result.step, device_memory(mesh.device))
@@ -189,6 +193,25 @@ def _build(assignment: Assignment, mesh: Mesh, dataset: Dataset | None) -> Train
     elif assignment.weights is not None:
         training.load_weights(assignment.weights)
     return training
+
+
+def connect_ranks(log: logging.Logger, training: Training) -> None:
+    """Create the communicators of NCCL before the first step.
+
+    Otherwise each is created at its first use, which takes about a second and 100 MB. The first step would contain this
+    time, and a run with too little memory would fail late. Gloo connects all ranks of a group when it is created.
+    """
+    mesh, step, began = training.mesh, training.step, time.perf_counter()
+    if backend_of(mesh.device).wait_blocks_host:
+        return
+    messages, norm = mesh[Axis.PP], mesh[Axis.PP, Axis.TP]
+    groups = mesh.groups(without=[messages, *([norm] if step.buckets.differ_over_data else [])])
+    connect(groups, mesh.device)
+    peers = step.pipeline.connect()
+    passed = time.perf_counter() - began
+    log.info(
+        "connected %s and %s in %.1f s", counted(len(groups), "group"), counted(peers, "pipeline neighbour"), passed
+    )
 
 
 def _log_kernels(log: logging.Logger, training: Training) -> None:

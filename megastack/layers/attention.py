@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from einops import rearrange
 from torch import Tensor
 
@@ -122,7 +123,7 @@ class ParallelAttention(ParallelModule):
         if hidden_BSD.dim() != 3:
             raise PlacementError(f"input of shape {tuple(hidden_BSD.shape)}: must be (B, S, D); use a row per sequence")
         q_BSHK, kv_BSG2K = column_parallel(hidden_BSD, self.q, self.kv)
-        k_BSGK, v_BSGK = kv_BSG2K.unbind(-2)
+        k_BSGK, v_BSGK = _unbound(kv_BSG2K)
         if self.rope is not None and self.k_norm is None:
             v_BSGK = v_BSGK.contiguous()  # otherwise the unrotated keys would stay alive with it
         q_BSHK, k_BSGK = self._positioned(q_BSHK, k_BSGK, context)
@@ -152,7 +153,7 @@ class ParallelAttention(ParallelModule):
             return q_BSHK, k_BSGK
         length, dtype = q_BSHK.shape[1], q_BSHK.dtype
         tables = (context or Context()).tables(self.rope, length, dtype, q_BSHK.device)
-        return rotate(q_BSHK, tables), rotate(k_BSGK, tables)
+        return rotate(q_BSHK, k_BSGK, tables)
 
     @built_in
     def _attend_with_dropout(self, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, context: Context) -> Tensor:
@@ -168,6 +169,14 @@ class ParallelAttention(ParallelModule):
         kept_BHSS = attention_dropout(weights_BHSS, self.attention_dropout, context, "weights", first_head=first)
         kept_BGQS = rearrange(kept_BHSS, "B (G R) Q S -> B G (R Q) S", G=groups)
         return rearrange(kept_BGQS @ v_BGSK, "B G (R Q) K -> B (G R) Q K", Q=length)
+
+
+def _unbound(kv_BSG2K: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values. The backward of the selections is one elementwise expression, which a compiler can fuse."""
+    if torch.compiler.is_compiling():
+        return kv_BSG2K.select(-2, 0), kv_BSG2K.select(-2, 1)
+    k_BSGK, v_BSGK = kv_BSG2K.unbind(-2)
+    return k_BSGK, v_BSGK
 
 
 def _check(spec: AttentionSpec, rope: Rope | None, tp: int) -> None:

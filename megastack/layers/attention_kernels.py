@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from inspect import signature
 from typing import Any
 
@@ -26,11 +26,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megastack.attention_mask import AttentionMask, Segment
 from megastack.layers.attention_spec import prefers_dense_mask
-from megastack.layers.autocast import in_own_dtypes, product_dtype
+from megastack.layers.autocast import Function, once_differentiable, product_dtype
 from megastack.layers.context import Context
 from megastack.torch_private import cpu_attention, cpu_attention_backward, efficient_attention, flash_attention
 
@@ -138,6 +137,13 @@ def choose_kernel(case: AttentionCase) -> KernelChoice:
     return KernelChoice(Kernel.VARLEN)
 
 
+@lru_cache(maxsize=1024)  # each layer asks; there are as many keys as shapes
+def _choice_for(
+    device: torch.device, dtype: torch.dtype, q: torch.Size, groups: int, documents: bool, dense: bool
+) -> KernelChoice:
+    return choose_kernel(AttentionCase.of(device, dtype, q, groups, documents=documents, dense=dense))
+
+
 def _why_not_flash(case: AttentionCase) -> str | None:
     if case.dtype not in LOW_PRECISION:
         return f"{Kernel.FLASH} requires fp16 or bf16, not {str(case.dtype).removeprefix('torch.')}"
@@ -193,14 +199,14 @@ def attention(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, context: Context |
     dense = context is not None and context.origin is not None and context.documents_BS is not None
     packed, dtype = dense or (mask is not None and mask.has_boundaries), product_dtype(q_BSHK)
     shape, groups = q_BSHK.shape, k_BSGK.shape[2]
-    choice = choose_kernel(AttentionCase.of(q_BSHK.device, dtype, shape, groups, documents=packed, dense=dense))
+    choice = _choice_for(q_BSHK.device, dtype, shape, groups, packed, dense)
     if context is not None and mask is not None and (choice.kernel is Kernel.VARLEN or choice.by_document):
         q_BSHK, k_BSGK, v_BSGK = (x.to(dtype) for x in (q_BSHK, k_BSGK, v_BSGK))
         if choice.by_document:
             return _by_document(choice, q_BSHK, k_BSGK, v_BSGK, mask)
         return _varlen(q_BSHK, k_BSGK, v_BSGK, mask, context.cu_seqlens)
     bias = context.mask_for(q_BSHK.dtype) if context is not None and (packed or mask is None) else None
-    q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
+    q_BHSK, k_BGSK, v_BGSK = q_BSHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2)
     return _call(choice, q_BHSK, k_BGSK, v_BGSK, bias).transpose(1, 2)
 
 
@@ -238,11 +244,10 @@ def _by_document(choice: KernelChoice, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: T
     return _joined([_call(choice, q, k, v) for q, k, v in calls], q_BSHK.shape[:2])
 
 
-class _SegmentAttention(torch.autograd.Function):
+class _SegmentAttention(Function):
     """Attention of each segment by torch's fused CPU kernel, with one output and one log-sum-exp for all of them."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, segments: Sequence[Segment]) -> Tensor:
         operands, found = [_aligned(x) for x in (q_BSHK, k_BSGK, v_BSGK)], []
         for segment, (q, k, v) in zip(segments, _split(segments, *operands), strict=True):
@@ -254,7 +259,6 @@ class _SegmentAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor | None, ...]:
         segments, found = ctx.segments, []
         tensors = _aligned(grad_BSHK), *ctx.saved_tensors

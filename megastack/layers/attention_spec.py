@@ -139,7 +139,8 @@ class AttentionSpec(LayerSpec):
         if self.qk_norm and microbatch.batch > 1:  # the value itself is saved with the key before its norm
             yield SavedTensor("copied value", self._kv_shape(microbatch), microbatch.width, in_attend=True)
         yield SavedTensor("weights", square, microbatch.width, in_attend=True)
-        yield SavedTensor("dropped weights", square, 1, in_attend=True)
+        if microbatch.cpu:
+            yield SavedTensor("dropped weights", square, 1, in_attend=True)
         yield SavedTensor("kept weights", square, microbatch.width, in_attend=True)
 
     def deferred(self, microbatch: LocalMicrobatch) -> list[SavedTensor]:
@@ -162,7 +163,7 @@ class AttentionSpec(LayerSpec):
         batch, length = microbatch.batch, microbatch.sequence
         angles, bias = (batch, length, self.width // 2), (batch, 1, length, length)
         items = [SavedTensor(name, angles, microbatch.wide) for name in ("cosines", "sines") if self.rotary]
-        dense = prefers_dense_mask(batch, length, self.heads // microbatch.tp * self.width)
+        dense = microbatch.cpu and prefers_dense_mask(batch, length, self.heads // microbatch.tp * self.width)
         if documents and (recompute if self.attention_dropout else dense):
             items.append(SavedTensor("bias", bias, microbatch.width))
         return items

@@ -16,10 +16,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable as torchs_once_differentiable
 
-from megastack.torch_private import is_any_autocast_enabled
+from megastack.torch_private import are_transforms_active, is_any_autocast_enabled
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_UNCHANGED = nullcontext()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -41,20 +43,54 @@ def is_on(device_type: str) -> bool:
 
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off for the device of ``x``."""
-    device_type = x.device.type
-    return torch.autocast(device_type, enabled=False) if is_on(device_type) else nullcontext()
+    if not is_any_autocast_enabled() or not is_on(x.device.type):
+        return _UNCHANGED
+    return torch.autocast(x.device.type, enabled=False)
+
+
+class Function(torch.autograd.Function):
+    """An autograd function whose forward runs with autocast off, and whose call costs the host less than usual.
+
+    It enters torch's C++ code directly. torch first looks in Python for tensors that a transform of ``torch.func`` left
+    behind, which takes as long as an operation. Decorate the backward with :func:`in_own_dtypes`, or with
+    :func:`once_differentiable` if it cannot be differentiated.
+    """
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        """Run the forward and record it."""
+        if is_any_autocast_enabled() or are_transforms_active():
+            with autocast_off(next(value for value in arguments if isinstance(value, Tensor))):
+                return super().apply(*arguments)
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
 
 def in_own_dtypes(function: _Method) -> _Method:
-    """Decorate ``forward`` or ``backward`` of a ``torch.autograd.Function`` to run with autocast off."""
+    """Decorate the ``backward`` of a :class:`Function` to run with autocast off."""
 
     @wraps(function)
-    def run(ctx: Any, *values: Any) -> Any:
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
         if not is_any_autocast_enabled():
-            return function(ctx, *values)
-        first = next((value for value in values if isinstance(value, Tensor)), None)
+            return function(ctx, *grads)
+        first = next((grad for grad in grads if grad is not None), None)
         with nullcontext() if first is None else autocast_off(first):
-            return function(ctx, *values)
+            return function(ctx, *grads)
+
+    return cast("_Method", run)
+
+
+def once_differentiable(function: _Method) -> _Method:
+    """Decorate a ``backward`` like torch's function of this name, to run with autocast off as well.
+
+    A usual backward calls it directly: entering torch's contexts takes as long as an operation.
+    """
+    checked = torchs_once_differentiable(in_own_dtypes(function))
+
+    @wraps(function)
+    def run(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() or is_any_autocast_enabled():
+            return checked(ctx, *grads)
+        return function(ctx, *grads)
 
     return cast("_Method", run)
 

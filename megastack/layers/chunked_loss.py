@@ -36,12 +36,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megastack.comm.collectives import Pending, all_gather, start_all_gather, start_all_reduce_, start_reduce_scatter
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError, counted
-from megastack.layers.autocast import in_own_dtypes, product_dtype
+from megastack.layers.autocast import Function, once_differentiable, product_dtype
 from megastack.layers.kernels import add_product_, exp_
 from megastack.layers.linear_ops import SEQUENCE_DIM, rows_of
 from megastack.layers.loss import (
@@ -129,9 +128,8 @@ class _Plan:
         return self.shard.group
 
 
-class _ChunkedHeadLoss(torch.autograd.Function):
+class _ChunkedHeadLoss(Function):
     @staticmethod
-    @in_own_dtypes
     def forward(
         ctx: Any, x_BSD: Tensor, weight: Tensor, labels_BS: Tensor, plan: _Plan, target: GradientTarget | None
     ) -> tuple[Tensor, Tensor]:
@@ -147,7 +145,6 @@ class _ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
         scale = grad / ctx.unit

@@ -141,8 +141,9 @@ class Context:
 
     def tables(self, rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
         """Rotary tables for these frequencies: the shared ones if they match, else computed here."""
-        if self.rotary is not None and self.rotary.rope == rope:
-            return self.rotary
+        shared = self.rotary
+        if shared is not None and (shared.rope is rope or shared.rope == rope):
+            return shared
         positions = self.positions_BS
         if positions is None:
             positions = torch.arange(length, device=device)[None]

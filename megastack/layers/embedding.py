@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.errors import PlacementError
-from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.autocast import Function, in_own_dtypes
 from megastack.layers.kernels import add_rows_, sum_rows
 from megastack.layers.linear_ops import SEQUENCE_DIM, check_dims, check_sequence, column_product, rows_of
 from megastack.layers.overrides import built_in
@@ -139,11 +139,10 @@ def _look_up(ids_BS: Tensor, weight: Tensor) -> Tensor:
     return rows_BSD
 
 
-class _LookUp(torch.autograd.Function):
+class _LookUp(Function):
     """``F.embedding`` whose weight gradient is accumulated in place or deferred."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, weight: Tensor, ids_BS: Tensor, target: GradientTarget) -> Tensor:
         ctx.target = target
         ctx.save_for_backward(ids_BS)

@@ -1,8 +1,10 @@
 """Operations of a block that are one kernel each on a GPU, as operators of ``torch.library``.
 
-An operator stays whole under ``torch.compile``, in a ``FakeTensorMode`` and on the meta device. Its eager
-implementation consists of torch operations and runs on every device. On CUDA, torch's fused kernel or the Triton kernel
-of :mod:`megastack.layers.triton_kernels` replaces it: torch's for RMSNorm if input and weight have one dtype, otherwise
+An operator stays whole under ``torch.compile``, in a ``FakeTensorMode`` and on the meta device. A compiler cannot fuse
+it with its neighbours, so layers that are traced use differentiable formulas instead (:func:`rms_normed`,
+:func:`layer_normed`, :func:`rotated`, :func:`gated`). The eager implementation of an operator consists of torch
+operations and runs on every device. On CUDA, torch's fused kernel or the Triton kernel of
+:mod:`megastack.layers.triton_kernels` replaces it: torch's for RMSNorm if input and weight have one dtype, otherwise
 Triton's. Without Triton, and for fp64, the eager implementation runs there too; a warning says so once.
 
 The operators have no autograd formulas. The autograd functions of the layers call them, and save as little as before.
@@ -69,6 +71,12 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 # RMSNorm.
 
 
+def rms_normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim, computed in :func:`wide_dtype`; differentiable."""
+    wide = x.to(wide_dtype(x))
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(x.dtype)
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(wide_dtype(x))
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -120,10 +128,22 @@ rms_norm_backward = _operator(
 # LayerNorm.
 
 
+def layer_normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last dim, computed in :func:`wide_dtype`; differentiable."""
+    dtype = wide_dtype(x)
+    return F.layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), eps).to(x.dtype)
+
+
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     dtype = wide_dtype(x)
     normed, mean, scale = torch.native_layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias.to(dtype), eps)
     return normed.to(x.dtype).contiguous(), mean, scale
+
+
+def _layer_norm_cuda(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    if (triton := _triton_for(x, weight, bias)) and triton.supports_row(x):
+        return triton.layer_norm(x, weight, bias, eps)
+    return _layer_norm(x, weight, bias, eps)
 
 
 def _layer_norm_backward(
@@ -136,6 +156,14 @@ def _layer_norm_backward(
     return tuple(g.to(like.dtype).contiguous() for g, like in zip(grads, (x, weight, bias), strict=True))
 
 
+def _layer_norm_backward_cuda(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor, ...]:
+    if (triton := _triton_for(grad, x, weight, bias)) and triton.supports_row(x):
+        return triton.layer_norm_backward(grad, x, weight, bias, mean, scale)
+    return _layer_norm_backward(grad, x, weight, bias, mean, scale)
+
+
 def _layer_norm_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     mean, scale = (x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x)) for _ in range(2))
     return x.new_empty(x.shape), mean, scale
@@ -145,14 +173,20 @@ layer_norm = _operator(
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
     _layer_norm,
     _layer_norm_fake,
+    _layer_norm_cuda,
 )
-"""The normalised rows in the dtype of ``x``, and mean and scale of each row: torch's kernel between two casts."""
+"""The normalised rows in the dtype of ``x``, and mean and scale of each row, in the dtype of the computation.
+
+The layer calls torch's LayerNorm itself where that does the same: on a GPU if all operands have one dtype, on a CPU if
+that is also the dtype of the computation.
+"""
 
 layer_norm_backward = _operator(
     "layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor scale)"
     " -> (Tensor, Tensor, Tensor)",
     _layer_norm_backward,
     lambda grad, x, weight, bias, mean, scale: tuple(each.new_empty(each.shape) for each in (x, weight, bias)),
+    _layer_norm_backward_cuda,
 )
 """The gradients of input, weight and bias."""
 
@@ -163,30 +197,47 @@ layer_norm_backward = _operator(
 def rotated(heads_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + K/2) of every head, in the dtype of the tables ``(B or 1, S, K/2)``; differentiable."""
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    if torch.compiler.is_compiling():
+        return _rotated_at_once(heads_BSHK, cos, sin)
     first, second = heads_BSHK.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(heads_BSHK.dtype)
 
 
-def _rotate(heads_BSHK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    return rotated(heads_BSHK, cos, -sin if backward else sin)
+def _rotated_at_once(heads_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same as one elementwise expression. A compiler computes the parts of a concatenation separately."""
+    pairs = heads_BSHK.unflatten(-1, (2, -1))
+    sign_21 = torch.arange(-1, 2, 2, device=heads_BSHK.device)[:, None]
+    turned = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * (sin.unsqueeze(-2) * sign_21)
+    return turned.flatten(-2).to(heads_BSHK.dtype)
 
 
-def _rotate_cuda(heads_BSHK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    triton = _triton_for(heads_BSHK, cos)
-    return (triton.rotate if triton else _rotate)(heads_BSHK, cos, sin, backward)
+def _rotate(q_BSHK: Tensor, k_BSGK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+    sin = -sin if backward else sin
+    return rotated(q_BSHK, cos, sin), rotated(k_BSGK, cos, sin)
+
+
+def _rotate_cuda(q_BSHK: Tensor, k_BSGK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+    triton = _triton_for(q_BSHK, k_BSGK, cos)
+    return (triton.rotate if triton else _rotate)(q_BSHK, k_BSGK, cos, sin, backward)
 
 
 rotate = _operator(
-    "rotate(Tensor heads, Tensor cos, Tensor sin, bool backward) -> Tensor",
+    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool backward) -> (Tensor, Tensor)",
     _rotate,
-    lambda heads, cos, sin, backward: heads.new_empty(heads.shape),
+    lambda q, k, cos, sin, backward: (q.new_empty(q.shape), k.new_empty(k.shape)),
     _rotate_cuda,
 )
-"""As :func:`rotated`; by the negative angles with ``backward``."""
+"""Queries and keys as :func:`rotated`; by the negative angles with ``backward``."""
 
 
 # SwiGLU.
+
+
+def gated(up: Tensor) -> Tensor:
+    """``silu(gate) * value`` of ``(…, 2, F)``, gate first; differentiable."""
+    gate_BSF, value_BSF = up.unbind(-2)
+    return F.silu(gate_BSF) * value_BSF
 
 
 def _swiglu(up: Tensor) -> Tensor:
@@ -239,6 +290,11 @@ def _dropout_mask(
     return dropout_mask(seed, step, samples_B, site, start=start, length=length, features=features, p=p)
 
 
+def _site_key(origin: Tensor, seed: int, site: str) -> Tensor:
+    step, block = origin.tolist()
+    return torch.tensor(dropout_key(seed, step, site.replace("*", str(block))))
+
+
 def _dropout(x_BLF: Tensor, samples_B: Tensor, seed: int, step: int, site: str, start: int, p: float) -> Tensor:
     _, length, features = x_BLF.shape
     kept = _dropout_mask(samples_B, seed, step, site, start, length, features, p)
@@ -270,18 +326,12 @@ dropout = _operator(
 )
 """``x`` ``(B, L, F)`` scaled by 1/(1−p) where :data:`mask` keeps an element, else zero. Linear in ``x``."""
 
-
-def _dropout_in_block(
-    x_BLF: Tensor, samples_B: Tensor, origin: Tensor, seed: int, site: str, start: int, p: float
-) -> Tensor:
-    step, block = origin.tolist()
-    dropped: Tensor = dropout(x_BLF, samples_B, seed, step, site.replace("*", str(block)), start, p)
-    return dropped
-
-
-dropout_in_block = _operator(
-    "dropout_in_block(Tensor x, Tensor samples, Tensor origin, int seed, str site, SymInt start, float p) -> Tensor",
-    _dropout_in_block,
-    lambda x, samples, origin, seed, site, start, p: x.new_empty(x.shape),
+site_key = _operator(
+    "dropout_key(Tensor origin, int seed, str site) -> Tensor",
+    _site_key,
+    lambda origin, seed, site: origin.new_empty(()),
 )
-"""As :data:`dropout`, with ``[step, block]`` as a host tensor: compiled code is then the same for all of them."""
+"""The key of a site as a scalar on the host, from ``[step, block]`` on the host and a name with ``*`` for the block.
+
+Compiled code, which cannot hash a name, is then the same for all steps and blocks.
+"""

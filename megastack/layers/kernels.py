@@ -15,9 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.autocast import Function, autocast_off, once_differentiable
 
 _LOG2_E = math.log2(math.e)
 _SLOPE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
@@ -63,14 +62,15 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     Products below fp32 are not rounded. On a CPU their operands are converted, which also takes less time than a
     product in bf16.
     """
-    dtype = torch.promote_types(left.dtype, torch.float32)
-    if total.is_cpu:
+    dtype = left.dtype if left.dtype.itemsize >= torch.float32.itemsize else torch.float32
+    if total.is_cpu and (cpu_kernels(total) or total.dtype != left.dtype):  # a CPU has no product of two dtypes
         left, right = left.to(dtype), right.to(dtype)
     if total.dtype == left.dtype:
         return total.addmm_(left, right)
     if total.dtype == dtype:
         return torch.addmm(total, left, right, out_dtype=dtype, out=total)
-    return total.add_(left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype))
+    with autocast_off(left):  # it does not apply to operations in place
+        return total.add_(left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype))
 
 
 def add_rows_(table: Tensor, index_T: Tensor, rows_TD: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ _SLOPES = {dtype: torch.tensor(_SLOPE, dtype=dtype) for dtype in (torch.float32,
 """The constant `_SLOPE` as CPU tensors; creating one takes as long as a small pass."""
 
 
-class _LogisticGELU(torch.autograd.Function):
+class _LogisticGELU(Function):
     """``x sigmoid(2 sqrt(2/pi) (x + 0.044715 x³))``, which equals the tanh form; only x is saved.
 
     Forward takes four passes and allocates only its output. Backward takes seven, and allocates one tensor besides the
@@ -102,14 +102,12 @@ class _LogisticGELU(torch.autograd.Function):
     """
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return _gelu_sigmoid(x).mul_(x)
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         sigmoid = _gelu_sigmoid(x)

@@ -119,7 +119,8 @@ class ColumnParallelLinear(_ParallelLinear):
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Maps ``(B, S, in)``, or ``(B, S/t, in)`` with ``sequence_parallel``, to ``(B, S, *local out)``."""
-        return _products(x_BSD, [self])[0]
+        group, sequence_parallel = self.mesh[Axis.TP], self.sequence_parallel
+        return column_product(x_BSD, [self.weight], [self.bias], group, sequence_parallel=sequence_parallel)[0]
 
 
 def column_parallel(x_BSD: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -131,9 +132,12 @@ def column_parallel(x_BSD: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     a tp group must have the same overrides and backward hooks.
     """
     shared = [layer for layer in layers if _can_share(layer)]
-    products = iter(_products(x_BSD, shared) if shared else ())
+    products = _products(x_BSD, shared) if shared else ()
+    if len(products) == len(layers) and not any(map(has_forward_hooks, layers)):
+        return products
+    remaining = iter(products)
     # In the order of the arguments, as if each layer had been called.
-    return tuple(_called(layer, x_BSD, next(products) if layer in shared else None) for layer in layers)
+    return tuple(_called(layer, x_BSD, next(remaining) if layer in shared else None) for layer in layers)
 
 
 def _can_share(layer: nn.Module) -> TypeGuard[ColumnParallelLinear]:
@@ -150,22 +154,10 @@ def _called(layer: nn.Module, x_BSD: Tensor, product: Tensor | None) -> Any:
 def _products(x_BSD: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
     """The outputs of the layers from their parameters."""
     first = layers[0]
-    assert all(layer.sequence_parallel == first.sequence_parallel for layer in layers), (
-        "layers disagree about the input"
-    )
+    assert len({layer.sequence_parallel for layer in layers}) == 1, "layers disagree about the input"
     weights = [layer.weight for layer in layers]  # once: reading a parametrised weight computes it
-    biases = [layer.bias for layer in layers]
-    outputs = column_product(
-        x_BSD,
-        [weight.flatten(0, -2) for weight in weights],
-        [None if bias is None else bias.flatten() for bias in biases],
-        first.mesh[Axis.TP],
-        sequence_parallel=first.sequence_parallel,
-    )
-    return tuple(
-        out if weight.dim() == 2 else out.unflatten(-1, weight.shape[:-1])
-        for out, weight in zip(outputs, weights, strict=True)
-    )
+    biases, group = [layer.bias for layer in layers], first.mesh[Axis.TP]
+    return column_product(x_BSD, weights, biases, group, sequence_parallel=first.sequence_parallel)
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -3,9 +3,12 @@
 :func:`column_product` splits the output features of its weights over the group, and :func:`row_product` splits the
 input features of its weight, so that a pair of them needs a single reduction (Megatron-LM, Shoeybi et al. 2019). Under
 sequence parallelism (Korthikanti et al. 2022) hidden states between such pairs are split along the sequence: a column
-product gathers them and a row product scatters them. Weights are matrices here; parameters and placements are in
-:mod:`megastack.layers.linear`. In a training step weight gradients are accumulated in place. If the pipeline splits
-backwards, they are deferred together with the gather of their input (:mod:`megastack.weight_gradients`).
+product gathers them and a row product scatters them. Placements are in :mod:`megastack.layers.linear`. In a training
+step weight gradients are accumulated in place. If the pipeline splits backwards, they are deferred together with the
+gather of their input (:mod:`megastack.weight_gradients`).
+
+All products of an input are one autograd node, which takes parameters as they are: each node, and each view of a
+parameter outside of it, costs the host as much as launching several kernels.
 
 Shapes: inputs and outputs are ``(…, S, features)``; B microbatch, S sequence, D hidden, t the size of the group.
 """
@@ -14,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megastack.comm.autograd import reduce_from_, scatter_to
 from megastack.comm.collectives import (
@@ -31,8 +34,10 @@ from megastack.comm.collectives import (
 )
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
-from megastack.layers.autocast import autocast_off, in_own_dtypes, product_dtype
-from megastack.layers.kernels import add_product_
+from megastack.layers.autocast import Function, autocast_off, in_own_dtypes, once_differentiable, product_dtype
+from megastack.layers.compiled_ops import compiled_column_product, compiled_row_product
+from megastack.layers.kernels import add_product_, cpu_kernels
+from megastack.torch_private import unsafe_view
 from megastack.weight_gradients import GradientTarget, target_of
 
 SEQUENCE_DIM = -2
@@ -46,7 +51,7 @@ def column_product(
     *,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, ...]:
-    """``x @ weight.T + bias`` for several weights that share an input, each split along its rows over the group.
+    """``x @ weight.T + bias`` for several weights that share an input, each split along an output dim over the group.
 
     Communicates once for all weights. Forward: nothing, or with ``sequence_parallel`` an all-gather of the input.
     Backward: an all-reduce of the input gradient, or with ``sequence_parallel`` a reduce-scatter of it and a second
@@ -54,24 +59,25 @@ def column_product(
 
     Args:
         x: ``(…, S, in)``, replicated over the group, or ``(…, S/t, in)`` with ``sequence_parallel``.
-        weights: matrices ``(out/t, in)``; frozen ones need no product in backward.
-        biases: a vector ``(out/t,)`` or ``None`` for each weight.
+        weights: this rank's part ``(*out, in)`` of each weight, with one output dim or more; frozen ones need no
+            product in backward.
+        biases: a tensor ``(*out)`` or ``None`` for each weight.
 
     Parameters are cast to the dtype of ``x``. If ``torch.autocast`` is on, all operands are cast to its dtype.
 
     Returns:
-        One ``(…, S, out/t)`` per weight.
+        One ``(…, S, *out)`` per weight.
 
     Raises:
         PlacementError: the input has no feature dim, or no sequence dim under sequence parallelism.
     """
     _check_features(x, sequence_parallel)
-    x, weights, biases = _operands(x, weights, biases)
+    if torch.compiler.is_compiling():
+        return compiled_column_product(x, weights, biases, group, sequence_parallel=sequence_parallel)
+    x, parameters = _operands(x, [*weights, *biases])
     if group.size == 1:
-        pairs = zip(weights, biases, strict=True)
-        return tuple(_local_product(x, weight, bias) for weight, bias in pairs)
-    targets = [target_of(weight) for weight in weights], [_bias_target(bias) for bias in biases]
-    return _ColumnProduct.apply(x, group, sequence_parallel, targets, *weights, *biases)
+        return _local_products(x, parameters)
+    return _ColumnProduct.apply(x, group, sequence_parallel, _targets(parameters), *parameters)
 
 
 def row_product(
@@ -95,10 +101,13 @@ def row_product(
         dim.
     """
     _check_features(x, sequence_parallel)
-    x, (weight,), (bias,) = _operands(x, [weight], [bias])
+    if torch.compiler.is_compiling():
+        return compiled_row_product(x, weight, bias, group, sequence_parallel=sequence_parallel)
+    x, parameters = _operands(x, [weight, bias])
     if group.size == 1:
-        return _local_product(x, weight, bias)
-    partial = _local_product(x, weight, None)
+        return _local_products(x, parameters)[0]
+    weight, bias = parameters
+    (partial,) = _local_products(x, [weight, None])
     if sequence_parallel:
         check_sequence(x.shape[SEQUENCE_DIM], group)
         out = scatter_to(partial, group, SEQUENCE_DIM)
@@ -106,16 +115,25 @@ def row_product(
         out = reduce_from_(partial, group)
     if bias is None:
         return out
-    target = _bias_target(bias)
+    target = target_of(bias)
     return out + bias if target is None else _AddBias.apply(out, bias, target)
 
 
-def _operands(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+_Parameters = Sequence[Any]
+"""The weights of a product, and as many biases or ``None`` after them."""
+_Targets = Sequence[GradientTarget | None]
+"""The targets of parameters, in the same order."""
+
+
+def _operands(x: Tensor, parameters: _Parameters) -> tuple[Tensor, _Parameters]:
     """Input and parameters in the dtype of the product."""
     dtype = product_dtype(x)
-    return x.to(dtype), [w.to(dtype) for w in weights], [None if b is None else b.to(dtype) for b in biases]
+    cast = [each if each is None or each.dtype == dtype else each.to(dtype) for each in parameters]
+    return x if x.dtype == dtype else x.to(dtype), cast
+
+
+def _targets(parameters: _Parameters) -> _Targets:
+    return [None if each is None else target_of(each) for each in parameters]
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -132,7 +150,8 @@ def check_dims(x: Tensor, expected: str, *, least: int) -> None:
 
 
 def _check_features(x: Tensor, sequence_parallel: bool) -> None:
-    check_dims(x, "(…, S, features)" if sequence_parallel else "(…, features)", least=1 + sequence_parallel)
+    if x.dim() <= sequence_parallel:
+        check_dims(x, "(…, S, features)" if sequence_parallel else "(…, features)", least=1 + sequence_parallel)
 
 
 def check_sequence(length: int, group: AxisGroup) -> None:
@@ -144,48 +163,57 @@ def check_sequence(length: int, group: AxisGroup) -> None:
         )
 
 
-def _local_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product on one rank."""
-    target = target_of(weight)
-    if target is None:
+def _local_products(x: Tensor, parameters: _Parameters) -> tuple[Tensor, ...]:
+    """The products on one rank: one node for all weights, unless autograd accumulates the gradients of some."""
+    targets = _targets(parameters)
+    if None not in _halves(targets)[0]:
+        return _LocalProducts.apply(x, targets, *parameters)
+    pairs = zip(zip(*_halves(targets), strict=True), zip(*_halves(parameters), strict=True), strict=True)
+    return tuple(_linear(x, *each) if own[0] is None else _LocalProducts.apply(x, own, *each)[0] for own, each in pairs)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` with a weight ``(*out, in)``."""
+    if weight.dim() == 2:
         return F.linear(x, weight, bias)
-    product: Tensor = _LocalProduct.apply(x, weight, bias, target, _bias_target(bias))
-    return product
+    out = F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
+    return unsafe_view(out, (*x.shape[:-1], *weight.shape[:-1]))  # an autograd function may return it
 
 
-class _LocalProduct(torch.autograd.Function):
-    """``F.linear`` whose weight gradient is accumulated in place or deferred, and the bias gradient in place."""
+def _matrix(weight: Tensor) -> Tensor:
+    """A weight ``(*out, in)``, or its gradient, as ``(outputs, in)``."""
+    return weight if weight.dim() == 2 else weight.flatten(0, -2)
+
+
+class _LocalProducts(Function):
+    """The products of one input; weight gradients are accumulated in place or deferred, bias gradients in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, targets: _Targets, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = _halves(parameters)
+        ctx.targets = targets
+        ctx.set_materialize_grads(False)  # an unused output costs nothing
+        ctx.save_for_backward(x, *weights)
+        return tuple(map(_linear, repeat(x), weights, biases))
 
     @staticmethod
     @in_own_dtypes
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: GradientTarget,
-        bias_target: GradientTarget | None,
-    ) -> Tensor:
-        ctx.target, ctx.bias_target = target, bias_target
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @in_own_dtypes
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_input, _, needs_bias = ctx.needs_input_grad[:3]
-        grad_TO = rows_of(grad)
-        grad_x = (grad_TO @ weight).view(x.shape) if needs_input else None
-        grad_weight = ctx.target.accumulate(_WeightProduct(grad_TO, _Input(x)))
-        return grad_x, grad_weight, _bias_gradient(ctx.bias_target, grad_TO) if needs_bias else None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_input, _, *needed = ctx.needs_input_grad
+        outputs = _OutputGradients(grads, weights)
+        grad_x = outputs.input_gradient(fused=not cpu_kernels(x)) if needs_input else None
+        return (
+            None if grad_x is None else grad_x.view(x.shape),
+            None,
+            *outputs.parameter_gradients(_Input(x), ctx.targets, needed),
+        )
 
 
-class _AddBias(torch.autograd.Function):
+class _AddBias(Function):
     """``x + bias`` whose bias gradient is accumulated in place."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, x: Tensor, bias: Tensor, target: GradientTarget) -> Tensor:
         ctx.target = target
         return x + bias
@@ -193,10 +221,11 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, _bias_gradient(ctx.target, rows_of(grad)) if ctx.needs_input_grad[1] else None, None
+        needs_bias, total = ctx.needs_input_grad[1], _BiasSum(rows_of(grad), grad.shape[-1:])
+        return grad, ctx.target.accumulate(total, defers=False) if needs_bias else None, None
 
 
-class _ColumnProduct(torch.autograd.Function):
+class _ColumnProduct(Function):
     """The column product, whose collectives overlap with its matrix products.
 
     Under sequence parallelism backward first starts the second gather of the input, which overlaps with the product for
@@ -204,7 +233,6 @@ class _ColumnProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    @in_own_dtypes
     def forward(
         ctx: Any,
         x: Tensor,
@@ -215,40 +243,81 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = _halves(tensors)
         ctx.group, ctx.sequence_parallel, ctx.targets = group, sequence_parallel, targets
-        ctx.set_materialize_grads(False)  # an unused output costs nothing
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(_halves(ctx.needs_input_grad[4:])[0]) else None, *weights)
         whole = all_gather(x, group, SEQUENCE_DIM) if sequence_parallel else x
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(map(_linear, repeat(whole), weights, biases))
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         group, gathers = ctx.group, ctx.sequence_parallel
-        needs_input, needs_weights, needs_biases = _needs(ctx, grads)
-        rows = [None if grad is None else rows_of(grad) for grad in grads]
-        source = _Input(x, group if gathers else None)
-        targets, bias_targets = ctx.targets
-        pairs = zip(needs_weights, targets, strict=True)
-        if any(needed and (target is None or not target.is_deferring) for needed, target in pairs):
+        needs_input, _, _, _, *needed = ctx.needs_input_grad
+        outputs, source = _OutputGradients(grads, weights), _Input(x, group if gathers else None)
+        if outputs.compute_weights(ctx.targets, needed):
             source.begin()
         reduction = None
-        if needs_input:
-            places = next(grad.shape[:-1] for grad in grads if grad is not None)
-            grad_x = _input_gradient(rows, weights).view(*places, weights[0].shape[1])
+        if needs_input and (grad_x := outputs.input_gradient(fused=True)) is not None:
+            places = next(g.shape[: 1 - w.dim()] for g, w in zip(grads, weights, strict=True) if g is not None)
+            grad_x = grad_x.view(*places, weights[0].shape[-1])
             reduction = (
                 start_reduce_scatter(grad_x, group, SEQUENCE_DIM) if gathers else start_all_reduce_(grad_x, group)
             )
-        grad_weights = [
-            _weight_gradient(target, _WeightProduct(row, source)) if row is not None and needed else None
-            for row, target, needed in zip(rows, targets, needs_weights, strict=True)
-        ]
-        grad_biases = [
-            _bias_gradient(target, row) if row is not None and needed else None
-            for row, target, needed in zip(rows, bias_targets, needs_biases, strict=True)
-        ]
-        return (None if reduction is None else reduction.wait(), None, None, None, *grad_weights, *grad_biases)
+        gradients = outputs.parameter_gradients(source, ctx.targets, needed)
+        return (None if reduction is None else reduction.wait(), None, None, None, *gradients)
+
+
+class _OutputGradients:
+    """The gradients of the products of one input.
+
+    Args:
+        grads: ``(…, *out)`` for each output, ``None`` for an unused one.
+        weights: ``(*out, in)``.
+    """
+
+    def __init__(self, grads: Sequence[Tensor | None], weights: Sequence[Tensor]) -> None:
+        self._used: list[tuple[int, Tensor, Tensor, torch.Size]] = []
+        for place, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+            if grad is not None:
+                matrix = _matrix(weight)
+                self._used.append((place, grad.reshape(-1, matrix.shape[0]), matrix, weight.shape))
+
+    def input_gradient(self, *, fused: bool) -> Tensor | None:
+        """This rank's part of the input gradient, ``(tokens, in)``: the sum over the weights.
+
+        A ``fused`` sum is one kernel for each weight and does not round the products.
+        """
+        total: Tensor | None = None
+        for _, rows, matrix, _ in self._used:
+            if total is None:
+                total = rows.mm(matrix)
+            elif fused:
+                total.addmm_(rows, matrix)
+            else:
+                total.add_(rows.mm(matrix))
+        return total
+
+    def compute_weights(self, targets: _Targets, needed: Sequence[bool]) -> bool:
+        """Whether :meth:`parameter_gradients` computes the gradient of a weight, rather than to defer all of them."""
+        targets_now = (targets[place] for place, *_ in self._used if needed[place])
+        return any(target is None or not target.is_deferring for target in targets_now)
+
+    def parameter_gradients(self, source: _Input, targets: _Targets, needed: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients that a backward returns; ``None`` if one is not needed, accumulated or deferred.
+
+        Bias gradients are not deferred: a sum costs less than keeping its operand.
+        """
+        gradients: list[Tensor | None] = [None] * len(needed)
+        for weight, rows, _, shape in self._used:
+            bias = weight + len(needed) // 2
+            if needed[weight]:
+                product, target = _WeightProduct(rows, source, shape), targets[weight]
+                gradients[weight] = product.gradient() if target is None else target.accumulate(product)
+            if needed[bias]:
+                total, target = _BiasSum(rows, shape[:-1]), targets[bias]
+                gradients[bias] = total.gradient() if target is None else target.accumulate(total, defers=False)
+        return gradients
 
 
 class _Input:
@@ -268,80 +337,53 @@ class _Input:
 
     def rows(self) -> Tensor:
         """``(tokens, in)``."""
+        if self._group is None:
+            return rows_of(self._x)
         self.begin()
-        return rows_of(self._x if self._whole is None else self._whole.wait())
+        assert self._whole is not None
+        return rows_of(self._whole.wait())
 
 
 @dataclass(eq=False, slots=True)
 class _WeightProduct:
-    """The gradient of a weight, ``grad.T @ input``, from the output gradient ``(tokens, out)``."""
+    """The gradient of a weight, ``grad.T @ input``, from the output gradient ``(tokens, outputs)``."""
 
     grad_TO: Tensor
     source: _Input
+    shape: torch.Size
 
     def begin(self) -> None:
         """Start the communication that the product needs."""
         self.source.begin()
 
     def gradient(self) -> Tensor:
-        """``(out, in)``."""
+        """``(*out, in)``."""
         with autocast_off(self.grad_TO):
-            return self.grad_TO.T @ self.source.rows()
+            return (self.grad_TO.T @ self.source.rows()).view(self.shape)
 
     def add_to(self, gradient: Tensor) -> None:
         """Accumulate without a temporary tensor for the product."""
-        with autocast_off(self.grad_TO):
-            add_product_(gradient, self.grad_TO.T, self.source.rows())
+        add_product_(_matrix(gradient), self.grad_TO.T, self.source.rows())
 
 
-def _weight_gradient(target: GradientTarget | None, product: _WeightProduct) -> Tensor | None:
-    """The gradient that a backward returns for a weight."""
-    return product.gradient() if target is None else target.accumulate(product)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _BiasSum:
-    """The gradient of a bias, the sum of output gradients ``(tokens, out)``, in at least fp32."""
+    """The gradient of a bias, the sum of output gradients ``(tokens, outputs)``, in at least fp32."""
 
     grad_TO: Tensor
+    shape: torch.Size
 
     def begin(self) -> None:
         """Does nothing: no data is needed from other ranks."""
 
     def gradient(self) -> Tensor:
-        """``(out,)``."""
-        return self.grad_TO.sum(0, dtype=torch.promote_types(self.grad_TO.dtype, torch.float32))
+        """``(*out)``."""
+        total = self.grad_TO.sum(0, dtype=torch.promote_types(self.grad_TO.dtype, torch.float32))
+        return total.view(self.shape)
 
     def add_to(self, gradient: Tensor) -> None:
         """Add the sum."""
         gradient.add_(self.gradient())
-
-
-def _bias_target(bias: Tensor | None) -> GradientTarget | None:
-    return None if bias is None else target_of(bias)
-
-
-def _bias_gradient(target: GradientTarget | None, grad_TO: Tensor) -> Tensor | None:
-    """The gradient that a backward returns for a bias. It is not deferred: the sum costs less than keeping it."""
-    total = _BiasSum(grad_TO)
-    return total.gradient() if target is None else target.accumulate(total, defers=False)
-
-
-def _needs(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[bool, Sequence[bool], Sequence[bool]]:
-    """Which gradients are needed: of the input, of each weight, of each bias; none for an unused output."""
-    used = [grad is not None for grad in grads]
-    weights, biases = ([w and u for w, u in zip(half, used, strict=True)] for half in _halves(ctx.needs_input_grad[4:]))
-    return ctx.needs_input_grad[0], weights, biases
-
-
-def _input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Tensor:
-    """This rank's part of the input gradient: the sum of the products over the weights."""
-    total: Tensor | None = None
-    for row, weight in zip(rows, weights, strict=True):
-        if row is not None:
-            total = row @ weight if total is None else total.addmm_(row, weight)
-    assert total is not None, "no output was used"
-    return total
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

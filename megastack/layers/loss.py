@@ -29,12 +29,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megastack.comm.collectives import all_gather
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError, counted
-from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.autocast import Function, once_differentiable
 from megastack.layers.kernels import exp_
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
@@ -259,11 +258,10 @@ def logits_gradient_(
     return gradient
 
 
-class _VocabParallelLoss(torch.autograd.Function):
+class _VocabParallelLoss(Function):
     """The sum of the cross-entropy, or both sums if the z-loss has a weight."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(
         ctx: Any, logits_BSV: Tensor, labels_BS: Tensor, shard: VocabularyShard, terms: LossTerms
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -277,7 +275,6 @@ class _VocabParallelLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad_loss: Tensor, grad_z: Tensor | None = None) -> tuple[Tensor | None, ...]:
         logits_BSV, labels_BS, log_sum_BS = ctx.saved_tensors
         shard, terms = ctx.shard, ctx.terms

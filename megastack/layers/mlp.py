@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megastack.errors import ConfigError
 from megastack.layers import fused
-from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.autocast import Function, once_differentiable
 from megastack.layers.context import Context
 from megastack.layers.kernels import gelu
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -84,20 +83,20 @@ class ParallelMLP(ParallelModule):
     @built_in
     def activate(self, up: Tensor) -> Tensor:
         """Maps ``(B, S, 2, F/t)``, gate first, or ``(B, S, F/t)`` without a gate, to ``(B, S, F/t)``."""
-        return _SwiGLU.apply(up) if self.gated else gelu(up)
+        if not self.gated:
+            return gelu(up)
+        return fused.gated(up) if torch.compiler.is_compiling() else _SwiGLU.apply(up)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     """``silu(gate) * value``; saves only gate and value and recomputes the SiLU in backward."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, up: Tensor) -> Tensor:
         ctx.save_for_backward(up)
         return fused.swiglu(up)
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad_BSF: Tensor) -> Tensor:
         return fused.swiglu_backward(grad_BSF, *ctx.saved_tensors)

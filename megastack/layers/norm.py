@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megastack.layers import fused
-from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.autocast import Function, once_differentiable
 from megastack.layers.kernels import cpu_kernels
 from megastack.layers.overrides import built_in
 from megastack.layers.spec import NormSpec
@@ -67,6 +66,8 @@ class RMSNorm(_Norm):
     @built_in
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Accepts any shape that ends in ``hidden``."""
+        if torch.compiler.is_compiling():
+            return fused.rms_normed(x_BSD, self.weight, self.eps)
         return _RMSNorm.apply(x_BSD, self.weight, self.eps)
 
 
@@ -89,14 +90,15 @@ class LayerNorm(_Norm):
         own_dtype = not cpu_kernels(x_BSD) or x_BSD.dtype == fused.wide_dtype(x_BSD)
         if own_dtype and x_BSD.dtype == self.weight.dtype and not is_any_autocast_enabled():
             return F.layer_norm(x_BSD, (self.hidden,), self.weight, self.bias, self.eps)
+        if torch.compiler.is_compiling():
+            return fused.layer_normed(x_BSD, self.weight, self.bias, self.eps)
         return _LayerNorm.apply(x_BSD, self.weight, self.bias, self.eps)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function):
     """RMSNorm that, unlike torch's on a CPU, does not save the normalised input."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed, scale = fused.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
@@ -104,16 +106,14 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         return *fused.rms_norm_backward(grad, *ctx.saved_tensors), None
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(Function):
     """torch's LayerNorm computed in a wider dtype than the input's; saves the input in its own dtype."""
 
     @staticmethod
-    @in_own_dtypes
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         normed, mean, scale = fused.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, scale)
@@ -121,6 +121,5 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *fused.layer_norm_backward(grad, *ctx.saved_tensors), None

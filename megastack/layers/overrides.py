@@ -53,16 +53,16 @@ def runs_built_in(module: nn.Module, *methods: str) -> bool:
 
 def method_is_built_in(module: nn.Module, name: str) -> bool:
     """Whether this method of the module is currently the package's own."""
-    method = getattr(module, name, None)
-    return getattr(method, "__self__", None) is module and is_built_in(getattr(method, "__func__", None))
+    return name not in vars(module) and is_built_in(getattr(type(module), name, None))
 
 
 def is_called_plainly(module: nn.Module) -> bool:
     """Whether a call of the module runs its ``forward`` through torch's own ``__call__``."""
-    kind = type(module)
-    return not is_compiled(module) and all(
-        getattr(kind, name) is function and name not in vars(module) for name, function in MODULE_CALL.items()
-    )
+    kind, own = type(module), vars(module)
+    for name, function in MODULE_CALL.items():
+        if name in own or getattr(kind, name) is not function:
+            return False
+    return not is_compiled(module)
 
 
 def through_forward_hooks(module: nn.Module, x: Tensor, output: Tensor) -> Any:

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megastack.errors import ConfigError
 from megastack.layers import fused
-from megastack.layers.autocast import in_own_dtypes
+from megastack.layers.autocast import Function, once_differentiable
 from megastack.layers.kernels import cpu_kernels
 
 SCALINGS = ("none", "linear", "llama3")
@@ -93,25 +92,31 @@ class RotaryTables(NamedTuple):
     sin: Tensor
 
 
-def rotate(heads_BSHK: Tensor, tables: RotaryTables) -> Tensor:
-    """Rotate each pair (i, i + K/2) of every head by its angle, in the tables' dtype; returns the input's dtype."""
-    if cpu_kernels(heads_BSHK):
-        return fused.rotated(heads_BSHK, tables.cos, tables.sin)
-    turned_BSHK: Tensor = _Rotation.apply(heads_BSHK, tables.cos, tables.sin)
-    return turned_BSHK
+def rotate(q_BSHK: Tensor, k_BSGK: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor]:
+    """Rotate each pair (i, i + K/2) of every head of queries and keys by its angle, in the tables' dtype.
+
+    The results have the dtype of the inputs.
+    """
+    cos, sin = tables.cos, tables.sin
+    if cpu_kernels(q_BSHK):
+        return fused.rotated(q_BSHK, cos, sin), fused.rotated(k_BSGK, cos, sin)
+    if torch.compiler.is_compiling():  # in the tables' dtype, so that the gradient is rounded once
+        q, k = (fused.rotated(x.to(cos.dtype), cos, sin).to(x.dtype) for x in (q_BSHK, k_BSGK))
+        return q, k
+    turned: tuple[Tensor, Tensor] = _Rotation.apply(q_BSHK, k_BSGK, cos, sin)
+    return turned
 
 
-class _Rotation(torch.autograd.Function):
+class _Rotation(Function):
     """One operator in each direction; saves only the tables."""
 
     @staticmethod
-    @in_own_dtypes
-    def forward(ctx: Any, heads_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return fused.rotate(heads_BSHK, cos, sin, False)
+        turned: tuple[Tensor, Tensor] = fused.rotate(q_BSHK, k_BSGK, cos, sin, False)
+        return turned
 
     @staticmethod
     @once_differentiable
-    @in_own_dtypes
-    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor, None, None]:
-        return fused.rotate(grad_BSHK, *ctx.saved_tensors, True), None, None
+    def backward(ctx: Any, grad_BSHK: Tensor, grad_BSGK: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return *fused.rotate(grad_BSHK, grad_BSGK, *ctx.saved_tensors, True), None, None

@@ -33,6 +33,7 @@ class LocalMicrobatch:
         rows: S/t if hidden states are split along the sequence, else S.
         tp: t.
         width: bytes of an activation.
+        cpu: whether layers use the implementations for a CPU, which save more.
     """
 
     batch: int
@@ -40,6 +41,7 @@ class LocalMicrobatch:
     rows: int
     tp: int
     width: int
+    cpu: bool = True
 
     @property
     def wide(self) -> int:

@@ -52,7 +52,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
     """The gradients of ``x`` and of the weight. Each program sums the weight gradient of a fixed range of rows."""
     grad, x, scale = grad.contiguous(), x.contiguous(), scale.contiguous()
     size, rows = weight.numel(), scale.numel()
-    programs = max(1, min(rows, _multiprocessors(x) * _PROGRAMS_PER_MULTIPROCESSOR))
+    programs = _row_programs(rows, x)
     grad_x, partial_PD = torch.empty_like(x), x.new_empty(programs, size, dtype=torch.float32)
     block = triton.next_power_of_2(size)
     _rms_norm_backward[(programs,)](
@@ -63,22 +63,52 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
     return grad_x, partial_PD.sum(0).to(weight.dtype)
 
 
-def rotate(heads_BSHK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    """Rotate the pairs of each head by the angles of its position, or back."""
-    heads_BSHK = heads_BSHK if heads_BSHK.stride(-1) == 1 else heads_BSHK.contiguous()
-    batch, length, heads, width = heads_BSHK.shape
-    out_BSHK = torch.empty(heads_BSHK.shape, dtype=heads_BSHK.dtype, device=heads_BSHK.device)
-    half, block = width // 2, triton.next_power_of_2(width // 2)
-    rows = max(1, min(triton.next_power_of_2(heads), _BLOCK // block))
-    _rotate[(batch * length, triton.cdiv(heads, rows))](
-        *(heads_BSHK, cos.contiguous(), sin.contiguous(), out_BSHK),
-        *(heads_BSHK.stride(0), heads_BSHK.stride(1), heads_BSHK.stride(2)),
-        *(length, heads, half, cos.shape[0] * cos.shape[1]),
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalised rows in the dtype of ``x``, and the fp32 mean and scale of each row, ``(…, 1)``."""
+    x = x.contiguous()
+    size = weight.numel()
+    out = torch.empty_like(x)
+    mean, scale = (x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) for _ in range(2))
+    block = triton.next_power_of_2(size)
+    _layer_norm[(scale.numel(),)](*(x, weight, bias, out, mean, scale, size, eps), BLOCK=block, num_warps=_warps(block))
+    return out, mean, scale
+
+
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``x``, weight and bias, the last two summed like the weight's in :func:`rms_norm_backward`."""
+    grad, x, mean, scale = grad.contiguous(), x.contiguous(), mean.contiguous(), scale.contiguous()
+    size, rows = weight.numel(), scale.numel()
+    programs = _row_programs(rows, x)
+    grad_x, partial_2PD = torch.empty_like(x), x.new_empty(2, programs, size, dtype=torch.float32)
+    block = triton.next_power_of_2(size)
+    _layer_norm_backward[(programs,)](
+        *(grad, x, weight, mean, scale, grad_x, *partial_2PD.unbind(), rows, triton.cdiv(rows, programs), size),
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    grad_weight, grad_bias = partial_2PD.sum(1).unbind()
+    return grad_x, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
+
+
+def rotate(q_BSHK: Tensor, k_BSGK: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+    """Rotate the pairs of each head by the angles of its position, or back; one launch for queries and keys."""
+    q_BSHK, k_BSGK = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BSHK, k_BSGK))
+    out_BSHK, out_BSGK = (x.new_empty(x.shape) for x in (q_BSHK, k_BSGK))
+    batch, length, heads, width = q_BSHK.shape
+    groups, half, block = k_BSGK.shape[2], width // 2, triton.next_power_of_2(width // 2)
+    rows = max(1, min(triton.next_power_of_2(max(heads, groups)), _BLOCK // block))
+    q_blocks = triton.cdiv(heads, rows)
+    _rotate[(batch * length, q_blocks + triton.cdiv(groups, rows))](
+        *(q_BSHK, out_BSHK, *q_BSHK.stride()[:3], heads, q_blocks),
+        *(k_BSGK, out_BSGK, *k_BSGK.stride()[:3], groups),
+        *(cos.contiguous(), sin.contiguous(), length, half, cos.shape[0] * cos.shape[1]),
         BACKWARD=backward,
         ROWS=rows,
         HALF=block,
     )
-    return out_BSHK
+    return out_BSHK, out_BSGK
 
 
 def swiglu(up_BS2F: Tensor) -> Tensor:
@@ -124,6 +154,11 @@ def _warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
+def _row_programs(rows: int, x: Tensor) -> int:
+    """The number of programs that share the rows of a norm's backward."""
+    return max(1, min(rows, _multiprocessors(x) * _PROGRAMS_PER_MULTIPROCESSOR))
+
+
 def _multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
@@ -161,16 +196,78 @@ def _rms_norm_backward(grad, x, weight, scale, grad_x, partial, rows, rows_each,
 
 
 @triton.jit
+def _layer_norm(x, weight, bias, out, mean, scale, size, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    place = row * size + column
+    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    centre = tl.sum(wide, 0) / size
+    centred = tl.where(inside, wide - centre, 0.0)
+    factor = 1 / tl.sqrt(tl.sum(centred * centred, 0) / size + eps)
+    tl.store(mean + row, centre)
+    tl.store(scale + row, factor)
+    normed = centred * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    normed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _layer_norm_backward(
+    grad,
+    x,
+    weight,
+    mean,
+    scale,
+    grad_x,
+    partial_weight,
+    partial_bias,
+    rows,
+    rows_each,
+    size,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros((BLOCK,), tl.float32)
+    grad_bias = tl.zeros((BLOCK,), tl.float32)
+    for row in range(program * rows_each, tl.minimum((program + 1) * rows_each, rows)):
+        place = row * size + column
+        factor = tl.load(scale + row)
+        normed = (tl.load(x + place, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + row)) * factor
+        slope = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        grad_weight += slope * normed
+        grad_bias += slope
+        scaled = slope * factors
+        across = tl.sum(scaled, 0) / size
+        along = tl.sum(scaled * normed, 0) / size
+        result = (scaled - across - normed * along) * factor
+        tl.store(grad_x + place, result.to(grad_x.dtype.element_ty), mask=inside)
+    place = program * size + column
+    tl.store(partial_weight + place, grad_weight, mask=inside)
+    tl.store(partial_bias + place, grad_bias, mask=inside)
+
+
+@triton.jit
 def _rotate(
-    heads,
+    q,
+    out_q,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    q_heads,
+    q_blocks,
+    k,
+    out_k,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    k_heads,
     cos,
     sin,
-    out,
-    batch_stride,
-    token_stride,
-    head_stride,
     length,
-    count,
     half,
     table_rows,
     BACKWARD: tl.constexpr,
@@ -178,20 +275,30 @@ def _rotate(
     HALF: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    block = tl.program_id(1)
     pair = tl.arange(0, HALF)[None, :]
-    inside = (head < count) & (pair < half)
     angle = token % table_rows * half + pair
     c = tl.load(cos + angle, mask=pair < half, other=0.0)
     s = tl.load(sin + angle, mask=pair < half, other=0.0)
     if BACKWARD:
         s = -s
-    place = token // length * batch_stride + token % length * token_stride + head * head_stride + pair
-    first = tl.load(heads + place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(heads + place + half, mask=inside, other=0.0).to(tl.float32)
-    place = (token * count + head) * 2 * half + pair
-    tl.store(out + place, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
-    tl.store(out + place + half, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
+    if block < q_blocks:
+        head = block * ROWS + tl.arange(0, ROWS)[:, None]
+        place = token // length * q_batch_stride + token % length * q_token_stride + head * q_head_stride
+        _rotate_heads(q + place, out_q + (token * q_heads + head) * 2 * half, c, s, head < q_heads, pair, half)
+    else:
+        head = (block - q_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+        place = token // length * k_batch_stride + token % length * k_token_stride + head * k_head_stride
+        _rotate_heads(k + place, out_k + (token * k_heads + head) * 2 * half, c, s, head < k_heads, pair, half)
+
+
+@triton.jit
+def _rotate_heads(heads, out, c, s, is_head, pair, half):
+    inside = is_head & (pair < half)
+    first = tl.load(heads + pair, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(heads + half + pair, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + pair, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + half + pair, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from megastack.mesh.store import check_devices, open_store
 from megastack.mesh.transport import group_plans, requested_transport, share_memory
 from megastack.torch_private import group_names, set_timeout
 
-_FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP))
+_FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP), DENSE_AXES)
 """The fused axes for which training needs groups."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = distributed_c10d.default_pg_timeout.total_seconds()
@@ -126,7 +126,7 @@ class Mesh:
         """
         target, observer = pick_device(device), observer or RankObserver()
         backend = backend_of(target)
-        observer.use_device(backend.mark)
+        observer.use_device(backend.events)
         limit = None if timeout_s is None else timedelta(seconds=timeout_s + backend.timeout_margin_s)
         if not dist.is_initialized():
             launched = read_environment()
@@ -167,6 +167,16 @@ class Mesh:
             self._groups[key] = self._axis_group(real, _label(requested, real))
         self._groups[(axes,)] = self._groups[key]
         return self._groups[key]
+
+    def groups(self, without: Collection[AxisGroup] = ()) -> list[AxisGroup]:
+        """The groups of several ranks that were requested so far, each process group once.
+
+        Args:
+            without: groups to leave out; a process group remains if another group in use shares it.
+        """
+        left_out = {id(group) for group in without}
+        used = [group for group in self._groups.values() if group.group is not None and id(group) not in left_out]
+        return list({id(group.group): group for group in used}.values())
 
     def subgroup(self, axis: Axis | tuple[Axis, ...], indices: Sequence[int]) -> AxisGroup:
         """The group of this rank's ``axis`` peers at the given coordinates. Must be called on exactly these ranks.

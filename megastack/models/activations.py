@@ -24,10 +24,11 @@ _INPUT = "input"
 
 
 def local_microbatch(config: TrainConfig) -> LocalMicrobatch:
-    """A microbatch of the run on one rank."""
+    """A microbatch of the run on one rank. ``device=auto`` counts as a CPU, whose layers save more."""
     batch, grid = config.batch, config.parallel
     rows = batch.sequence_length // (grid.tp if grid.sequence_parallel else 1)
-    return LocalMicrobatch(batch.micro_size, batch.sequence_length, rows, grid.tp, BYTES[config.precision.compute])
+    width, cpu = BYTES[config.precision.compute], config.device != "cuda"
+    return LocalMicrobatch(batch.micro_size, batch.sequence_length, rows, grid.tp, width, cpu)
 
 
 def saved_in_block(config: TrainConfig, layer: int | None = None) -> list[SavedTensor]:

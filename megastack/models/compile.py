@@ -6,7 +6,8 @@ and so is everything else that differs between blocks, microbatches and steps. T
 as a tensor on the host. Packed documents are passed as a dense bias, whose shape does not depend on them.
 
 The compiled function is used for training. Validation and generation, which run without gradients, call the blocks
-themselves. Autograd accumulates the weight gradients of a compiled block, in its backward; they cannot be deferred.
+themselves. Products and collectives are operators (:mod:`megastack.layers.compiled_ops`), which accumulate or defer
+weight gradients. Hooks of the block itself run as usual, outside of the compiled code.
 
 A part that cannot be traced is an error (``fullgraph=True``), and so is a missing C++ compiler.
 """
@@ -14,7 +15,7 @@ A part that cannot be traced is an error (``fullgraph=True``), and so is a missi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +24,19 @@ import torch
 from torch import Tensor, nn
 
 from megastack.errors import ConfigError
+from megastack.layers.compiled_ops import bind_parameters
 from megastack.layers.context import Context
 from megastack.layers.rope import Rope, RotaryTables
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
-from megastack.torch_private import allow_variants, compile_cache, compile_errors, missing_compiler, traced_frames
+from megastack.torch_private import (
+    allow_variants,
+    compile_cache,
+    compile_errors,
+    keep_operands,
+    missing_compiler,
+    traced_frames,
+)
 
 BACKEND = "inductor"
 
@@ -38,17 +47,20 @@ class CompiledBlocks:
     Args:
         mesh: the ranks of the blocks.
         backend: a backend of ``torch.compile``; inductor by default.
+        defers: backwards may defer weight gradients; their operands then outlive the compiled code.
 
     Raises:
         ConfigError: the backend's compiler for this device is not installed.
     """
 
-    def __init__(self, mesh: Mesh, backend: str | None = None) -> None:
+    def __init__(self, mesh: Mesh, backend: str | None = None, *, defers: bool = False) -> None:
         backend = backend or BACKEND
         missing = missing_compiler(mesh.device) if backend == "inductor" else None
         if missing is not None:
             raise ConfigError(f"compile=true: {missing}, or use compile=false")
         allow_variants()
+        if defers:
+            keep_operands()
         mesh[Axis.TP]  # created at its first use, which must not be traced
         self._run = torch.compile(_run, fullgraph=True, dynamic=False, backend=backend)
         self._errors = compile_errors()
@@ -64,12 +76,36 @@ class CompiledBlocks:
         Raises:
             ConfigError: the block cannot be compiled; names the layer.
         """
-        inputs = _Inputs.of(context, layer)
-        try:
+
+        def forward(hidden_BSD: Tensor, context: Context, *values: Any) -> Any:
+            bind_parameters(block.parameters())
             with _without_wider_gradients(block):
-                return self._run(block, hidden_BSD, inputs, *values)
+                return self._run(block, hidden_BSD, _Inputs.of(context, layer), *values)
+
+        try:
+            return _called_with(block, forward, hidden_BSD, context, *values)
         except self._errors as error:
             raise ConfigError(_explain(block, layer, error)) from error
+
+
+def _called_with(block: nn.Module, forward: Callable[..., Any], *values: Any) -> Any:
+    """Call a block with another ``forward``, in which the block has its own again; its hooks run as usual."""
+    own = vars(block).get("forward")
+
+    def restored(*values: Any) -> Any:
+        del block.forward
+        if own is not None:
+            block.forward = own
+        return forward(*values)
+
+    block.forward = restored
+    try:
+        return block(*values)
+    finally:
+        if vars(block).get("forward") is restored:
+            del block.forward
+            if own is not None:
+                block.forward = own
 
 
 @contextmanager
@@ -138,7 +174,7 @@ class _Inputs(NamedTuple):
 
 
 def _run(block: nn.Module, hidden_BSD: Tensor, inputs: _Inputs, *values: Any) -> Any:
-    return block(hidden_BSD, inputs.context(), *values)
+    return block.forward(hidden_BSD, inputs.context(), *values)
 
 
 def _explain(block: nn.Module, layer: int, error: Exception) -> str:

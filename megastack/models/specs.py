@@ -88,9 +88,9 @@ def norm_saved(norm: NormSpec, name: str, stream: str, microbatch: LocalMicrobat
 
 
 def dropout_saved(p: float, site: str, hidden: int, microbatch: LocalMicrobatch) -> list[SavedTensor]:
-    """The mask of dropout of hidden states."""
+    """The mask of dropout of hidden states; a GPU computes it again."""
     shape = (microbatch.batch, microbatch.rows, hidden)
-    return [SavedTensor(f"dropped behind {site}", shape, 1)] if p else []
+    return [SavedTensor(f"dropped behind {site}", shape, 1)] if p and microbatch.cpu else []
 
 
 def _hidden_states(name: str, hidden: int, microbatch: LocalMicrobatch) -> SavedTensor:

@@ -30,7 +30,8 @@ class Console:
     Args:
         enabled: whether anything is printed.
         stderr: whether to print to standard error.
-        on_gpu: whether the line of a step shows the use of a GPU: FLOP/s, MFU, peak memory, exposed communication.
+        on_gpu: whether a second line of a step shows the use of GPUs: FLOP/s, MFU, peak memory (allocated, and reserved
+            by torch's allocator, on the rank with the most), and the share of time with exposed communication.
     """
 
     def __init__(self, *, enabled: bool = True, stderr: bool = False, on_gpu: bool = False) -> None:
@@ -78,11 +79,13 @@ class Console:
 
 
 def _use_of_gpu(row: Mapping[str, Any]) -> str:
-    """The end of the line of a step on GPUs."""
-    exposed = sum((row["exposed_s"] or {}).values()) / row["step_time_s"]
-    parts = [f"{row['model_tflops_per_device']:.0f} TFLOP/s a GPU", f"MFU {number(row['mfu'], '.1%')}"]
-    parts += [f"peak {row['peak_memory_bytes'] / 2**30:.1f} GiB", *([f"exposed {exposed:.0%}"] if exposed else [])]
-    return "".join(f"  {part}" for part in parts)
+    """The second line of a step on GPUs."""
+    peak, reserved, exposed = row["peak_memory_bytes"], row["peak_reserved_bytes"], sum(row["exposed_s"].values())
+    memory = f"peak {peak / 2**30:.1f} GiB"
+    if reserved is not None:
+        memory += f", {reserved / 2**30:.1f} GiB reserved (rank {row['peak_reserved_rank']})"
+    parts = [f"{row['model_tflops_per_device']:.0f} TFLOP/s/GPU", f"MFU {number(row['mfu'], '.1%')}", memory]
+    return "\n" + "".join(f"  {part}" for part in [*parts, f"exposed {exposed / row['step_time_s']:.0%}"])
 
 
 def number(value: float | None, format_spec: str) -> str:

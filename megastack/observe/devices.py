@@ -7,6 +7,7 @@ import platform
 import resource
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,8 @@ BF16_DENSE_TFLOPS = {
 
 V100 and T4 have no bf16; theirs is the fp16 peak. An MI250 is two devices of half the published peak each.
 """
+MEMORY_UNIT = 512
+"""Bytes of which every size of a tensor is a multiple in torch's CUDA allocator, as is a resident size."""
 _DIES = {"MI250": 2, "MI250X": 2}
 REPORTED_VARIABLES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "CUBLAS_", "OMP_", "GLOO_", "SLURM_JOB_ID", "FI_", "UCX_")
 """Prefixes of the environment variables that are written to the log."""
@@ -79,6 +82,35 @@ class DeviceMemory:
         return f"peak memory {', '.join(parts)}"
 
 
+@dataclass(frozen=True)
+class LargestMemory:
+    """The largest :class:`DeviceMemory` of all ranks, each value with its rank; see there for the values."""
+
+    allocated: int
+    allocated_rank: int
+    reserved: int | None
+    reserved_rank: int | None
+
+    @staticmethod
+    def contribution(memory: DeviceMemory, rank: int, ranks: int) -> tuple[float, float]:
+        """This rank's part in a maximum over all ranks, from which :meth:`of` finds the values and their ranks.
+
+        A size in units of :data:`MEMORY_UNIT` and the rank are packed into one number, which fp64 represents exactly:
+        256 TiB on 16,384 ranks take 53 bits.
+        """
+        sizes = memory.allocated, memory.reserved or 0
+        allocated, reserved = (float(size // MEMORY_UNIT * ranks + rank) for size in sizes)
+        return allocated, reserved
+
+    @classmethod
+    def of(cls, maximum: Sequence[float], ranks: int) -> LargestMemory:
+        """Inverse of :meth:`contribution`, after the maximum over all ranks."""
+        (allocated, rank), (reserved, reserved_rank) = (divmod(int(value), ranks) for value in maximum)
+        if reserved == 0:
+            return cls(allocated * MEMORY_UNIT, rank, None, None)
+        return cls(allocated * MEMORY_UNIT, rank, reserved * MEMORY_UNIT, reserved_rank)
+
+
 def peak_flops(device: torch.device, compute: str) -> float | None:
     """Return the peak FLOP/s of one device; ``None`` for unknown devices, for CPUs, and for compute above 16 bits."""
     if device.type != "cuda" or compute not in ("bf16", "fp16"):
@@ -102,16 +134,12 @@ def _contains(words: list[str], part: list[str]) -> bool:
     return all(word in rest for word in part)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process so far, in bytes: allocated on a GPU, resident on a CPU."""
-    return device_memory(device).allocated
-
-
 def device_memory(device: torch.device) -> DeviceMemory:
     """Return the memory that this process has used on its device."""
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        return DeviceMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), total)
+        peaks, total = torch.cuda.memory_stats(device), torch.cuda.get_device_properties(device).total_memory
+        allocated, reserved = (peaks.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
+        return DeviceMemory(allocated, reserved, total)
     unit = 1 if sys.platform == "darwin" else 1024
     return DeviceMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 

@@ -33,6 +33,7 @@ TAGS = {
     "bubble": "perf/bubble",
     "step_bubble": "perf/step_bubble",
     "peak_memory_bytes": "mem/peak_bytes",
+    "peak_reserved_bytes": "mem/peak_reserved_bytes",
 }
 """The TensorBoard tag of each scalar of a training row."""
 

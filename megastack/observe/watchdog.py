@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megastack.comm.flight_recorder import FlightRecorder, Operation
+from megastack.comm.periodic import PeriodicThread
 from megastack.mesh.shape import Axis, describe_coordinates
 from megastack.observe.files import replace_text
 from megastack.records import RecordError, integer, integers, mapping, number, read_record, sequence, string
@@ -32,7 +33,11 @@ from megastack.records import RecordError, integer, integers, mapping, number, r
 TIMEOUT_FRACTION = 0.9
 """A wait longer than this fraction of the time-out counts as timed out."""
 POLLS_PER_TIMEOUT = 20
-"""How often the thread polls within the time-out; it polls at least once a second."""
+"""How often the thread polls within the time-out."""
+MOST_PERIOD_S = 0.5
+"""The thread polls at least this often."""
+BLOCKED_S = 0.2
+"""Seconds without progress after which a rank counts as blocked, if another rank has ended."""
 CHECK_PEERS_AFTER_S = 5.0
 """Seconds without progress after which the thread checks whether other ranks failed; less for a short time-out."""
 FRAMES = 12
@@ -139,7 +144,9 @@ class Watchdog:
         limit_s: the time-out.
         doing: describes what the rank is doing.
         may_write: whether the run still owns its folder.
-        failed: whether another rank has failed; called only while this rank makes no progress.
+        failed: whether another rank has failed, as the files of all ranks show; called only while this rank makes no
+            progress.
+        lost: whether another rank is known to have ended.
         end: ends a rank that is blocked although the time-out has passed, or although another rank has failed. Called
             on the thread with the report, and only if :attr:`ends_rank` is set.
 
@@ -158,18 +165,18 @@ class Watchdog:
         doing: Callable[[], str],
         may_write: Callable[[], bool] = lambda: True,
         failed: Callable[[], bool] = lambda: False,
+        lost: Callable[[], bool] = lambda: False,
         end: Callable[[RankState], object] = lambda state: None,
     ) -> None:
         self._recorder, self._path, self._limit_s = flight_recorder, path, limit_s
         self._rank, self._coordinates = rank, describe_coordinates(coordinates)
-        self._doing, self._may_write, self._failed, self._end = doing, may_write, failed, end
+        self._doing, self._may_write, self._failed, self._lost, self._end = doing, may_write, failed, lost, end
         self.ends_rank = False
         self._awaited: Operation | None = None
         self._awaited_at = 0.0  # when the thread first saw that a rank with `ends_rank` was blocked on it
-        self._stop = threading.Event()
         self._reported: float | None = None  # the time of the most recent progress when the report was written
         self._main = threading.get_ident()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = PeriodicThread("watchdog", min(MOST_PERIOD_S, limit_s / POLLS_PER_TIMEOUT), self._poll)
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -178,8 +185,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._thread.stop()
         if error is not None:
             self.write()
 
@@ -200,7 +206,7 @@ class Watchdog:
 
         The state at the time-out is more informative than the actions of a late rank after the others had failed.
         """
-        return self._reported is not None and (self._reported == moved or self._failed())
+        return self._reported is not None and (self._reported == moved or self._lost() or self._failed())
 
     def report(self) -> RankState:
         """Return the current state of the rank."""
@@ -234,11 +240,6 @@ class Watchdog:
         """
         return self._recorder.moved if self._awaited is None else self._awaited_at
 
-    def _watch(self) -> None:
-        interval = min(1.0, self._limit_s / POLLS_PER_TIMEOUT)
-        while not self._stop.wait(interval):
-            self._poll()
-
     def _poll(self) -> None:
         awaited, _ = self._find_awaited()
         if self.ends_rank and awaited is not self._awaited:
@@ -249,7 +250,8 @@ class Watchdog:
             self._path.unlink(missing_ok=True)  # the rank and its peers have continued
             self._reported = None
         check_peers_after_s = min(CHECK_PEERS_AFTER_S, self._limit_s / POLLS_PER_TIMEOUT)
-        peer_failed = idle_s >= check_peers_after_s and self._failed()
+        peer_lost = awaited is not None and idle_s >= BLOCKED_S and self._lost()
+        peer_failed = peer_lost or (idle_s >= check_peers_after_s and self._failed())
         if idle_s >= TIMEOUT_FRACTION * self._limit_s or peer_failed:
             self.write()
         if self.ends_rank and awaited is not None and (idle_s >= self._limit_s or peer_failed):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,6 +109,18 @@ class Pipeline:
         :func:`megastack.pipeline.check.check` predicts it.
         """
         return self._peak / self.schedule.chunks
+
+    def connect(self) -> int:
+        """Create the communicators of the channels to other ranks; called on all ranks of the pipeline.
+
+        Returns:
+            The number of ranks with which this rank exchanges messages.
+        """
+        own = self._axis.rank
+        pairs = pairwise(self._rank_of(stage) for stage in range(self.schedule.stages))
+        peers = {rank for pair in pairs if own in pair for rank in pair} - {own}
+        self._channels.connect(peers)
+        return len(peers)
 
     def run(
         self, microbatches: Sequence[Microbatch], denominator: Tensor | float, *, loss_scale: Tensor | None = None

@@ -15,7 +15,7 @@ from itertools import islice
 from os import PathLike
 
 from megastack.errors import ScheduleError
-from megastack.pipeline.action import COMPUTE, Action, pack, split_steps, unpack_step
+from megastack.pipeline.action import COMPUTE, Action, Op, pack, split_steps, unpack_step
 from megastack.pipeline.grid import grid
 
 
@@ -73,6 +73,11 @@ class Schedule:
     def ranks(self) -> list[list[Action]]:
         """For each rank, its actions in order, as new lists."""
         return [[unpack_step(parts) for parts in split_steps(self.codes(rank))] for rank in range(self.pp)]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether there are W actions, which compute weight gradients apart from the backward of the inputs."""
+        return any(part.op is Op.W for row in self.ranks for part in _parts(row))
 
     def codes(self, rank: int) -> memoryview:
         """The packed integers of one rank."""

@@ -18,16 +18,20 @@ MAX_ROWS = 16
 
 
 def short(config: TrainConfig, world_size: int | None = None) -> str:
-    """Four lines: model, grid, batch, schedule; more for user-defined layers and for several data phases."""
-    layout = Layout(config, world_size)
+    """Five lines: model, grid, batch, schedule, memory; more for user-defined layers and for several data phases."""
+    return _short(Layout(config, world_size))
+
+
+def _short(layout: Layout) -> str:
+    config = layout.config
     lines = [_model(layout), *_user_layers(config), _grid(layout), _batch(layout), *_phases(config)]
-    return "\n".join([*lines, _schedule_figures(layout)])
+    return "\n".join([*lines, *_schedule_figures(layout)])
 
 
 def full(config: TrainConfig, world_size: int | None = None) -> str:
     """The short form, the ranks, the share of each pipeline rank, and a drawing of the schedule."""
     layout = Layout(config, world_size)
-    parts = [short(config, world_size), "ranks\n" + layout.shape.table(), _pipeline_ranks(layout)]
+    parts = [_short(layout), "ranks\n" + layout.shape.table(), _pipeline_ranks(layout)]
     small = sum(map(len, layout.schedule.ranks)) <= MAX_DRAWN_ACTIONS
     parts.append(render(layout.timeline) if small else "for a drawing of the schedule: --format svg > schedule.svg")
     return "\n\n".join(parts)
@@ -135,21 +139,21 @@ def _phases(config: TrainConfig) -> list[str]:
     return [f"{'phases' if not at else '':<10}{line}" for at, line in enumerate(lines)] if len(lines) > 1 else []
 
 
-def _schedule_figures(layout: Layout) -> str:
+def _schedule_figures(layout: Layout) -> list[str]:
     timeline, shares = layout.timeline, layout.pipeline_ranks()
     heaviest = max(shares, key=lambda share: share.bytes.total)
     peak = max(share.peak_activations for share in shares)
     bubble, whole = f"{timeline.bubble:.1%}", f"{timeline.step_bubble:.1%}"
     over = "" if whole == bubble else f" of a rank's own span, {whole} of the whole step"
-    return (
+    return [
         f"schedule  {layout.schedule.name}, {counted(layout.schedule.stages, 'stage')}; bubble {bubble}{over}; "
-        f"at most {counted(peak, 'microbatch', 'microbatches')} alive; "
-        f"{gibibytes(heaviest.bytes.total)} static on the fullest rank"
-    )
+        f"at most {counted(peak, 'microbatch', 'microbatches')} in flight",
+        f"memory    weights, gradients and optimizer state of the largest rank: {gibibytes(heaviest.bytes.total)}",
+    ]
 
 
 def _pipeline_ranks(layout: Layout) -> str:
-    rows = [["pp", "stages", "parameters", "weights", "gradients", "optimizer", "static", "alive", "activations"]]
+    rows = [["pp", "stages", "parameters", "weights", "gradients", "optimizer", "sum", "in flight", "activations"]]
     rows += [_row(share, layout) for share in layout.pipeline_ranks()]
     return "each pipeline rank holds\n" + columns(_cut(rows))
 

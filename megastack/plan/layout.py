@@ -22,7 +22,7 @@ from megastack.mesh.shape import MeshShape
 from megastack.models.activations import activation_bytes
 from megastack.models.profile import StaticBytes, rank_parameters, static_bytes, total_parameters
 from megastack.models.stages import StageSlice, configured_schedule, stage_slices
-from megastack.pipeline.activations import peak_microbatches
+from megastack.pipeline.activations import rank_peak_microbatches
 from megastack.pipeline.check import check
 from megastack.pipeline.schedule import Schedule
 from megastack.pipeline.simulate import Timeline, simulate
@@ -77,6 +77,10 @@ class Layout:
 
     def pipeline_ranks(self) -> list[RankShare]:
         """The share of one rank for each ``pp`` coordinate; all ranks with the same ``pp`` hold the same amount."""
+        return self._shares
+
+    @cached_property
+    def _shares(self) -> list[RankShare]:
         return [self._share(pp) for pp in range(self.shape.pp)]
 
     def _share(self, pp: int) -> RankShare:
@@ -96,8 +100,8 @@ class Layout:
         saved = sum(stage.saved for stage in each)
         if not saved:  # no layers on this rank
             return 0
-        peaks = peak_microbatches(self.schedule, sum(stage.until_w for stage in each) / saved)
-        return ceil(peaks[pp] * saved) + max(stage.recomputed for stage in each)
+        peak = rank_peak_microbatches(self.schedule, pp, sum(stage.until_w for stage in each) / saved)
+        return ceil(peak * saved) + max(stage.recomputed for stage in each)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from glob import glob
 from pathlib import Path
 
 from megastack.checkpoint.folder import Resume
-from megastack.config.convert import value_of
+from megastack.config.choices import Device
+from megastack.config.convert import replace_values, value_of
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset, DatasetSpec
 from megastack.data.indexed import bin_path, idx_path
@@ -59,6 +60,13 @@ def inspect(config: TrainConfig, errors: ErrorCollector, shape: MeshShape | None
     if shape is None or dataset is None or resume is None:  # a layer or a source failed without an error of its own
         raise ConfigError("the data or the run folder cannot be used")
     return Inspected(shape, dataset, resume, weights, _notes(config, resume, dataset, weights))
+
+
+def with_device(config: TrainConfig) -> TrainConfig:
+    """The configuration with the device that ``device=auto`` selects on this machine."""
+    if config.device != "auto":
+        return config
+    return replace_values(config, {"device": Device.cuda if count_gpus() else Device.cpu})
 
 
 def _check_device(config: TrainConfig) -> None:

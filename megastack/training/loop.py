@@ -11,7 +11,6 @@ continues. On the CPU every operation blocks the host, and each step is complete
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import deque
@@ -30,7 +29,7 @@ from megastack.comm.traffic import Ledger
 from megastack.comm.transfers import copy_to_device
 from megastack.data.validation import ValidationBatches
 from megastack.mesh.mesh import Mesh
-from megastack.observe.devices import peak_memory_bytes
+from megastack.observe.devices import LargestMemory, device_memory
 from megastack.placement.buffers import persistent_buffers
 from megastack.training.agreement import InputAgreement, StepInputs
 from megastack.training.host_reads import STEP, VALIDATION_LOSS, VALIDATION_STOP, HostRead, default_steps_ahead
@@ -43,7 +42,7 @@ from megastack.training.step import StepOutcome, TrainStep
 FINISHING_S = 5.0
 """How long a failed rank waits for the results of a launched step, to write its row."""
 
-_AGREED = 3 + InputAgreement.CONTRIBUTIONS
+_AGREED = 4 + InputAgreement.CONTRIBUTIONS
 """The number of values in :meth:`Loop._start_agreement`."""
 
 
@@ -191,7 +190,7 @@ class Loop:
             raise
         results = [x.view(1).double() for x in (outcome.loss, outcome.grad_norm, outcome.loss_scale) if x is not None]
         read = HostRead(STEP, torch.cat([agreed, *results]))
-        self._in_flight.append(_InFlight(step, outcome, read, began, copy.deepcopy(self.mesh.ledger), buffers))
+        self._in_flight.append(_InFlight(step, outcome, read, began, self.mesh.ledger.copy(), buffers))
 
     def _train_step(self, step: int) -> StepOutcome:
         number = step + 1
@@ -205,9 +204,10 @@ class Loop:
         """Read the results of the oldest launched step and act on them. Returns False if the run must end here."""
         launched = self._in_flight.popleft()
         agreed, results = launched.read()
-        memory = self._apply(agreed, launched.step + 1 + self._ahead)
+        self.mesh.flight_recorder.settle()
+        self._apply(agreed, launched.step + 1 + self._ahead)
         now = time.perf_counter()
-        cost, self._completed_at = StepCost(now - max(launched.began, self._completed_at), memory), now
+        cost, self._completed_at = StepCost(now - max(launched.began, self._completed_at), self._memory(agreed)), now
         if not self._report(launched, results, cost):
             return False
         self._every(self.options.validate_every, self._validate)
@@ -219,11 +219,11 @@ class Loop:
         """After an error of this rank alone: write the rows of finite steps that were launched before it."""
         while self._in_flight and self._in_flight[0].results.ready(FINISHING_S):
             launched = self._in_flight.popleft()
-            (_, memory, *_), results = launched.read()
+            agreed, results = launched.read()
             if not _is_finite(results):
                 return
             seconds = time.perf_counter() - max(launched.began, self._completed_at)
-            self._count(launched, results, StepCost(seconds, int(memory)), skipped=results.loss is None)
+            self._count(launched, results, StepCost(seconds, self._memory(agreed)), skipped=results.loss is None)
 
     # What the ranks agree on after each step.
 
@@ -236,22 +236,24 @@ class Loop:
 
     def _start_agreement(self, step: int) -> Tensor:
         """Start to agree on this rank's state and on the inputs of a 0-based step."""
-        flags = [self.stop.code, float(peak_memory_bytes(self.mesh.device)), float(self.manager.busy)]
-        own = torch.tensor([*flags, *self._inputs.contribution(step)], dtype=torch.float64)
-        (own,) = copy_to_device([own], self.mesh.device)
-        return all_reduce(own, self.mesh.world, "max")
+        mesh = self.mesh
+        memory = LargestMemory.contribution(device_memory(mesh.device), mesh.rank, mesh.shape.world_size)
+        flags = [self.stop.code, float(self.manager.busy)]
+        own = torch.tensor([*flags, *memory, *self._inputs.contribution(step)], dtype=torch.float64)
+        (own,) = copy_to_device([own], mesh.device)
+        return all_reduce(own, mesh.world, "max")
 
-    def _apply(self, agreed: Sequence[float], step: int) -> int:
-        """Act on an agreement about a 0-based step. Returns the highest peak memory of the ranks.
+    def _memory(self, agreed: Sequence[float]) -> LargestMemory:
+        """The highest peak memory of the ranks, from an agreement."""
+        return LargestMemory.of(agreed[2:4], self.mesh.shape.world_size)
 
-        Reports checkpoints that all ranks have finished.
-        """
-        code, memory, busy, *inputs = agreed
+    def _apply(self, agreed: Sequence[float], step: int) -> None:
+        """Act on an agreement about a 0-based step, and report checkpoints that all ranks have finished."""
+        code, busy, _, _, *inputs = agreed
         self._reason = self._reason or code
         self._inputs.agreed(step, inputs)
         if not busy:
             self._published(self.manager.wait())
-        return int(memory)
 
     def _step_inputs(self, step: int) -> StepInputs:
         data = self.step.prepare(step)

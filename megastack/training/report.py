@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megastack.comm.traffic import Ledger
 from megastack.observe.console import Console
+from megastack.observe.devices import LargestMemory
 from megastack.observe.metrics import MetricsWriter, Row, row
 from megastack.observe.status import write_status
 from megastack.training.nonfinite import NonfiniteOrigin
@@ -44,10 +45,10 @@ STATUS_PERIOD_S = 1.0
 
 @dataclass(frozen=True)
 class StepCost:
-    """The wall time of a step, and the peak memory of any rank so far."""
+    """The wall time of a step, and the largest peak memory of the ranks so far."""
 
     seconds: float
-    memory_bytes: int
+    memory: LargestMemory
 
 
 @dataclass
@@ -142,7 +143,10 @@ class Recorder:
             "step_time_s": cost.seconds,
             "tokens_per_s": rate,
             "tokens_per_s_per_device": rate / self.devices,
-            "peak_memory_bytes": cost.memory_bytes,
+            "peak_memory_bytes": cost.memory.allocated,
+            "peak_memory_rank": cost.memory.allocated_rank,
+            "peak_reserved_bytes": cost.memory.reserved,
+            "peak_reserved_rank": cost.memory.reserved_rank,
             "model_tflops_per_device": used / 1e12,
             "mfu": used / self.peak_flops if self.peak_flops else None,
             "bubble": None,

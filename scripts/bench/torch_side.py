@@ -43,12 +43,19 @@ ADAMW: dict[str, Any] = {"lr": RATE, "betas": BETAS, "fused": True}
 
 
 class Torch:
-    """Torch's parallelism on the same layout; ``microbatches`` returns the data of a step."""
+    """Torch's parallelism on the same layout; ``microbatches`` returns the data of a step.
 
-    def __init__(self, layout: Layout, microbatches: Callable[[int], list[Microbatch]]) -> None:
+    With ``compiles`` each block is compiled by ``torch.compile``.
+    """
+
+    def __init__(
+        self, layout: Layout, microbatches: Callable[[int], list[Microbatch]], *, compiles: bool = False
+    ) -> None:
         self._microbatches = microbatches
         self._mesh = _mesh(layout)
         model = self._stage_model(layout)
+        for block in model.blocks.values() if compiles else ():
+            block.compile()
         if layout.tp > 1:
             parallelize_module(model, self._mesh["tp"], _plan(model))
         self._keep = layout.zero >= 2 and layout.gather == "step"

@@ -40,7 +40,7 @@ class Stuck(ParallelMLP):
 
 
 def layouts(task: Task) -> dict[str, Any]:
-    """Every axis on two ranks: its losses against those of one rank, and its speed."""
+    """Every axis on two ranks: its losses against those of one rank, its speed and its exposed communication."""
     steps, found, wrong = f"run.steps={task.size(10, 2)}", {}, []
     chosen = dict(list(LAYOUTS.items())[: task.size(len(LAYOUTS), 3)])
     references = {}
@@ -52,7 +52,7 @@ def layouts(task: Task) -> dict[str, Any]:
         losses = task.train(folder, steps, *overrides)
         difference = max(abs(a - b) / abs(b) for a, b in zip(losses, references[model], strict=True))
         rows = read_metrics(folder / "metrics.jsonl")
-        found[name] = {"difference": difference, "tokens_per_s": rows[-1]["tokens_per_s"]}
+        found[name] = {"difference": difference} | {key: rows[-1][key] for key in ("tokens_per_s", "exposed_s")}
         if difference > LIMIT:
             wrong.append(name)
     if wrong:
@@ -62,13 +62,14 @@ def layouts(task: Task) -> dict[str, Any]:
 
 def messages(task: Task) -> dict[str, Any]:
     """The peak memory of a pipeline does not grow with the number of microbatches."""
-    found = {}
+    found, kinds = {}, ("peak_memory_bytes", "peak_reserved_bytes")
     for count in (8, 64):
         folder = Path(f"microbatches_{count}").resolve()
         size = [f"model.hidden={task.size(1024, 64)}", f"batch.sequence_length={task.size(2048, 64)}"]
         batch = [f"batch.global_size={count}", "batch.micro_size=1", "run.steps=3", "parallel.pp=2"]
         task.train(folder, *size, *batch)
-        found[f"{count} microbatches"] = read_metrics(folder / "metrics.jsonl")[-1]["peak_memory_bytes"]
+        last = read_metrics(folder / "metrics.jsonl")[-1]
+        found[f"{count} microbatches"] = {kind: last[kind] for kind in kinds}
     return found
 
 

@@ -90,33 +90,84 @@ def test_a_rank_observer_counts_and_records() -> None:
     assert observer.ledger.total().calls == 1, "an operation without bytes is not counted"
 
 
-class Mark:
-    """A point in a stream that is passed when the test says so."""
+class Event:
+    """A point in a stream, which the device reaches when the test says so."""
 
-    passed = False
+    reached_ms: float | None = None
 
     def query(self) -> bool:
-        return self.passed
+        return self.reached_ms is not None
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.reached_ms is not None and end.reached_ms is not None, "the host would block"
+        return end.reached_ms - self.reached_ms
+
+
+class Events:
+    """A device whose events are recorded in one of its streams."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Event] = []
+        self.released: list[Event] = []
+        self.computes = True
+
+    def record(self) -> Event:
+        self.recorded.append(Event())
+        return self.recorded[-1]
+
+    def release(self, event: Event) -> None:
+        self.released.append(event)
+
+    def is_compute_stream(self) -> bool:
+        return self.computes
+
+
+def wait(observer: RankObserver, axis: str = "tp") -> Operation:
+    operation = observer.on_operation(axis, "all_reduce", (0, 1), (1,), 4)
+    observer.begin_wait(operation)
+    observer.end_wait()
+    return operation
 
 
 def test_where_a_wait_does_not_block_the_host_the_oldest_wait_that_the_stream_has_not_passed_counts() -> None:
-    observer, marks = RankObserver(), [Mark(), Mark(), Mark()]
-    observer.use_device(iter(marks).__next__)
+    observer, events = RankObserver(), Events()
+    observer.use_device(events)
     recorder = observer.flight_recorder
-    operations = [observer.on_operation("tp", "all_reduce", (0, 1), (1,), 4) for _ in marks]
-    for operation in operations[:2]:
-        observer.begin_wait(operation)
-        observer.end_wait()
-    assert recorder.waiting is None and recorder.awaited()[0] is operations[0]
-    marks[0].passed = True
-    assert recorder.awaited()[0] is operations[1]
-    marks[1].passed = True
+    first, second = wait(observer), wait(observer)
+    before_first, after_first, before_second, after_second = events.recorded
+    assert recorder.waiting is None and recorder.awaited()[0] is first
+    before_first.reached_ms, after_first.reached_ms = 0.0, 5.0
+    assert recorder.awaited()[0] is second
+    before_second.reached_ms, after_second.reached_ms = 5.0, 7.5
     assert recorder.awaited()[0] is None
-    observer.begin_wait(operations[2])
-    assert recorder.awaited()[0] is operations[2]
+    third = observer.on_operation("tp", "all_reduce", (0, 1), (1,), 4)
+    observer.begin_wait(third)
+    assert recorder.awaited()[0] is third
     observer.end_wait()
-    marks[2].passed = True
-    assert recorder.awaited()[0] is None and observer.exposed_s is None
+    events.recorded[-2].reached_ms = events.recorded[-1].reached_ms = 9.0
+    assert recorder.awaited()[0] is None
+
+
+def test_the_time_that_a_stream_waits_is_counted_in_the_step_that_waits() -> None:
+    """The device passes the waits of a step while the host issues the next one; nothing blocks the host."""
+    observer, events = RankObserver(), Events()
+    observer.use_device(events)
+    wait(observer), wait(observer, "dp"), wait(observer)
+    step = observer.ledger.copy()
+    assert step.exposed_s == {}
+    observer.ledger.reset()
+    wait(observer)
+    for event, at in zip(events.recorded, (0.0, 2.0, 2.0, 2.0, 3.0, 7.0), strict=False):
+        event.reached_ms = at
+    observer.flight_recorder.settle()
+    assert step.exposed_s == {"tp": 0.006, "dp": 0.0} and observer.exposed_s == {}
+    assert events.released == events.recorded[:6], "each event can be used again"
+    events.computes = False
+    wait(observer, "dp")
+    for event in events.recorded[6:]:
+        event.reached_ms = 100.0
+    observer.flight_recorder.settle()
+    assert observer.exposed_s == {"tp": 0.0}, "another stream than that of the computation waited"
 
 
 def test_a_call_that_starts_an_operation_and_does_not_return_is_a_wait() -> None:

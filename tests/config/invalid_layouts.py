@@ -115,12 +115,6 @@ LAYOUTS: list[InvalidCase] = [
         "schedule.name=1f1bb: is not a schedule; use gpipe, 1f1b, interleaved, zb_h1, zb_h2 or custom",
     ),
     (
-        {"schedule.name": "zb_h1", "parallel.pp": 2, "compile": True},
-        None,
-        "schedule.name=zb_h1: splits backwards; the backward of a compiled block computes all gradients at once; "
-        "use 1f1b or compile=false",
-    ),
-    (
         {"schedule.name": "zb_auto"},
         None,
         "schedule.name=zb_auto: is not available yet; use gpipe, 1f1b, interleaved, zb_h1, zb_h2 or custom",

@@ -219,18 +219,6 @@ VALUES: list[InvalidCase] = [
         "use 1f1b or parallel.zero.stage=1",
     ),
     (
-        {"parallel.tp": 2, "compile": True},
-        None,
-        "compile=true: not available yet with parallel.tp=2, which communicates inside a block; use false or "
-        "parallel.tp=1",
-    ),
-    (
-        {"parallel.zero.stage": 3, "parallel.dp": 2, "compile": True},
-        None,
-        "compile=true: not available yet with parallel.zero.stage=3, which gathers a block's parameters; use false or "
-        "parallel.zero.stage=1",
-    ),
-    (
         {"parallel.zero.stage": 2, "run.sample_prompt": "Once"},
         None,
         "run.sample_prompt=Once: sampling between steps needs full parameters on each rank; use null or "

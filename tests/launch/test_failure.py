@@ -124,3 +124,12 @@ def test_a_rank_that_ended_otherwise_is_named_before_those_that_nccl_ended_becau
     codes = {0: -signal.SIGABRT, 1: -signal.SIGSEGV, 2: -signal.SIGABRT}
     failure = find_failure([], [report(0, 0.5), report(2, 0.5)], ObservedExits(0, codes), SHAPE, 10)
     assert (failure.rank, failure.reason) == (1, "ended by SIGSEGV")
+
+
+def test_a_rank_that_others_found_lost_is_described_by_its_exit_if_that_is_known() -> None:
+    lost = replace(record(0, echo=True), message="rank 1 ended or no longer responds", blames=(1,))
+    for code, reason in ((-signal.SIGKILL, "ended by SIGKILL"), (-signal.SIGTERM, lost.message), (None, lost.message)):
+        codes = {0: 1} if code is None else {0: 1, 1: code}
+        assert find_failure([lost], [], ObservedExits(0, codes), SHAPE, 10).reason == reason
+    killed = ObservedExits(0, {0: 1, 1: -signal.SIGKILL}, stragglers=[1])
+    assert find_failure([lost], [], killed, SHAPE, 10).reason == lost.message

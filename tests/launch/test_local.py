@@ -26,6 +26,9 @@ TRAIN_KEYS = (
         "tokens_per_s",
         "tokens_per_s_per_device",
         "peak_memory_bytes",
+        "peak_memory_rank",
+        "peak_reserved_bytes",
+        "peak_reserved_rank",
         "model_tflops_per_device",
         "mfu",
         "bubble",
@@ -48,6 +51,7 @@ def test_ten_steps_on_a_grid_leave_ten_rows_and_all_records(tmp_path, capfd):
         assert tuple(row) == TRAIN_KEYS
         assert row["mfu"] is None and row["bubble"] is None and row["step_bubble"] is None
         assert set(row["wire_bytes"]) >= {"dp", "pp"} and row["peak_memory_bytes"] > 1e6
+        assert 0 <= row["peak_memory_rank"] < 4 and row["peak_reserved_bytes"] is row["peak_reserved_rank"] is None
         assert row["tokens_per_s_per_device"] == row["tokens_per_s"] / 4
     assert sum(row["tokens"] for row in found) == found[-1]["consumed_tokens"]
     assert found[-1]["consumed_samples"] == 40 and found[-1]["skipped"] == 0

@@ -22,10 +22,12 @@ from megastack.launch.run import on_ranks
 from megastack.launch.worker import TaskFailed
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
+from megastack.observe.failure import read_failures
+from megastack.observe.folder import RunFolder
 from tests import nccl_double
-from tests.faulty_mlp import fault
+from tests.faulty_mlp import FaultyMLP, fault
 from tests.launch import fault_matrix
-from tests.launch.test_external import CHAIN, join, torchrun
+from tests.launch.test_external import CHAIN, join, slurm, torchrun
 from tests.tiny_runs import overrides
 
 AXES = {"dp": (Axis.DP,), "tp": (Axis.TP,), "pp": (Axis.PP,), "fused": (Axis.PP, Axis.TP)}
@@ -40,6 +42,7 @@ COLLECTIVES = {
 KINDS = (*COLLECTIVES, "send", "receive")
 TIMEOUT_S, LIMIT_S = 2, 12
 STOPPED, ROUNDS = 3, 4
+GONE = "rank 2 ended or no longer responds"
 HOW, P2P = ("SIGSTOP", "sleep"), ("lazy", "eager")
 
 
@@ -160,3 +163,21 @@ def test_ranks_of_torchrun_name_the_rank_that_stops(
         r"\[rank 2 \| pp2 dp0 tp0\] did not arrive at pp send \d+ of \[1, 16, 16\] to rank 1 within launch.timeout_s=3"
     )
     assert re.fullmatch(lost, lines[-1]) and screen.count("did not arrive") == 1
+
+
+@pytest.mark.full
+def test_ranks_without_a_launcher_that_ends_them_name_a_killed_rank_within_two_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    nccl_double.install(monkeypatch, run_ahead_s=0.05, margin_s=60.0)
+
+    def die(layer: FaultyMLP) -> None:
+        (tmp_path / "killed").write_text(str(time.time_ns()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(FaultyMLP, "fail", die)
+    assert join(tmp_path, slurm, 3, *CHAIN, "launch.timeout_s=60", fault("kill")) == [1, 1, -signal.SIGKILL]
+    killed, found = int((tmp_path / "killed").read_text()), read_failures(RunFolder(tmp_path / "run").failures)
+    assert {record.rank: record.message for record in found} == {0: GONE, 1: GONE}
+    assert all((record.time_ns - killed) / 1e9 < 2 for record in found)
+    assert capfd.readouterr().err.strip().splitlines()[-1].startswith(f"[rank 2 | pp2 dp0 tp0] {GONE}")

@@ -189,3 +189,9 @@ def test_autocast_that_is_off_inside_changes_nothing() -> None:
         assert torch.equal(layer(x), F.linear(x, layer.weight))
     with torch.autocast("cpu", torch.float16):
         assert layer(x).dtype == torch.float16
+
+
+def test_a_transform_of_an_autograd_function_is_an_error() -> None:
+    norm = RMSNorm(D, Mesh.single())
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: norm(x).sum())(torch.ones(D))

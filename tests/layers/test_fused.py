@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar
+from types import FrameType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megastack.layers import fused
 from megastack.layers.attention import ParallelAttention
@@ -23,6 +26,9 @@ from megastack.layers.norm import LayerNorm, RMSNorm
 from megastack.layers.rope import Rope, rotate
 from megastack.mesh.mesh import Mesh
 from megastack.models.block import Block
+from megastack.torch_private import ACCUMULATES
+from megastack.weight_gradients import weight_gradient_scope
+from scripts.bench_block import Kernels
 
 B, S, D, HEADS = 2, 6, 16, 2
 ROPE = Rope(D // HEADS)
@@ -61,7 +67,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "rms_norm_backward": (fused.rms_norm_backward, (X, X, WEIGHT, SCALE)),
     "layer_norm": (fused.layer_norm, (X, WEIGHT, BIAS, 1e-5)),
     "layer_norm_backward": (fused.layer_norm_backward, (X, X, WEIGHT, BIAS, SCALE, SCALE)),
-    "rotate": (fused.rotate, (HEADS_BSHK, TABLE, TABLE, False)),
+    "rotate": (fused.rotate, (HEADS_BSHK, HEADS_BSHK[:, :, :1], TABLE, TABLE, False)),
     "swiglu": (fused.swiglu, (HEADS_BSHK,)),
     "swiglu_backward": (fused.swiglu_backward, (X[:, :1].expand(2, 3, 8), HEADS_BSHK)),
     "mask": (fused.mask, (*MASK, 3, 8, 0.5)),
@@ -129,34 +135,6 @@ def test_norms_of_bf16_on_a_device_round_as_on_the_cpu(kind: type, weight_dtype:
     torch.testing.assert_close(found, norm(x_BSD))
 
 
-class Kernels(TorchDispatchMode):
-    """Counts the operators that run, without views and allocations."""
-
-    FREE: ClassVar = {
-        "view",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "unsqueeze",
-        "unbind",
-        "select",
-        "slice",
-        "split",
-        "detach",
-    }
-    FREE |= {"expand", "alias", "permute", "as_strided", "empty", "empty_like", "new_empty"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = operator._schema.name.split("::")[1]
-        if name not in self.FREE:
-            self.counts["attention" if "att" in name else name] += 1
-        return operator(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("p", "forward", "backward"),
     [
@@ -165,8 +143,8 @@ class Kernels(TorchDispatchMode):
     ],
 )
 def test_a_block_runs_few_kernels(p: float, forward: dict[str, int], backward: dict[str, int]) -> None:
-    """One operator for each norm, rotation, activation and residual addition, and no cast. The third addition of the
-    backward sums the input gradients of the projections to queries and to keys and values."""
+    """One operator for each norm, activation and residual addition, one for the rotation of queries and keys, and no
+    cast. The third addition of the backward sums the input gradients of the two projections of the attention."""
     module = block(dropout=p).to(HALF)
     for norm in (module.attention_norm, module.mlp_norm):
         norm.float()
@@ -178,10 +156,56 @@ def test_a_block_runs_few_kernels(p: float, forward: dict[str, int], backward: d
             out_BSD.backward(torch.ones_like(out_BSD))
     products = {"mm", "addmm", "addmm_", "linear", "attention", "clone", "stack", "ones_like"}
     own = {name: count for name, count in ran.counts.items() if name not in products}
-    assert own == {"rms_norm": 2, "rotate": 2, "swiglu": 1, "add": 2} | forward
+    assert own == {"rms_norm": 2, "rotate": 1, "swiglu": 1, "add": 2} | forward
     own = {name: count for name, count in ran_back.counts.items() if name not in products}
-    assert own == {"rms_norm_backward": 2, "rotate": 2, "swiglu_backward": 1, "add": 3} | backward
+    assert own == {"rms_norm_backward": 2, "rotate": 1, "swiglu_backward": 1, "add": 3} | backward
     assert ran.counts.total() <= 26 and ran_back.counts.total() <= 46
+
+
+def nodes_of(x: Tensor) -> Counter[str]:
+    """The nodes of the graph that computed a tensor, without those that accumulate into ``.grad``."""
+    seen, left = set(), [x.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen and node.name() != ACCUMULATES:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+    return Counter(node.name() for node in seen)
+
+
+@contextmanager
+def python_calls() -> Iterator[Counter[str]]:
+    """Counts the calls of the package's Python functions inside."""
+    package, calls = str(Path(fused.__file__).parents[1]), Counter[str]()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls[frame.f_code.co_qualname] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+def test_a_block_costs_the_host_few_nodes_and_calls() -> None:
+    """In a training step. Host time is about proportional to their number; ``scripts/bench_block.py`` measures it."""
+    module = block().to(HALF)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    x_BSD, seen = randn(B, S, D, dtype=HALF).requires_grad_(), context(HALF)
+    with kernel_choice("device"), weight_gradient_scope():
+        module(x_BSD, seen).sum().backward()  # finds the targets of the parameters
+        with python_calls() as forward:
+            out_BSD = module(x_BSD, seen)
+        nodes, grad_BSD = nodes_of(out_BSD), torch.ones_like(out_BSD)
+        with python_calls() as backward:
+            out_BSD.backward(grad_BSD)
+    assert nodes.total() <= 18, nodes
+    assert forward.total() <= 130, forward
+    assert backward.total() <= 100, backward
 
 
 def test_the_choice_holds_on_other_threads_and_ends_with_its_block() -> None:
@@ -212,8 +236,9 @@ def test_the_layers_compile_without_graph_breaks(choice: Any) -> None:
     tables = ROPE.tables(torch.arange(S)[None], torch.float32)
 
     def parts(x_BSD: Tensor, seen: Context) -> Tensor:
-        heads_BSHK = rotate(norms(x_BSD).unflatten(-1, (HEADS, D // HEADS)), tables)
-        gated_BSF = mlp.activate(heads_BSHK.reshape(B, S, 2, D // 2))
+        heads_BSHK = norms(x_BSD).unflatten(-1, (HEADS, D // HEADS))
+        q_BSHK, k_BSGK = rotate(heads_BSHK, heads_BSHK[:, :, :1], tables)
+        gated_BSF = mlp.activate((q_BSHK * k_BSGK).reshape(B, S, 2, D // 2))
         return dropout(gated_BSF, 0.5, seen, "here")
 
     def run(function: Callable[[Tensor, Context], Tensor], step: int) -> list[Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megastack.layers.kernels import add_product_, add_rows_, exp_, gelu, sum_rows
+from megastack.layers.kernels import KernelChoice, add_product_, add_rows_, exp_, gelu, kernel_choice, sum_rows
 from tests.layers.layer_parity import randn
 
 
@@ -40,3 +40,17 @@ def test_a_product_is_added_to_a_wider_sum_without_rounding() -> None:
     assert add_product_(total, a, b) is total
     assert (total - exact).abs().max() < 1e-4
     assert ((1 + a @ b) - exact).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("choice", ["cpu", "device"])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_products_are_added_on_a_cpu_as_on_a_device_and_autocast_does_not_round_them(
+    dtypes: tuple[torch.dtype, torch.dtype], choice: KernelChoice, autocast: bool
+) -> None:
+    total, (a, b) = torch.ones(5, 7, dtype=dtypes[0]), (randn(5, 30).to(dtypes[1]), randn(30, 7, seed=1).to(dtypes[1]))
+    exact = 1 + a.double() @ b.double()
+    with kernel_choice(choice), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        add_product_(total, a, b)
+    rounding = torch.finfo(dtypes[0]).eps * exact.abs().max()
+    assert (total - exact).abs().max() < 2 * rounding

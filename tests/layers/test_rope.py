@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from megastack.errors import ConfigError
 from megastack.layers.context import Context
-from megastack.layers.rope import Rope, rotate
+from megastack.layers.rope import Rope, RotaryTables, rotate
+
+
+def turned(x_BSHK: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
+    """Heads rotated as queries, and as keys."""
+    q_BSHK, k_BSHK = rotate(x_BSHK, x_BSHK, tables)
+    assert torch.equal(q_BSHK, k_BSHK)
+    return q_BSHK
+
 
 LLAMA_31 = Rope(128, theta=5e5, scaling="llama3", factor=8.0)
 
@@ -56,10 +64,10 @@ def test_component_i_turns_with_component_i_plus_half(rope):
     positions_BS = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 0, 1, 100_000]])
     half = rope.head_dim // 2
     angles = positions_BS[..., None, None] * rope.frequencies()
-    turned = torch.complex(x_BSHK[..., :half], x_BSHK[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-    expected = torch.cat((turned.real, turned.imag), -1)
+    expected = torch.complex(x_BSHK[..., :half], x_BSHK[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    expected = torch.cat((expected.real, expected.imag), -1)
     torch.testing.assert_close(
-        rotate(x_BSHK, rope.tables(positions_BS, torch.float64)), expected, rtol=1e-12, atol=1e-12
+        turned(x_BSHK, rope.tables(positions_BS, torch.float64)), expected, rtol=1e-12, atol=1e-12
     )
 
 
@@ -70,8 +78,8 @@ def test_scores_depend_on_the_distance_alone(first, second, shift):
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(first), dtype=torch.float64)
 
     def score(a: int, b: int) -> float:
-        turned = [rotate(x, rope.tables(torch.tensor([[p]]), torch.float64)) for x, p in ((q, a), (k, b))]
-        return (turned[0] * turned[1]).sum().item()
+        placed = [turned(x, rope.tables(torch.tensor([[p]]), torch.float64)) for x, p in ((q, a), (k, b))]
+        return (placed[0] * placed[1]).sum().item()
 
     assert score(first, second) == pytest.approx(score(first + shift, second + shift), abs=1e-9)
 
@@ -83,7 +91,7 @@ def test_low_precision_is_rotated_in_fp32_with_exact_angles():
     exact = rope.tables(positions_BS, torch.float64)
     torch.testing.assert_close(tables.cos, exact.cos.float(), rtol=0, atol=0)
     x_BSHK = torch.ones(1, 2, 1, 64, dtype=torch.bfloat16)
-    assert rotate(x_BSHK, tables).dtype == torch.bfloat16
+    assert turned(x_BSHK, tables).dtype == torch.bfloat16
 
 
 def test_a_context_shares_the_tables_of_equal_frequencies_only():

@@ -57,12 +57,28 @@ def test_rms_norm(kernels: ModuleType, dtype: torch.dtype, weight_dtype: torch.d
         close(one, other)
 
 
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(HALF, torch.float32), (torch.float32, HALF)])
+def test_layer_norm(kernels: ModuleType, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    x, grad = 2 + randn(3, 2, 2, 21, dtype=dtype)[:, :, 0], randn(3, 2, 21, dtype=dtype, seed=1)
+    weight, bias = (randn(21, dtype=weight_dtype, seed=seed) for seed in (2, 3))
+    found, expected = kernels.layer_norm(x, weight, bias, 0.1), fused._layer_norm(x, weight, bias, 0.1)
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+    found = kernels.layer_norm_backward(grad, x, weight, bias, *found[1:])
+    for one, other in zip(found, fused._layer_norm_backward(grad, x, weight, bias, *expected[1:]), strict=True):
+        close(one, other)
+
+
 @pytest.mark.parametrize("rows", [1, 5])
-def test_the_weight_gradient_is_the_sum_over_all_programs(kernels: ModuleType, rows: int) -> None:
-    x, weight = randn(rows, 8, dtype=HALF), randn(8)
+def test_the_gradients_of_parameters_are_sums_over_all_programs(kernels: ModuleType, rows: int) -> None:
+    x, weight, bias = randn(rows, 8, dtype=HALF), randn(8), randn(8, seed=1)
     _, scale = kernels.rms_norm(x, weight, 1e-5)
     _, found = kernels.rms_norm_backward(x, x, weight, scale)
     close(found, fused._rms_norm_backward(x, x, weight, scale)[1])
+    _, mean, scale = kernels.layer_norm(x, weight, bias, 1e-5)
+    sums = kernels.layer_norm_backward(x, x, weight, bias, mean, scale)[1:]
+    for one, other in zip(sums, fused._layer_norm_backward(x, x, weight, bias, mean, scale)[1:], strict=True):
+        close(one, other)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -72,8 +88,14 @@ def test_rotation(kernels: ModuleType, dtype: torch.dtype, backward: bool) -> No
     tables = [randn(batch, length, pairs, seed=seed) for seed in (1, 2)]
     whole = randn(batch, length, heads, 2, 2 * pairs, dtype=dtype)
     by_head = whole[..., 0, :].transpose(1, 2).contiguous().transpose(1, 2)
-    for x, (cos, sin) in ((whole[..., 1, :], tables), (by_head, tables), (by_head, [t[:1] for t in tables])):
-        close(kernels.rotate(x, cos, sin, backward), fused._rotate(x, cos, sin, backward))
+    many = randn(batch, length, 1300, 2 * pairs, dtype=dtype, seed=3)  # more than a program rotates
+    for q, (cos, sin) in ((whole[..., 1, :], tables), (by_head, tables), (by_head, [t[:1] for t in tables])):
+        for k in (whole[:, :, :1, 0], many):
+            for pair in ((q, k), (k, q)):
+                for found, expected in zip(
+                    kernels.rotate(*pair, cos, sin, backward), fused._rotate(*pair, cos, sin, backward), strict=True
+                ):
+                    close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])

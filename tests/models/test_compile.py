@@ -159,7 +159,7 @@ def losses_in_bf16(compiles: bool) -> tuple[list[float], set[torch.dtype]]:
 
 
 def test_bf16_weights_with_fp32_gradients_train_compiled() -> None:
-    """The first losses are equal; then the eager blocks add unrounded products and the compiled ones do not."""
+    """The products of the compiled blocks are accumulated unrounded, like those of the eager ones."""
     with patch.object(compiled, "BACKEND", "aot_eager"):
         eager, traced = losses_in_bf16(False), losses_in_bf16(True)
     assert eager[1] == traced[1] == {torch.float32}

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megastack.observe.devices import describe_environment, device_memory, peak_flops, peak_flops_of
+from megastack.observe.devices import (
+    DeviceMemory,
+    LargestMemory,
+    describe_environment,
+    device_memory,
+    peak_flops,
+    peak_flops_of,
+)
 
 NAMES = {
     "NVIDIA A100-SXM4-80GB": 312,
@@ -50,6 +57,27 @@ def test_mfu_is_known_for_16_bit_compute_on_a_known_gpu(monkeypatch: pytest.Monk
 def test_memory_of_a_cpu_rank_is_its_resident_size() -> None:
     memory = device_memory(torch.device("cpu"))
     assert memory.allocated > 2**20 and memory.reserved is None and memory.total is None
+
+
+def test_the_largest_memory_of_the_ranks_is_found_by_a_maximum_with_its_rank() -> None:
+    """On 16,384 ranks with 2 TiB each, which a multiple of 512 bytes, the smallest block, tells apart."""
+    ranks, most = 16384, 2**41
+    sizes = {0: (most, 0), 7: (most + 512, 2**30), 16383: (2**20, 2**30 + 512)}
+    parts = [LargestMemory.contribution(DeviceMemory(*size), rank, ranks) for rank, size in sizes.items()]
+    maximum = torch.tensor(parts, dtype=torch.float64).amax(0).tolist()
+    assert LargestMemory.of(maximum, ranks) == LargestMemory(most + 512, 7, 2**30 + 512, 16383)
+    on_cpu = LargestMemory.contribution(DeviceMemory(1024), 3, 4)
+    assert LargestMemory.of(on_cpu, 4) == LargestMemory(1024, 3, None, None)
+
+
+def test_the_memory_of_a_gpu_rank_is_read_from_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"allocated_bytes.all.peak": 3, "reserved_bytes.all.peak": 5}
+    properties = type("Properties", (), {"total_memory": 7})
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert device_memory(torch.device("cuda", 0)) == DeviceMemory(3, 5, 7)
+    stats.clear()  # before the first allocation
+    assert device_memory(torch.device("cuda", 0)) == DeviceMemory(0, 0, 7)
 
 
 def test_the_environment_names_versions_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,3 +100,14 @@ def test_colours_follow_the_environment_and_no_line_is_wrapped(monkeypatch, caps
     assert "x" * 200 in text and "/" + "y" * 100 in text and "[red]not markup[/red]" in text and "nothing" not in text
     assert ("\x1b[" in text) is escapes and ("\x1b[36m" in text) is colours
     assert "loss –  over 3 samples" in text
+
+
+def test_the_lines_of_a_step_on_gpus_fit_into_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"step": 99_999, "loss": 12.3456, "grad_norm": 123.456, "lr": 3e-4, "tokens_per_s": 12_345_678.0}
+    row |= {"step_time_s": 12.3456, "model_tflops_per_device": 1234.5, "mfu": 0.543, "exposed_s": {"tp": 0.5, "pp": 1}}
+    memory = {"peak_memory_bytes": 161 * 2**30, "peak_reserved_bytes": 170 * 2**30, "peak_reserved_rank": 16383}
+    console = Console(on_gpu=True)
+    console.train(row | memory, 100_000)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == ("  1234 TFLOP/s/GPU  MFU 54.3%  peak 161.0 GiB, 170.0 GiB reserved (rank 16383)  exposed 12%")
+    assert max(map(len, lines)) <= 100

@@ -176,17 +176,30 @@ def test_the_first_operation_that_a_rank_did_not_reach_is_named_whoever_waits_fo
 
 
 class _Stuck:
-    """A point that a stream does not reach."""
+    """A device whose stream reaches none of its events, each of which this object stands for."""
 
     def query(self) -> bool:
         return False
+
+    def elapsed_time(self, end: object) -> float:
+        raise AssertionError
+
+    def record(self) -> _Stuck:
+        return self
+
+    def release(self, event: object) -> None:
+        raise AssertionError
+
+    def is_compute_stream(self) -> bool:
+        return True
 
 
 def test_a_rank_whose_device_is_blocked_is_ended_even_if_its_host_continues(tmp_path) -> None:
     flight_recorder, ended = FlightRecorder(), list[RankState]()
     operation = flight_recorder.start("dp", "all_reduce", (3,), (0, 1))
-    flight_recorder.begin_wait(operation)
-    flight_recorder.end_stream_wait(_Stuck())
+    flight_recorder.use_device(_Stuck())
+    flight_recorder.begin_stream_wait(operation)
+    flight_recorder.end_stream_wait()
     path = tmp_path / "rank_00000.json"
     with Watchdog(flight_recorder, path, 0, HERE, limit_s=0.3, doing=lambda: "step", end=ended.append) as watchdog:
         watchdog.ends_rank = True

@@ -50,7 +50,8 @@ def test_a_count_of_one_is_singular_and_equal_bubbles_are_printed_once(monkeypat
     config = compose(["batch.global_size=1", "batch.micro_size=1"])
     lines = short(config).splitlines()
     assert lines[2].startswith("batch     1 sequence = 1 microbatch × 1")
-    assert lines[3].startswith("schedule  1f1b, 1 stage; bubble 0.0%; at most 1 microbatch alive")
+    assert lines[3] == "schedule  1f1b, 1 stage; bubble 0.0%; at most 1 microbatch in flight"
+    assert lines[4].startswith("memory    weights, gradients and optimizer state of the largest rank: ")
     monkeypatch.setattr(Layout, "timeline", replace(Layout(config).timeline, bubble=0.1, step_bubble=0.25))
     assert "; bubble 10.0% of a rank's own span, 25.0% of the whole step; " in short(config).splitlines()[3]
 

@@ -92,3 +92,14 @@ def test_a_built_in_corpus_that_is_too_short_is_a_note(capfd):
 @pytest.mark.parametrize("verb", ["show", "train"])
 def test_an_error_that_several_checks_find_is_reported_once(verb, tmp_path, capfd):
     assert report_of(verb, tmp_path, capfd, "seed=-1") == (78, ["seed=-1: must be at least 0; use 0 or more"])
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda")])
+def test_the_memory_shown_is_that_of_the_device_of_this_machine(tmp_path, monkeypatch, gpus, device):
+    monkeypatch.setattr(inspect, "count_gpus", lambda: gpus)
+    found = {}
+    for name in ("auto", "cpu", "cuda"):
+        path = tmp_path / f"{name}.json"
+        assert main(["show", *overrides(tmp_path), "model.dropout=0.1", f"device={name}", "--json", str(path)]) == 0
+        found[name] = json.loads(path.read_text())["places"][0]["activation_bytes"]
+    assert found["cuda"] < found["cpu"] and found["auto"] == found[device]

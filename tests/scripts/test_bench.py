@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import bench_compile
 from bench import measure
 from bench.live import LiveBytes
 from bench.measure import SIDES, RankRecord
@@ -147,3 +148,13 @@ def test_an_earlier_run_supplies_the_layouts_that_are_not_measured_now(tmp_path:
     runs = [(result["layout"], result["run"]) for result in with_earlier(now, earlier)]
     assert runs == [("single", 1), ("dp2", 2), ("tp2", 1), ("pp2", 2)]
     assert [result["layout"] for result in with_earlier(now, None)] == ["dp2", "pp2"]
+
+
+def test_the_sides_of_the_compiled_blocks_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    order = list[str]()
+    sides = {name: lambda number, name=name: order.append(name) for name in ("compiled", "eager", "plain")}
+    times, first, losses = bench_compile.measure(sides, 2)
+    assert order[:6] == ["compiled", "eager", "plain", "eager", "plain", "compiled"]
+    assert [len(taken) for taken in times.values()] == [2, 2, 2] and set(first) == set(sides) and not losses
+    bench_compile.report("task", {"compiled": [(1, 1), (2, 3)], "eager": [(2, 4), (4, 12)]}, first)
+    assert "compiled / eager, wall: median 0.500" in capsys.readouterr().out

@@ -41,6 +41,7 @@ TIMES = {
     "tokens_per_s",
     "tokens_per_s_per_device",
     "peak_memory_bytes",
+    "peak_memory_rank",
     "seconds",
 }
 TIMES |= {"write_seconds", "train_s", "data_s", "path"}

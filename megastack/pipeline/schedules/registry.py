@@ -240,8 +240,7 @@ def splits_backward(name: str, pp: int, chunks: int, microbatches: int, **option
     kind = _kind(name)
     if kind.built_in:  # all ranks after the first are equal in this respect, and so are all microbatches
         pp, microbatches = min(pp, 2), 1
-    schedule = Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options)))
-    return any(part.op is Op.W for row in schedule.ranks for action in row for part in action.parts or (action,))
+    return Schedule.from_actions(kind.generate(pp, chunks, microbatches, **_given(options))).splits_backward
 
 
 def closed_form(name: str, pp: int, chunks: int, microbatches: int, **options: Any) -> ClosedForm | None:
