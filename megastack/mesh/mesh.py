@@ -29,13 +29,12 @@ from megastack.comm.traffic import Ledger
 from megastack.errors import MeshError, RankEnvironmentError
 from megastack.mesh.device import DeviceDescription, pick_device, select_device
 from megastack.mesh.environment import RankEnvironment, read_environment
+from megastack.mesh.groups import FUSED_AXES, group_plans, grouped_axes
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinates
 from megastack.mesh.store import check_devices, open_store
-from megastack.mesh.transport import group_plans, requested_transport, share_memory
+from megastack.mesh.transport import requested_transport, share_memory
 from megastack.torch_private import group_names, set_timeout
 
-_FUSED = ((Axis.DP, Axis.CP), (Axis.PP, Axis.TP), (Axis.PP, Axis.DP, Axis.CP), DENSE_AXES)
-"""The fused axes for which training needs groups."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = distributed_c10d.default_pg_timeout.total_seconds()
 
@@ -84,7 +83,7 @@ class Mesh:
             self._share_memory()
         self.backward_channels: dist.ProcessGroup | None = None
         if device_mesh is not None:
-            for axes in _FUSED:
+            for axes in FUSED_AXES:
                 self[axes]
             if shape.pp > 1:
                 self.backward_channels = self._new_group((Axis.PP,))
@@ -233,7 +232,7 @@ class Mesh:
         world = dist.group.WORLD
         assert world is not None
         axes = grouped_axes(self.shape)
-        plans = group_plans(self.shape, axes, self.rank)
+        plans = group_plans(self.shape, self.rank)
         shared, self.transport = share_memory(plans, self.rank, world, self._cpu_transport)
         self._shared = dict(zip(axes, shared, strict=True))
 
@@ -242,16 +241,6 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({self.shape}, rank {self.rank} | {describe_coordinates(self.coordinates)}, {self.device})"
-
-
-def grouped_axes(shape: MeshShape) -> list[tuple[Axis, ...]]:
-    """The axes along which a mesh has groups, without those of size 1, single ones first."""
-    single = [(axis,) for axis in DENSE_AXES]
-    real = [
-        tuple(axis for axis in DENSE_AXES if axis in named and shape.size(axis) > 1)
-        for named in (*single, *_FUSED, DENSE_AXES)
-    ]
-    return [axes for axes in dict.fromkeys(real) if axes]
 
 
 def _name_by_ranks(ranks: list[int], names: Collection[str]) -> str:

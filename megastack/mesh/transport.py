@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from megastack.comm.shared_memory.connect import connect
 from megastack.comm.shared_memory.group import SharedGroup
-from megastack.comm.shared_memory.plan import RING_BYTES, SMALL_RING_BYTES, GroupPlan, message_bytes
+from megastack.comm.shared_memory.plan import GroupPlan
 from megastack.errors import MeshError
-from megastack.mesh.shape import Axis, MeshShape
 from megastack.torch_private import timeout_of
 
 TRANSPORTS = ("auto", "shared_memory", "gloo")
@@ -32,17 +31,6 @@ def requested_transport(key: str) -> str:
     if value not in TRANSPORTS:
         raise MeshError(f"{name}={value}: must be one of {', '.join(TRANSPORTS)}")
     return value
-
-
-def group_plans(shape: MeshShape, axes: Sequence[tuple[Axis, ...]], rank: int) -> list[GroupPlan]:
-    """The groups of a rank along each of ``axes``. Groups along several axes are used for small values only."""
-    plans = []
-    for named in axes:
-        ranks = next(tuple(members) for members in shape.groups(*named) if rank in members)
-        messages = message_bytes(len(ranks) - 1) if named == (Axis.PP,) else 0
-        ring = RING_BYTES if len(named) == 1 else SMALL_RING_BYTES
-        plans.append(GroupPlan("_".join(named), ranks, ring, messages))
-    return plans
 
 
 def share_memory(
@@ -80,8 +68,3 @@ def share_memory(
     parts = [f"shared memory for {names}"] if names else []
     parts += [f"gloo for {axis} ({text})" for axis, text in reasons.items()]
     return shared, "; ".join(parts)
-
-
-def reserved_bytes(shape: MeshShape, axes: Sequence[tuple[Axis, ...]]) -> int:
-    """The shared memory that each rank of a mesh reserves, in bytes."""
-    return sum(plan.size for plan in group_plans(shape, axes, 0))

@@ -15,8 +15,9 @@ from typing import Any
 from megastack.comm.shared_memory import semaphores
 from megastack.comm.shared_memory.engine import engine
 from megastack.comm.shared_memory.group import SharedGroup
-from megastack.comm.shared_memory.memory import PAGE, Offer, OwnMemory, Peer, endpoint
-from megastack.comm.shared_memory.plan import GroupPlan
+from megastack.comm.shared_memory.memory import Offer, OwnMemory, Peer, endpoint
+from megastack.comm.shared_memory.plan import PAGE, GroupPlan, reserved_bytes
+from megastack.comm.shared_memory.rings import initialise
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _reserve(groups: Sequence[GroupPlan]) -> tuple[OwnMemory | None, Offers | st
     if not semaphores.AVAILABLE:
         return None, "the C library has no semaphores for several processes"
     try:
-        own = OwnMemory("megastack", PAGE + sum(plan.size for plan in groups))
+        own = OwnMemory("megastack", reserved_bytes(groups))
         offers = Offers(endpoint().offer(), own.offer())
     except OSError as error:
         return None, f"memory cannot be shared: {error}"
@@ -86,7 +87,7 @@ def _reserve(groups: Sequence[GroupPlan]) -> tuple[OwnMemory | None, Offers | st
     for plan in groups:
         ring, messages = plan.layouts(offset)
         for each in (ring, *messages):
-            each.initialise(own)
+            initialise(each, own)
         offset += plan.size
     _open.add(own)
     return own, offers

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from megastack.comm.shared_memory import semaphores
+from megastack.comm.shared_memory.plan import PAGE
 
-PAGE = 4096
 _TOKEN = 16
 _CLOSED = 32
 _BELL = 64
@@ -63,17 +63,10 @@ class Memory:
         self.buffer = mmap.mmap(descriptor, size)
         self.size = size
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
-        with torch.inference_mode(False):  # tensors of that mode cannot be written to outside of it
-            self._bytes = torch.frombuffer(self.buffer, dtype=torch.uint8)
-        self._typed: dict[torch.dtype, Tensor] = {}
 
     def elements(self, dtype: torch.dtype, offset: int, count: int) -> Tensor:
-        """A view of ``count`` elements at an offset in bytes, which is a multiple of their size."""
-        typed = self._typed.get(dtype)
-        if typed is None:
-            typed = self._typed[dtype] = self._bytes.view(dtype)
-        start = offset // dtype.itemsize
-        return typed[start : start + count]
+        """A view of ``count`` elements, at least one, at an offset in bytes."""
+        return torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset)
 
     @property
     def is_closed(self) -> bool:

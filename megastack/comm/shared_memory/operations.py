@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastack.comm.shared_memory.rings import HEADER, SIGNATURE, Piece, Reader, Writer, piece_at
+from megastack.comm.shared_memory.plan import HEADER
+from megastack.comm.shared_memory.rings import SIGNATURE, Piece, Reader, Writer, piece_at
 
 _DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -273,7 +274,8 @@ class Reduce(Operation):
                 values.append(own)
                 continue
             stride = checked(reader, offset, member, self._head, self._mismatch).stride
-            values.append(reader.memory.elements(own.dtype, offset + HEADER + part * stride, own.numel()))
+            if own.numel():
+                values.append(reader.memory.elements(own.dtype, offset + HEADER + part * stride, own.numel()))
             lengths.append((reader, stride * parts))
         if own.numel():
             reduce_into(out, values, self._reduction, self._rank)

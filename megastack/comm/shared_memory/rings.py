@@ -11,13 +11,12 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megastack.comm.shared_memory import semaphores
 from megastack.comm.shared_memory.memory import Memory
+from megastack.comm.shared_memory.plan import HEADER, Layout
 
-HEADER = 64
 SIGNATURE = 56
 _WRAP = b"\xff" * 8
 """In place of a header: the next piece is at the start of the ring."""
@@ -25,48 +24,11 @@ _LAST = 1 << 31
 _place = struct.Struct("<II")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The place of a ring in the memory of its writer.
-
-    Attributes:
-        offset: of its first byte, a multiple of 64.
-        readers: how many processes read it.
-        capacity: the bytes of pieces, a multiple of 512.
-    """
-
-    offset: int
-    readers: int
-    capacity: int
-
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        return 2 * self.readers * semaphores.SIZE + self.capacity
-
-    @property
-    def start(self) -> int:
-        """Offset of the first piece."""
-        return self.offset + 2 * self.readers * semaphores.SIZE
-
-    @property
-    def largest(self) -> int:
-        """The most bytes of data in a piece, a multiple of 64."""
-        return self.capacity // 8 - HEADER
-
-    def filled(self, reader: int) -> int:
-        """Offset of the semaphore that counts the pieces for a reader."""
-        return self.offset + 2 * reader * semaphores.SIZE
-
-    def credit(self, reader: int) -> int:
-        """Offset of the semaphore that counts the quarters that a reader has read."""
-        return self.filled(reader) + semaphores.SIZE
-
-    def initialise(self, memory: Memory) -> None:
-        """Create the semaphores, in memory of zeros, before any reader uses them."""
-        for reader in range(self.readers):
-            semaphores.create(memory.address + self.filled(reader))
-            semaphores.create(memory.address + self.credit(reader))
+def initialise(layout: Layout, memory: Memory) -> None:
+    """Create the semaphores of a ring, in memory of zeros, before any reader uses them."""
+    for reader in range(layout.readers):
+        semaphores.create(memory.address + layout.filled(reader))
+        semaphores.create(memory.address + layout.credit(reader))
 
 
 class Writer:

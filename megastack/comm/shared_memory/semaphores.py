@@ -10,9 +10,6 @@ import ctypes
 import sys
 import time
 
-SIZE = 64
-"""The bytes that are reserved for one, a cache line; the C library uses 32."""
-
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
