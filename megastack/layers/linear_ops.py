@@ -166,7 +166,7 @@ def check_sequence(length: int, group: AxisGroup) -> None:
 def _local_products(x: Tensor, parameters: _Parameters) -> tuple[Tensor, ...]:
     """The products on one rank: one node for all weights, unless autograd accumulates the gradients of some."""
     targets = _targets(parameters)
-    if None not in _halves(targets)[0]:
+    if None not in targets[: len(targets) // 2]:
         return _LocalProducts.apply(x, targets, *parameters)
     pairs = zip(zip(*_halves(targets), strict=True), zip(*_halves(parameters), strict=True), strict=True)
     return tuple(_linear(x, *each) if own[0] is None else _LocalProducts.apply(x, own, *each)[0] for own, each in pairs)
@@ -202,7 +202,7 @@ class _LocalProducts(Function):
         x, *weights = ctx.saved_tensors
         needs_input, _, *needed = ctx.needs_input_grad
         outputs = _OutputGradients(grads, weights)
-        grad_x = outputs.input_gradient(fused=not cpu_kernels(x)) if needs_input else None
+        grad_x = outputs.input_gradient(fused=len(weights) > 1 and not cpu_kernels(x)) if needs_input else None
         return (
             None if grad_x is None else grad_x.view(x.shape),
             None,
