@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megastack.comm.collectives import (
@@ -42,10 +41,10 @@ from megastack.comm.collectives import (
 )
 from megastack.comm.group import AxisGroup, group_of
 from megastack.comm.library_ops import define_gradient, define_operator, scaled
-from megastack.errors import ConfigError, MegastackError
+from megastack.errors import ConfigError
 from megastack.layers.autocast import product_dtype
 from megastack.layers.kernels import add_product_
-from megastack.torch_private import has_gradient_hooks, will_execute
+from megastack.torch_private import has_gradient_hooks
 from megastack.weight_gradients import (
     HAS_GRAD_DTYPE,
     GradientTarget,
@@ -251,21 +250,13 @@ def _rows(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def _accumulate(parameter: Tensor, product: WeightGradient, *, defers: bool) -> None:
-    """Accumulate or defer a gradient of a parameter, if the running backward wants it.
+    """Accumulate or defer a gradient of a parameter, if the running backward accumulates it.
 
-    Raises:
-        MegastackError: ``torch.autograd.grad`` is running.
+    ``torch.autograd.grad`` does not; asked for the parameter's gradient, it raises an error.
     """
-    try:
-        wanted = will_execute(get_gradient_edge(parameter).node)
-    except RuntimeError as error:
-        raise MegastackError(
-            "torch.autograd.grad of a parameter of a compiled block: compiled blocks accumulate gradients in .grad; "
-            "use .backward(), or compile=false"
-        ) from error
-    if not wanted:
-        return
     target = GradientTarget(parameter, parameter, _SCOPES[parameter], is_cast=False)
+    if not target.is_accumulated:
+        return
     gradient = target.accumulate(product, defers=defers)
     if gradient is None:
         return
