@@ -128,22 +128,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after the module's ``forward``, global module hooks included."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-    )
+    everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks or everywhere)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks see the gradients of the module's inputs or outputs, global module hooks included."""
-    return bool(
-        module._backward_hooks
-        or module._backward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    )
+    everywhere = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+    return bool(module._backward_hooks or module._backward_pre_hooks or everywhere)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -212,8 +204,7 @@ def remove_forward_hooks(module: nn.Module) -> None:
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm over the last dim, and the scale of each row; one kernel on a GPU. Both inputs have one dtype."""
-    out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
-    return out, scale
+    return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
 
 
 def fused_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,9 +330,8 @@ def returns_nothing(operator: OpOverload) -> bool:
     return not operator._schema.returns
 
 
-def default_store() -> dist.Store:
-    """Return the store of the default process group."""
-    return distributed_c10d._get_default_store()
+default_store: Callable[[], dist.Store] = distributed_c10d._get_default_store
+"""Return the store of the default process group."""
 
 
 def process_groups() -> list[dist.ProcessGroup]:

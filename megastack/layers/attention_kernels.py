@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, lru_cache
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -87,11 +87,18 @@ class AttentionCase:
         A type of device that torch has no kernels for, as in a simulation, counts as a recent GPU.
         """
         batch, length, heads, head_dim = q
-        gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None  # a compiler can trace it
-        capability = (9, 0) if gpu is None else (gpu.major, gpu.minor)
         small = prefers_dense_mask(batch, length, heads * head_dim)
-        varlen = device.type == "cpu" or dense or not documents or _varlen_attn() is not None
-        return AttentionCase(device.type, capability, dtype, head_dim, groups != heads, documents, dense, small, varlen)
+        return _case(device, dtype, head_dim, groups != heads, documents, dense, small)
+
+
+@cache  # every attention layer asks
+def _case(
+    device: torch.device, dtype: torch.dtype, head_dim: int, grouped: bool, documents: bool, dense: bool, small: bool
+) -> AttentionCase:
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None  # a compiler can trace it
+    capability = (9, 0) if gpu is None else (gpu.major, gpu.minor)
+    varlen = device.type == "cpu" or dense or not documents or _varlen_attn() is not None
+    return AttentionCase(device.type, capability, dtype, head_dim, grouped, documents, dense, small, varlen)
 
 
 @dataclass(frozen=True)
@@ -135,13 +142,6 @@ def choose_kernel(case: AttentionCase) -> KernelChoice:
     if (reason := _why_not_varlen(case)) is not None:
         return KernelChoice(Kernel.FLASH, by_document=True, because=reason)
     return KernelChoice(Kernel.VARLEN)
-
-
-@lru_cache(maxsize=1024)  # each layer asks; there are as many keys as shapes
-def _choice_for(
-    device: torch.device, dtype: torch.dtype, q: torch.Size, groups: int, documents: bool, dense: bool
-) -> KernelChoice:
-    return choose_kernel(AttentionCase.of(device, dtype, q, groups, documents=documents, dense=dense))
 
 
 def _why_not_flash(case: AttentionCase) -> str | None:
@@ -199,7 +199,7 @@ def attention(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, context: Context |
     dense = context is not None and context.origin is not None and context.documents_BS is not None
     packed, dtype = dense or (mask is not None and mask.has_boundaries), product_dtype(q_BSHK)
     shape, groups = q_BSHK.shape, k_BSGK.shape[2]
-    choice = _choice_for(q_BSHK.device, dtype, shape, groups, packed, dense)
+    choice = choose_kernel(AttentionCase.of(q_BSHK.device, dtype, shape, groups, documents=packed, dense=dense))
     if context is not None and mask is not None and (choice.kernel is Kernel.VARLEN or choice.by_document):
         q_BSHK, k_BSGK, v_BSGK = (x.to(dtype) for x in (q_BSHK, k_BSGK, v_BSGK))
         if choice.by_document:

@@ -42,7 +42,6 @@ from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError, counted
 from megastack.layers.autocast import Function, once_differentiable, product_dtype
 from megastack.layers.kernels import add_product_, exp_
-from megastack.layers.linear_ops import SEQUENCE_DIM, rows_of
 from megastack.layers.loss import (
     IGNORED,
     LossTerms,
@@ -51,6 +50,7 @@ from megastack.layers.loss import (
     local_statistics,
     logits_gradient_,
 )
+from megastack.layers.weight_products import SEQUENCE_DIM, rows_of
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.weight_gradients import GradientTarget, target_of

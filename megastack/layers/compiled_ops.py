@@ -29,23 +29,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megastack.comm.collectives import (
-    Pending,
     all_gather,
     reduce_scatter,
-    start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
 )
 from megastack.comm.group import AxisGroup, group_of
 from megastack.comm.library_ops import define_gradient, define_operator, scaled
-from megastack.errors import ConfigError, MegastackError
+from megastack.errors import ConfigError
 from megastack.layers.autocast import product_dtype
-from megastack.layers.kernels import add_product_
-from megastack.torch_private import has_gradient_hooks, will_execute
+from megastack.layers.weight_products import SEQUENCE_DIM, BiasSum, ProductInput, WeightProduct, rows_of
+from megastack.torch_private import has_gradient_hooks
 from megastack.weight_gradients import (
     HAS_GRAD_DTYPE,
     GradientTarget,
@@ -54,7 +51,6 @@ from megastack.weight_gradients import (
     current_scope,
 )
 
-_SEQUENCE_DIM = -2
 _SCOPES = WeakTensorKeyDictionary()
 """The scope of each parameter of a compiled block."""
 
@@ -122,7 +118,7 @@ def _column_product(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], biased: list[bool], *rest: Any
 ) -> list[Tensor]:
     _, group, sequence_parallel = rest
-    whole = all_gather(x, group_of(group), _SEQUENCE_DIM) if sequence_parallel else x
+    whole = all_gather(x, group_of(group), SEQUENCE_DIM) if sequence_parallel else x
     given = iter(biases)
     return [
         _linear(whole, weight, next(given) if has_bias else None)
@@ -137,7 +133,7 @@ def _row_product(x: Tensor, weights: list[Tensor], biases: list[Tensor], *rest: 
         return [_linear(x, weight, *biases)]
     partial = _linear(x, weight)
     if sequence_parallel:
-        out = reduce_scatter(partial, ranks, _SEQUENCE_DIM)
+        out = reduce_scatter(partial, ranks, SEQUENCE_DIM)
     else:
         out = start_all_reduce_(partial, ranks).wait()
     return [out.add_(*biases) if biases else out]
@@ -151,13 +147,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _column_shapes(x: Tensor, weights: list[Tensor], *rest: Any) -> list[Tensor]:
     group, sequence_parallel = rest[-2:]
-    shape = scaled(x.shape, _SEQUENCE_DIM, times=group_of(group).size) if sequence_parallel else x.shape
+    shape = scaled(x.shape, SEQUENCE_DIM, times=group_of(group).size) if sequence_parallel else x.shape
     return [x.new_empty((*shape[:-1], *weight.shape[:-1])) for weight in weights]
 
 
 def _row_shapes(x: Tensor, weights: list[Tensor], *rest: Any) -> list[Tensor]:
     group, sequence_parallel = rest[-2:]
-    shape = scaled(x.shape, _SEQUENCE_DIM, over=group_of(group).size) if sequence_parallel else x.shape
+    shape = scaled(x.shape, SEQUENCE_DIM, over=group_of(group).size) if sequence_parallel else x.shape
     return [x.new_empty((*shape[:-1], *weights[0].shape[:-1]))]
 
 
@@ -175,13 +171,13 @@ class _Parameters:
     accumulated: list[bool]
     returned: list[bool]
 
-    def gradients(self, weight_rows: list[Tensor], bias_rows: list[Tensor], source: _Input) -> list[Tensor]:
+    def gradients(self, weight_rows: list[Tensor], bias_rows: list[Tensor], source: ProductInput) -> list[Tensor]:
         """Accumulate or defer gradients, and return those that autograd accumulates."""
         products: list[WeightGradient] = [
-            _WeightProduct(rows, source, weight.shape) for rows, weight in zip(weight_rows, self.weights, strict=True)
+            WeightProduct(rows, source, weight.shape) for rows, weight in zip(weight_rows, self.weights, strict=True)
         ]
         biased_rows = compress(bias_rows, self.biased)
-        sums = [_BiasSum(rows, bias.shape) for rows, bias in zip(biased_rows, self.biases, strict=True)]
+        sums = [BiasSum(rows, bias.shape) for rows, bias in zip(biased_rows, self.biases, strict=True)]
         returned = []
         for index, (parameter, gradient) in enumerate(
             zip([*self.weights, *self.biases], [*products, *sums], strict=True)
@@ -207,7 +203,7 @@ def _column_backward(
     *flags, needs_input, group, sequence_parallel = options
     ranks, parameters = group_of(group), _Parameters(weights, biases, *flags)
     rows = [_rows(grad, weight) for grad, weight in zip(grads, weights, strict=True)]
-    source = _Input(x, ranks if sequence_parallel else None)
+    source = ProductInput(x, ranks if sequence_parallel else None)
     if parameters.use_input_now():
         source.begin()
     reduction = None
@@ -215,7 +211,7 @@ def _column_backward(
         places = grads[0].shape[: 1 - weights[0].dim()]
         grad_x = _input_gradient(rows, weights).view(*places, weights[0].shape[-1])
         if sequence_parallel:
-            reduction = start_reduce_scatter(grad_x, ranks, _SEQUENCE_DIM)
+            reduction = start_reduce_scatter(grad_x, ranks, SEQUENCE_DIM)
         else:
             reduction = start_all_reduce_(grad_x, ranks)
     gradients = parameters.gradients(rows, rows, source)
@@ -227,13 +223,13 @@ def _row_backward(
 ) -> list[Tensor]:
     *flags, needs_input, group, sequence_parallel = options
     (grad,), parameters = grads, _Parameters(weights, biases, *flags)
-    whole = all_gather(grad, group_of(group), _SEQUENCE_DIM) if sequence_parallel else grad
+    whole = all_gather(grad, group_of(group), SEQUENCE_DIM) if sequence_parallel else grad
     rows = [_rows(whole, weights[0])]
     grad_x = []
     if needs_input:
         grad_x = [_input_gradient(rows, weights).view(*whole.shape[:-1], weights[0].shape[-1])]
     bias_rows = [_rows(grad, weights[0])] if biases else rows
-    return [*grad_x, *parameters.gradients(rows, bias_rows, _Input(x))]
+    return [*grad_x, *parameters.gradients(rows, bias_rows, ProductInput(x))]
 
 
 def _input_gradient(rows: list[Tensor], weights: list[Tensor]) -> Tensor:
@@ -246,26 +242,17 @@ def _input_gradient(rows: list[Tensor], weights: list[Tensor]) -> Tensor:
 
 def _rows(grad: Tensor, weight: Tensor) -> Tensor:
     """An output gradient ``(…, *out)`` as ``(tokens, outputs)``."""
-    grad = grad.flatten(1 - weight.dim())
-    return grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)
+    return rows_of(grad.flatten(1 - weight.dim()))
 
 
 def _accumulate(parameter: Tensor, product: WeightGradient, *, defers: bool) -> None:
-    """Accumulate or defer a gradient of a parameter, if the running backward wants it.
+    """Accumulate or defer a gradient of a parameter, if the running backward accumulates it.
 
-    Raises:
-        MegastackError: ``torch.autograd.grad`` is running.
+    ``torch.autograd.grad`` does not; asked for the parameter's gradient, it raises an error.
     """
-    try:
-        wanted = will_execute(get_gradient_edge(parameter).node)
-    except RuntimeError as error:
-        raise MegastackError(
-            "torch.autograd.grad of a parameter of a compiled block: compiled blocks accumulate gradients in .grad; "
-            "use .backward(), or compile=false"
-        ) from error
-    if not wanted:
-        return
     target = GradientTarget(parameter, parameter, _SCOPES[parameter], is_cast=False)
+    if not target.is_accumulated:
+        return
     gradient = target.accumulate(product, defers=defers)
     if gradient is None:
         return
@@ -276,66 +263,6 @@ def _accumulate(parameter: Tensor, product: WeightGradient, *, defers: bool) -> 
         parameter.grad.add_(gradient)
 
 
-class _Input:
-    """The input of weight-gradient products, gathered along the sequence if a group is given."""
-
-    def __init__(self, x: Tensor | None, group: AxisGroup | None = None) -> None:
-        self._x, self._group = x, group
-        self._whole: Pending | None = None
-
-    def begin(self) -> None:
-        """Start the gather; further calls do nothing."""
-        if self._whole is None and self._group is not None and self._x is not None:
-            self._whole = start_all_gather(self._x, self._group, _SEQUENCE_DIM)
-
-    def rows(self) -> Tensor:
-        """``(tokens, in)``."""
-        self.begin()
-        x = self._x if self._whole is None else self._whole.wait()
-        assert x is not None
-        return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-
-
-@dataclass(eq=False, slots=True)
-class _WeightProduct:
-    """The gradient of a weight, ``grad.T @ input``."""
-
-    grad_TO: Tensor
-    source: _Input
-    shape: torch.Size
-
-    def begin(self) -> None:
-        """Start the communication that the product needs."""
-        self.source.begin()
-
-    def gradient(self) -> Tensor:
-        """``(*out, in)``."""
-        return (self.grad_TO.T @ self.source.rows()).view(self.shape)
-
-    def add_to(self, gradient: Tensor) -> None:
-        """Accumulate without a temporary tensor for the product."""
-        add_product_(gradient.flatten(0, -2), self.grad_TO.T, self.source.rows())
-
-
-@dataclass(eq=False, slots=True)
-class _BiasSum:
-    """The gradient of a bias, in at least fp32."""
-
-    grad_TO: Tensor
-    shape: torch.Size
-
-    def begin(self) -> None:
-        """Does nothing: no data is needed from other ranks."""
-
-    def gradient(self) -> Tensor:
-        """``(*out)``."""
-        return self.grad_TO.sum(0, dtype=torch.promote_types(self.grad_TO.dtype, torch.float32)).view(self.shape)
-
-    def add_to(self, gradient: Tensor) -> None:
-        """Add the sum."""
-        gradient.add_(self.gradient())
-
-
 def _backward_shapes(column: bool) -> Any:
     """The fake implementation of a backward."""
 
@@ -344,7 +271,7 @@ def _backward_shapes(column: bool) -> Any:
         weight, factor = weights[0], group_of(group).size if sequence_parallel else 1
         shape = [*grads[0].shape[: 1 - weight.dim()], weight.shape[-1]]
         if factor > 1:
-            shape = scaled(shape, _SEQUENCE_DIM, **{"over" if column else "times": factor})
+            shape = scaled(shape, SEQUENCE_DIM, **{"over" if column else "times": factor})
         gradients = [p.new_empty(p.shape) for p, r in zip([*weights, *biases], returned, strict=True) if r]
         return [grads[0].new_empty(shape), *gradients] if needs_input else gradients
 

@@ -26,9 +26,10 @@ from megastack.comm.autograd import reduce_from, scatter_to
 from megastack.errors import PlacementError
 from megastack.layers.autocast import Function, in_own_dtypes
 from megastack.layers.kernels import add_rows_, sum_rows
-from megastack.layers.linear_ops import SEQUENCE_DIM, check_dims, check_sequence, column_product, rows_of
+from megastack.layers.linear_ops import check_dims, check_sequence, column_product
 from megastack.layers.overrides import built_in
 from megastack.layers.vocabulary_spec import EmbeddingSpec, HeadSpec, LearnedPositionsSpec, VocabularySpec
+from megastack.layers.weight_products import SEQUENCE_DIM, rows_of
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis
 from megastack.placement.boxes import local_shape

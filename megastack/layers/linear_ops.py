@@ -16,7 +16,6 @@ Shapes: inputs and outputs are ``(…, S, features)``; B microbatch, S sequence,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -26,21 +25,18 @@ from torch import Tensor
 
 from megastack.comm.autograd import reduce_from_, scatter_to
 from megastack.comm.collectives import (
-    Pending,
     all_gather,
-    start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
 )
 from megastack.comm.group import AxisGroup
 from megastack.errors import PlacementError
-from megastack.layers.autocast import Function, autocast_off, in_own_dtypes, once_differentiable, product_dtype
+from megastack.layers.autocast import Function, in_own_dtypes, once_differentiable, product_dtype
 from megastack.layers.compiled_ops import compiled_column_product, compiled_row_product
-from megastack.layers.kernels import add_product_, cpu_kernels
+from megastack.layers.kernels import cpu_kernels
+from megastack.layers.weight_products import SEQUENCE_DIM, BiasSum, ProductInput, WeightProduct, matrix_of, rows_of
 from megastack.torch_private import unsafe_view
 from megastack.weight_gradients import GradientTarget, target_of
-
-SEQUENCE_DIM = -2
 
 
 def column_product(
@@ -136,11 +132,6 @@ def _targets(parameters: _Parameters) -> _Targets:
     return [None if each is None else target_of(each) for each in parameters]
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """``(…, features)`` as ``(tokens, features)``; a single row if there is no other dim."""
-    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-
-
 def check_dims(x: Tensor, expected: str, *, least: int) -> None:
     """Raise PlacementError for an input with fewer dims than a layer needs; ``expected`` describes its shape."""
     if x.dim() < least:
@@ -166,7 +157,7 @@ def check_sequence(length: int, group: AxisGroup) -> None:
 def _local_products(x: Tensor, parameters: _Parameters) -> tuple[Tensor, ...]:
     """The products on one rank: one node for all weights, unless autograd accumulates the gradients of some."""
     targets = _targets(parameters)
-    if None not in _halves(targets)[0]:
+    if None not in targets[: len(targets) // 2]:
         return _LocalProducts.apply(x, targets, *parameters)
     pairs = zip(zip(*_halves(targets), strict=True), zip(*_halves(parameters), strict=True), strict=True)
     return tuple(_linear(x, *each) if own[0] is None else _LocalProducts.apply(x, own, *each)[0] for own, each in pairs)
@@ -178,11 +169,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
     out = F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
     return unsafe_view(out, (*x.shape[:-1], *weight.shape[:-1]))  # an autograd function may return it
-
-
-def _matrix(weight: Tensor) -> Tensor:
-    """A weight ``(*out, in)``, or its gradient, as ``(outputs, in)``."""
-    return weight if weight.dim() == 2 else weight.flatten(0, -2)
 
 
 class _LocalProducts(Function):
@@ -202,11 +188,11 @@ class _LocalProducts(Function):
         x, *weights = ctx.saved_tensors
         needs_input, _, *needed = ctx.needs_input_grad
         outputs = _OutputGradients(grads, weights)
-        grad_x = outputs.input_gradient(fused=not cpu_kernels(x)) if needs_input else None
+        grad_x = outputs.input_gradient(fused=len(weights) > 1 and not cpu_kernels(x)) if needs_input else None
         return (
             None if grad_x is None else grad_x.view(x.shape),
             None,
-            *outputs.parameter_gradients(_Input(x), ctx.targets, needed),
+            *outputs.parameter_gradients(ProductInput(x), ctx.targets, needed),
         )
 
 
@@ -221,7 +207,7 @@ class _AddBias(Function):
     @staticmethod
     @in_own_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs_bias, total = ctx.needs_input_grad[1], _BiasSum(rows_of(grad), grad.shape[-1:])
+        needs_bias, total = ctx.needs_input_grad[1], BiasSum(rows_of(grad), grad.shape[-1:])
         return grad, ctx.target.accumulate(total, defers=False) if needs_bias else None, None
 
 
@@ -254,7 +240,7 @@ class _ColumnProduct(Function):
         x, *weights = ctx.saved_tensors
         group, gathers = ctx.group, ctx.sequence_parallel
         needs_input, _, _, _, *needed = ctx.needs_input_grad
-        outputs, source = _OutputGradients(grads, weights), _Input(x, group if gathers else None)
+        outputs, source = _OutputGradients(grads, weights), ProductInput(x, group if gathers else None)
         if outputs.compute_weights(ctx.targets, needed):
             source.begin()
         reduction = None
@@ -280,7 +266,7 @@ class _OutputGradients:
         self._used: list[tuple[int, Tensor, Tensor, torch.Size]] = []
         for place, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
             if grad is not None:
-                matrix = _matrix(weight)
+                matrix = matrix_of(weight)
                 self._used.append((place, grad.reshape(-1, matrix.shape[0]), matrix, weight.shape))
 
     def input_gradient(self, *, fused: bool) -> Tensor | None:
@@ -303,7 +289,9 @@ class _OutputGradients:
         targets_now = (targets[place] for place, *_ in self._used if needed[place])
         return any(target is None or not target.is_deferring for target in targets_now)
 
-    def parameter_gradients(self, source: _Input, targets: _Targets, needed: Sequence[bool]) -> list[Tensor | None]:
+    def parameter_gradients(
+        self, source: ProductInput, targets: _Targets, needed: Sequence[bool]
+    ) -> list[Tensor | None]:
         """The gradients that a backward returns; ``None`` if one is not needed, accumulated or deferred.
 
         Bias gradients are not deferred: a sum costs less than keeping its operand.
@@ -312,78 +300,12 @@ class _OutputGradients:
         for weight, rows, _, shape in self._used:
             bias = weight + len(needed) // 2
             if needed[weight]:
-                product, target = _WeightProduct(rows, source, shape), targets[weight]
+                product, target = WeightProduct(rows, source, shape), targets[weight]
                 gradients[weight] = product.gradient() if target is None else target.accumulate(product)
             if needed[bias]:
-                total, target = _BiasSum(rows, shape[:-1]), targets[bias]
+                total, target = BiasSum(rows, shape[:-1]), targets[bias]
                 gradients[bias] = total.gradient() if target is None else target.accumulate(total, defers=False)
         return gradients
-
-
-class _Input:
-    """The input of weight-gradient products, gathered along the sequence if a group is given.
-
-    Only this rank's slice is kept until the gather.
-    """
-
-    def __init__(self, x: Tensor, group: AxisGroup | None = None) -> None:
-        self._x, self._group = x, group
-        self._whole: Pending | None = None
-
-    def begin(self) -> None:
-        """Start the gather; further calls do nothing."""
-        if self._whole is None and self._group is not None:
-            self._whole = start_all_gather(self._x, self._group, SEQUENCE_DIM)
-
-    def rows(self) -> Tensor:
-        """``(tokens, in)``."""
-        if self._group is None:
-            return rows_of(self._x)
-        self.begin()
-        assert self._whole is not None
-        return rows_of(self._whole.wait())
-
-
-@dataclass(eq=False, slots=True)
-class _WeightProduct:
-    """The gradient of a weight, ``grad.T @ input``, from the output gradient ``(tokens, outputs)``."""
-
-    grad_TO: Tensor
-    source: _Input
-    shape: torch.Size
-
-    def begin(self) -> None:
-        """Start the communication that the product needs."""
-        self.source.begin()
-
-    def gradient(self) -> Tensor:
-        """``(*out, in)``."""
-        with autocast_off(self.grad_TO):
-            return (self.grad_TO.T @ self.source.rows()).view(self.shape)
-
-    def add_to(self, gradient: Tensor) -> None:
-        """Accumulate without a temporary tensor for the product."""
-        add_product_(_matrix(gradient), self.grad_TO.T, self.source.rows())
-
-
-@dataclass(eq=False, slots=True)
-class _BiasSum:
-    """The gradient of a bias, the sum of output gradients ``(tokens, outputs)``, in at least fp32."""
-
-    grad_TO: Tensor
-    shape: torch.Size
-
-    def begin(self) -> None:
-        """Does nothing: no data is needed from other ranks."""
-
-    def gradient(self) -> Tensor:
-        """``(*out)``."""
-        total = self.grad_TO.sum(0, dtype=torch.promote_types(self.grad_TO.dtype, torch.float32))
-        return total.view(self.shape)
-
-    def add_to(self, gradient: Tensor) -> None:
-        """Add the sum."""
-        gradient.add_(self.gradient())
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

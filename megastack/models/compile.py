@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from megastack.torch_private import (
     missing_compiler,
     traced_frames,
 )
+from megastack.weight_gradients import WeightGradientScope, current_scope
 
 BACKEND = "inductor"
 
@@ -64,6 +66,7 @@ class CompiledBlocks:
         mesh[Axis.TP]  # created at its first use, which must not be traced
         self._run = torch.compile(_run, fullgraph=True, dynamic=False, backend=backend)
         self._errors = compile_errors()
+        self._scopes: WeakKeyDictionary[nn.Module, WeightGradientScope | None] = WeakKeyDictionary()
 
     @property
     def cache(self) -> Path:
@@ -78,7 +81,7 @@ class CompiledBlocks:
         """
 
         def forward(hidden_BSD: Tensor, context: Context, *values: Any) -> Any:
-            bind_parameters(block.parameters())
+            self._bind(block)
             with _without_wider_gradients(block):
                 return self._run(block, hidden_BSD, _Inputs.of(context, layer), *values)
 
@@ -86,6 +89,13 @@ class CompiledBlocks:
             return _called_with(block, forward, hidden_BSD, context, *values)
         except self._errors as error:
             raise ConfigError(_explain(block, layer, error)) from error
+
+    def _bind(self, block: nn.Module) -> None:
+        """Bind the parameters of a block to the current scope, once per scope."""
+        scope = current_scope()
+        if scope is None or self._scopes.get(block) is not scope:
+            bind_parameters(block.parameters())
+            self._scopes[block] = scope
 
 
 def _called_with(block: nn.Module, forward: Callable[..., Any], *values: Any) -> Any:

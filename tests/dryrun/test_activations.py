@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from megastack.config.choices import Device
@@ -13,13 +11,13 @@ from megastack.dryrun.run import rank_alone
 from megastack.layers.kernels import KernelChoice
 from megastack.models.activations import activation_bytes
 from tests.dryrun.cases import precision, small
-from tests.parity.cases import FAMILIES
+from tests.parity.cases import FAMILIES, Changes
 
 DEVICES: dict[KernelChoice, Device] = {"cpu": Device.cpu, "device": Device.cuda}
 WHOLE_ROWS = {"data.document_mask": False}
 RANDOM_STATE = 24
 """Bytes that are not predicted: FlashAttention returns the state of its random numbers."""
-CASES: dict[str, list[dict[str, Any]]] = {
+CASES: dict[str, list[Changes]] = {
     "llama": [precision("bf16"), {"model.dropout": 0.1}],
     "gpt2": [precision("bf16"), FAMILIES["gpt2"], {"model.dropout": 0.1, "model.attention_dropout": 0.1}],
     "selective": [precision("bf16"), {"model.attention_dropout": 0.1, "recompute.mode": "selective"}],

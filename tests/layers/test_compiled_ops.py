@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megastack.errors import ConfigError, MegastackError
+from megastack.errors import ConfigError
 from megastack.layers.compiled_ops import bind_parameters, compiled_column_product, compiled_row_product
 from megastack.layers.linear_ops import column_product, row_product
 from megastack.mesh.mesh import Mesh
@@ -164,5 +164,5 @@ def test_gradients_of_the_input_alone() -> None:
 def test_gradients_of_parameters_are_only_accumulated() -> None:
     own, x = parameters(), inputs()
     bind_parameters(own.values())
-    with pytest.raises(MegastackError, match=r"compiled blocks accumulate gradients in \.grad"):
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(loss(COMPILED, x, own), [own["down"]])
