@@ -236,8 +236,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The time-out of a process group's operations on the CPU."""
-    options = group._get_backend(torch.device("cpu")).options
-    return cast(timedelta, options._timeout)
+    return cast(timedelta, group._get_backend(torch.device("cpu")).options._timeout)
 
 
 @contextmanager
@@ -341,8 +340,8 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 def nccl_trace() -> bytes | None:
     """Return the contents of NCCL's flight recorder, pickled; None in a build without NCCL."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-    return None if dump is None else cast(bytes, dump())
+    dump: Callable[[], bytes] | None = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    return dump and dump()
 
 
 # torch.compile. Importing it takes seconds, so only runs that compile do.

@@ -23,6 +23,7 @@ from megastack.comm.flight_recorder import FlightRecorder
 from megastack.comm.group import AxisGroup
 from megastack.comm.observer import NO_OBSERVER, Observer, RankObserver
 from megastack.comm.peers import absent_peers
+from megastack.comm.shared_memory.connect import requested_transport, share_memory
 from megastack.comm.shared_memory.group import SharedGroup
 from megastack.comm.shared_memory.plan import SMALL_RING_BYTES, GroupPlan
 from megastack.comm.traffic import Ledger
@@ -32,8 +33,7 @@ from megastack.mesh.environment import RankEnvironment, read_environment
 from megastack.mesh.groups import FUSED_AXES, group_plans, grouped_axes
 from megastack.mesh.shape import DENSE_AXES, Axis, MeshShape, describe_coordinates
 from megastack.mesh.store import check_devices, open_store
-from megastack.mesh.transport import requested_transport, share_memory
-from megastack.torch_private import group_names, set_timeout
+from megastack.torch_private import group_names, set_timeout, timeout_of
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = distributed_c10d.default_pg_timeout.total_seconds()
@@ -203,7 +203,7 @@ class Mesh:
             shared = None
             if self._shares_memory:
                 plan = GroupPlan(whole.axis, tuple(ranks), SMALL_RING_BYTES)
-                (shared,), _ = share_memory([plan], self.rank, group, self._cpu_transport)
+                (shared,), _ = self._shared_groups([plan], tuple(ranks), group)
             self._groups[key] = AxisGroup(place, len(chosen), tuple(ranks), group, whole.axis, self.observer, shared)
         return self._groups[key]
 
@@ -229,12 +229,17 @@ class Mesh:
 
     def _share_memory(self) -> None:
         """Set up shared memory for the groups that the mesh creates."""
-        world = dist.group.WORLD
-        assert world is not None
-        axes = grouped_axes(self.shape)
-        plans = group_plans(self.shape, self.rank)
-        shared, self.transport = share_memory(plans, self.rank, world, self._cpu_transport)
+        axes, everyone = grouped_axes(self.shape), tuple(range(self.shape.world_size))
+        shared, self.transport = self._shared_groups(group_plans(self.shape, self.rank), everyone, dist.group.WORLD)
         self._shared = dict(zip(axes, shared, strict=True))
+
+    def _shared_groups(
+        self, plans: list[GroupPlan], ranks: tuple[int, ...], group: dist.ProcessGroup | None
+    ) -> tuple[list[SharedGroup | None], str]:
+        """The groups of ``plans`` in shared memory, and a description; called by all ranks of a process group."""
+        assert group is not None
+        members = AxisGroup(ranks.index(self.rank), len(ranks), ranks, group, "shared_memory", self.observer)
+        return share_memory(plans, self.rank, members, self._cpu_transport, timeout_of(group).total_seconds())
 
     def _new_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
         return _new_group(self.shape, axes, self.rank, self._timeout)

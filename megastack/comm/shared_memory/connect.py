@@ -7,17 +7,21 @@ that of their peers, and agree for each group whether all members could.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megastack.comm.group import AxisGroup
+from megastack.comm.objects import all_gather_objects
 from megastack.comm.shared_memory import semaphores
 from megastack.comm.shared_memory.engine import engine
 from megastack.comm.shared_memory.group import SharedGroup
 from megastack.comm.shared_memory.memory import Offer, OwnMemory, Peer, endpoint
 from megastack.comm.shared_memory.plan import PAGE, GroupPlan, reserved_bytes
 from megastack.comm.shared_memory.rings import initialise
+from megastack.errors import MeshError
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,61 @@ def close_shared_memory() -> None:
     engine().forget()
     for own in list(_open):
         own.close()
+
+
+TRANSPORTS = ("auto", "shared_memory", "gloo")
+TRANSPORT_VARIABLE = "MEGASTACK_CPU_TRANSPORT"
+"""The environment variable that replaces ``auto``."""
+
+
+def requested_transport(key: str) -> str:
+    """The transport that is asked for: the key, or for ``auto`` the environment variable.
+
+    Raises:
+        MeshError: it is unknown.
+    """
+    name, value = (
+        ("cpu_transport", key) if key != "auto" else (TRANSPORT_VARIABLE, os.environ.get(TRANSPORT_VARIABLE, key))
+    )
+    if value not in TRANSPORTS:
+        raise MeshError(f"{name}={value}: must be one of {', '.join(TRANSPORTS)}")
+    return value
+
+
+def share_memory(
+    plans: Sequence[GroupPlan], rank: int, members: AxisGroup, transport: str, timeout_s: float
+) -> tuple[list[SharedGroup | None], str]:
+    """Set up shared memory for groups; called by all ``members``, which contain theirs.
+
+    Args:
+        plans: the groups of this rank, with the same sizes on every rank.
+        rank: this rank.
+        members: over which the ranks find each other.
+        transport: ``shared_memory``, or ``auto`` where groups that cannot share memory use gloo.
+        timeout_s: seconds after which a wait fails.
+
+    Returns:
+        The groups, None for those that use gloo, and a description for the log.
+
+    Raises:
+        MeshError: a group cannot share memory, and ``shared_memory`` is asked for.
+    """
+
+    def exchange(value: Any) -> Mapping[int, Any]:
+        return dict(zip(members.ranks, all_gather_objects(value, members), strict=True))
+
+    found = connect(plans, rank, exchange, timeout_s)
+    reasons = {plan.axis: each for plan, each in zip(plans, found, strict=True) if isinstance(each, str)}
+    if reasons and transport == "shared_memory":
+        raise MeshError(
+            f"launch.cpu_transport=shared_memory: {'; '.join(f'{axis}: {text}' for axis, text in reasons.items())}; "
+            "use auto or gloo"
+        )
+    shared = [each if isinstance(each, SharedGroup) else None for each in found]
+    names = ", ".join(plan.axis for plan, each in zip(plans, shared, strict=True) if each is not None)
+    parts = [f"shared memory for {names}"] if names else []
+    parts += [f"gloo for {axis} ({text})" for axis, text in reasons.items()]
+    return shared, "; ".join(parts)
 
 
 def connect(
