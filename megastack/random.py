@@ -121,32 +121,10 @@ def dropout_mask(
         return keep
     key_B11 = counter_bits(dropout_key(seed, step, site), samples_B)[:, None, None]
     for rows, columns in _chunks(length, features, max(1, _chunk_size(keep.device) // len(samples_B))):
-        positions = range(start + rows.start, start + rows.stop)
-        bits = _bits(key_B11, positions, range(feature_start + columns.start, feature_start + columns.stop))
-        keep[:, rows, columns] = bits >= threshold
+        position_L1 = torch.arange(start + rows.start, start + rows.stop, device=keep.device)[:, None]
+        feature_F = torch.arange(feature_start + columns.start, feature_start + columns.stop, device=keep.device)
+        keep[:, rows, columns] = counter_bits(counter_bits(key_B11, position_L1), feature_F) >= threshold
     return keep
-
-
-def dropout_bits(key: int | Tensor, samples_B: Tensor, start: int, length: int, features: int) -> Tensor:
-    """Return the bits from which :func:`dropout_mask` decides, as one expression, which a compiler can trace.
-
-    Args:
-        key: from :func:`dropout_key`, as a number or a scalar tensor.
-        samples_B: the global number of each sample.
-        start: the first position.
-        length: the number of positions.
-        features: the number of features, from the first one on.
-
-    Returns:
-        int64 ``(B, length, features)``. An element is kept if its bits reach :func:`dropout_threshold`.
-    """
-    return _bits(counter_bits(key, samples_B)[:, None, None], range(start, start + length), range(features))
-
-
-def _bits(key_B11: Tensor, positions: range, features: range) -> Tensor:
-    position_L1 = torch.arange(positions.start, positions.stop, device=key_B11.device)[:, None]
-    feature_F = torch.arange(features.start, features.stop, device=key_B11.device)
-    return counter_bits(counter_bits(key_B11, position_L1), feature_F)
 
 
 def dropout_key(seed: int, step: int, site: str) -> int:

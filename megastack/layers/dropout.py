@@ -9,6 +9,7 @@ stored mask; on a GPU, where computing it costs less than reading it, the mask i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,6 @@ from megastack.layers import fused
 from megastack.layers.autocast import Function, once_differentiable
 from megastack.layers.context import Context
 from megastack.layers.kernels import cpu_kernels
-from megastack.random import dropout_bits, dropout_threshold
 
 
 def dropout(
@@ -67,12 +67,10 @@ def attention_dropout(weights_BHSS: Tensor, p: float, context: Context | None, s
 def _drop(x_BLF: Tensor, context: Context, site: str, start: int, p: float) -> Tensor:
     """Dropout of positions from ``start`` on, in the dtype of x. On a CPU, autograd saves the boolean mask."""
     samples_B, origin, seed, step = context.samples_B, context.origin, context.seed, context.step
-    assert samples_B is not None  # as _site has checked
     if origin is not None:
-        bits_BLF = dropout_bits(fused.site_key(origin, seed, site), samples_B, start, *x_BLF.shape[1:])
-        return x_BLF.masked_fill(bits_BLF < dropout_threshold(p), 0) * (1 / (1 - p))
+        return _Dropout.apply(x_BLF, fused.dropout_in_block, samples_B, origin, seed, site, start, p)
     if not cpu_kernels(x_BLF):
-        return _Dropout.apply(x_BLF, samples_B, seed, step, site, start, p)
+        return _Dropout.apply(x_BLF, fused.dropout, samples_B, seed, step, site, start, p)
     kept = fused.mask(samples_B, seed, step, site, start, *x_BLF.shape[1:], p)
     return x_BLF.masked_fill(~kept, 0) * (1 / (1 - p))
 
@@ -81,14 +79,14 @@ class _Dropout(Function):
     """One operator in each direction; backward computes the mask again, so none is saved."""
 
     @staticmethod
-    def forward(ctx: Any, x_BLF: Tensor, *draw: Any) -> Tensor:
-        ctx.draw = draw
-        return fused.dropout(x_BLF, *draw)
+    def forward(ctx: Any, x_BLF: Tensor, operator: Callable[..., Tensor], *draw: Any) -> Tensor:
+        ctx.operator, ctx.draw = operator, draw
+        return operator(x_BLF, *draw)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BLF: Tensor) -> tuple[Tensor | None, ...]:
-        return fused.dropout(grad_BLF, *ctx.draw), *[None] * len(ctx.draw)
+        return ctx.operator(grad_BLF, *ctx.draw), None, *[None] * len(ctx.draw)
 
 
 def _site(context: Context, site: str, p: float) -> str:

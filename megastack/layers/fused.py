@@ -290,11 +290,6 @@ def _dropout_mask(
     return dropout_mask(seed, step, samples_B, site, start=start, length=length, features=features, p=p)
 
 
-def _site_key(origin: Tensor, seed: int, site: str) -> Tensor:
-    step, block = origin.tolist()
-    return torch.tensor(dropout_key(seed, step, site.replace("*", str(block))))
-
-
 def _dropout(x_BLF: Tensor, samples_B: Tensor, seed: int, step: int, site: str, start: int, p: float) -> Tensor:
     _, length, features = x_BLF.shape
     kept = _dropout_mask(samples_B, seed, step, site, start, length, features, p)
@@ -326,12 +321,21 @@ dropout = _operator(
 )
 """``x`` ``(B, L, F)`` scaled by 1/(1−p) where :data:`mask` keeps an element, else zero. Linear in ``x``."""
 
-site_key = _operator(
-    "dropout_key(Tensor origin, int seed, str site) -> Tensor",
-    _site_key,
-    lambda origin, seed, site: origin.new_empty(()),
-)
-"""The key of a site as a scalar on the host, from ``[step, block]`` on the host and a name with ``*`` for the block.
 
-Compiled code, which cannot hash a name, is then the same for all steps and blocks.
+def _dropout_in_block(
+    x_BLF: Tensor, samples_B: Tensor, origin: Tensor, seed: int, site: str, start: int, p: float
+) -> Tensor:
+    step, block = origin.tolist()
+    dropped: Tensor = dropout(x_BLF, samples_B, seed, step, site.replace("*", str(block)), start, p)
+    return dropped
+
+
+dropout_in_block = _operator(
+    "dropout_in_block(Tensor x, Tensor samples, Tensor origin, int seed, str site, SymInt start, float p) -> Tensor",
+    _dropout_in_block,
+    lambda x, samples, origin, seed, site, start, p: x.new_empty(x.shape),
+)
+"""As :data:`dropout`, with ``[step, block]`` as a host tensor: compiled code is then the same for all of them.
+
+It stays an operator: inductor's C++ computes the hash of an index with signed products, which overflow.
 """

@@ -15,7 +15,7 @@ from megastack.config.overrides import sweep_jobs
 from megastack.config.phases import longest, phase_at, phase_configs, source_text
 from megastack.config.reading import from_yaml, to_yaml
 from megastack.errors import ConfigError
-from megastack.preflight.config_changes import changes
+from megastack.preflight.checkpoint import changes
 from tests.config.config_cases import a_config
 
 ONE = "[{from_step: 2, sequence_length: 8}]"

@@ -50,7 +50,7 @@ class Calls:
         return Calls(tuple(match[1] for line in code.splitlines() if (match := CALL.match(line))))
 
     @property
-    def products(self) -> list[str]:
+    def others(self) -> list[str]:
         return [name for name in self.names if not name.startswith("cpp_fused")]
 
     def between(self) -> Iterator[list[str]]:
@@ -98,7 +98,7 @@ def codes_of(options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_one_kernel_stands_between_matrix_products_and_attention(name: str) -> None:
     forward, backward = map(Calls.of, codes_of(MODELS[name]))
-    for calls, least in ((forward, 6), (backward, 11)):
-        assert sum("mm" in each for each in calls.products) == least - 1
-        assert sum("attention" in each for each in calls.products) == 1
+    for calls in (forward, backward):
+        assert sum("mm" in each or "product" in each for each in calls.others) >= 4
+        assert sum("attention" in each for each in calls.others) == 1
         assert max(map(len, calls.between())) == 1, calls.names

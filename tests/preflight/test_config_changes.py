@@ -10,7 +10,7 @@ import megastack
 from megastack.config.convert import to_plain
 from megastack.config.fields import keys
 from megastack.config.schema import TrainConfig
-from megastack.preflight.config_changes import WITH_EFFECT, WITHOUT_EFFECT, changes
+from megastack.preflight.checkpoint import WITH_EFFECT, WITHOUT_EFFECT, changes
 
 TINY = [
     *("run.steps=10", "batch.global_size=4", "batch.sequence_length=8", "model.layers=2", "model.heads=4"),
