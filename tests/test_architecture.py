@@ -72,6 +72,8 @@ ALLOWED: dict[str, set[str]] = {
         "models.stages",
         "pipeline",
         "mesh.shape",
+        "mesh.groups",
+        "comm.shared_memory.plan",
         "observe.printable",
     },
     "assemble": {

@@ -45,6 +45,7 @@ def as_record(config: TrainConfig, world_size: int | None = None) -> dict[str, o
         "world_size": layout.shape.world_size,
         "degrees": {axis.value: layout.shape.size(axis) for axis in DENSE_AXES},
         "parameters": layout.parameters,
+        "shared_memory_bytes": layout.shared_memory_bytes,
         "microbatches": layout.microbatches,
         "bubble": timeline.bubble,
         "step_bubble": timeline.step_bubble,
@@ -148,8 +149,14 @@ def _schedule_figures(layout: Layout) -> list[str]:
     return [
         f"schedule  {layout.schedule.name}, {counted(layout.schedule.stages, 'stage')}; bubble {bubble}{over}; "
         f"at most {counted(peak, 'microbatch', 'microbatches')} in flight",
-        f"memory    weights, gradients and optimizer state of the largest rank: {gibibytes(heaviest.bytes.total)}",
+        f"memory    weights, gradients and optimizer state of the largest rank: {gibibytes(heaviest.bytes.total)}"
+        f"{_shared_memory(layout)}",
     ]
+
+
+def _shared_memory(layout: Layout) -> str:
+    reserved = layout.shared_memory_bytes
+    return f"; {gibibytes(reserved)} to communicate on a CPU" if reserved else ""
 
 
 def _pipeline_ranks(layout: Layout) -> str:

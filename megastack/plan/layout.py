@@ -13,11 +13,13 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+from megastack.comm.shared_memory.plan import reserved_bytes
 from megastack.config.convert import replace_values
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.phases import longest
 from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
+from megastack.mesh.groups import group_plans
 from megastack.mesh.shape import MeshShape
 from megastack.models.activations import activation_bytes
 from megastack.models.profile import StaticBytes, rank_parameters, static_bytes, total_parameters
@@ -74,6 +76,14 @@ class Layout:
     def parameters(self) -> int:
         """Parameters of the model, each once, without padding."""
         return total_parameters(self.config)
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """What each rank reserves to communicate with others if it is a CPU rank; 0 on GPUs, and with gloo."""
+        config = self.config
+        if config.device == "cuda" or config.launch.cpu_transport == "gloo" or self.shape.world_size == 1:
+            return 0
+        return reserved_bytes(group_plans(self.shape, 0))
 
     def pipeline_ranks(self) -> list[RankShare]:
         """The share of one rank for each ``pp`` coordinate; all ranks with the same ``pp`` hold the same amount."""
