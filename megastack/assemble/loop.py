@@ -16,6 +16,7 @@ from megastack.config.phases import phase_at, phase_configs
 from megastack.data.validation import bigram_loss
 from megastack.errors import ConfigError
 from megastack.inference.generate import check_prompts
+from megastack.mesh.shape import describe_coordinates
 from megastack.models.profile import flops_per_token
 from megastack.observe.console import Console
 from megastack.observe.devices import peak_flops
@@ -84,6 +85,7 @@ def build_loop(
             config.observe.profile_steps,
             lambda step: folder.profile(step, mesh.rank),
             mesh.device,
+            f"rank {mesh.rank} | {describe_coordinates(mesh.coordinates)}",
             lambda: annotated(mesh.observer),
         ).around,
     )

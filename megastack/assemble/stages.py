@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megastack.checkpoint.folder import damage_explained
 from megastack.checkpoint.load import load
 from megastack.checkpoint.state import State, model_items
 from megastack.config.schema import TrainConfig
@@ -59,5 +60,6 @@ def load_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule, checkpoint:
         CheckpointError: the checkpoint is corrupt or belongs to another model.
     """
     stages = build_stages(config, mesh, schedule)
-    load(checkpoint, State(model_items(stages, mesh)), mesh, weights_only=True, cast=True)
+    with damage_explained(checkpoint):
+        load(checkpoint, State(model_items(stages, mesh)), mesh, weights_only=True, cast=True)
     return stages

@@ -9,6 +9,8 @@ named after the number of completed optimizer steps; it counts only if it is usa
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ CHECKPOINTS = "checkpoints"
 IMPORTED = "weights"
 """The subfolder of the checkpoint in an imported folder."""
 RUN_CONFIG, HUB_CONFIG = "config.yaml", "config.json"
+OTHER_CHECKPOINT = "the folder of another checkpoint or run"
 _MOST_NAMES = 4
 
 
@@ -82,9 +85,27 @@ def find_checkpoint(path: Path, *, content: bool = False) -> Path:
     chosen = _resolve(path)
     if error := checkpoint_error(chosen, content=content):
         usable = _newest_usable(chosen, content) if chosen != path else None
-        advice = str(usable or "the folder of another checkpoint or run")
+        advice = str(usable or OTHER_CHECKPOINT)
         raise NoCheckpointError(path, join_lines(error), advice)
     return chosen
+
+
+@contextmanager
+def damage_explained(checkpoint: Path) -> Iterator[None]:
+    """Replace an error inside that was caused by damage: name the damaged files and the newest usable checkpoint.
+
+    Every byte of the checkpoint is read, but only after an error.
+
+    Raises:
+        NoCheckpointError: there was an error, and the checkpoint is damaged.
+    """
+    try:
+        yield
+    except CheckpointError:
+        if error := checkpoint_error(checkpoint):
+            usable = _newest_usable(checkpoint, content=True)
+            raise NoCheckpointError(checkpoint, join_lines(error), str(usable or OTHER_CHECKPOINT)) from None
+        raise
 
 
 def checkpoints_folder(path: Path) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.stages import load_stages
+from megastack.cli.unused import unused_note
 from megastack.cli.weights import find_weights
 from megastack.config.choices import DataSource
 from megastack.config.phases import phase_configs
@@ -64,6 +65,8 @@ def evaluate_checkpoint(options: argparse.Namespace, console: Console) -> dict[s
     use.require_valid()
     assert texts is not None
     console.line(f"evaluate  {use}, {texts.name}")
+    if note := unused_note("evaluate --file" if options.file else "evaluate", options.overrides):
+        console.line(f"note      {note}")
     score = on_ranks("evaluate", use.config, _score, use.checkpoint, texts)
     console.line(
         f"score     {score.nats:.6f} nats a token, perplexity {score.perplexity:,.4f}, {counted(score.tokens, 'token')}"

@@ -46,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace, console: Console) -> Transfer:
+    from megastack.cli.unused import unused_note
     from megastack.interop.saved_model import find_saved_model
     from megastack.interop.transfer import export_model
 
@@ -64,6 +65,8 @@ def _export(options: argparse.Namespace, console: Console) -> Transfer:
         shard_bytes=options.shard_size,
         proof=options.proof,
     )
+    if note := unused_note("export", options.overrides):
+        console.line(f"note      {note}")
     console.line(f"exported  {done.parameters:,} parameters as {done.name} into {done.folder}: {', '.join(done.files)}")
     return done
 

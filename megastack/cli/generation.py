@@ -14,6 +14,7 @@ from typing import Any
 from megastack.assemble.data import configured_tokenizer
 from megastack.assemble.inference import build_generator, longest_text
 from megastack.assemble.stages import load_stages
+from megastack.cli.unused import unused_note
 from megastack.cli.weights import find_weights
 from megastack.config.schema import TrainConfig
 from megastack.data.sources import read_documents
@@ -61,6 +62,8 @@ def generate(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     assert sampling is not None and tokenizer is not None and texts is not None
     new, cache = options.max_new_tokens, not options.no_cache
     console.line(f"generate  {use}, {sampling}")
+    if note := unused_note("generate", options.overrides):
+        console.line(f"note      {note}")
     request = _Request(use.checkpoint, prompts, new, sampling, tokenizer.end, cache, streams=len(prompts) == 1)
     done, uncached_because = on_ranks("generate", config, _continue, request)
     if cache and uncached_because is not None:

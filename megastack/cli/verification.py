@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megastack.cli.unused import unused_note
 from megastack.config.compose import PartialConfig, compose_partial
 from megastack.config.convert import InvalidValueError
 from megastack.config.layout_rules import mesh_shape
@@ -60,6 +61,8 @@ def _verify(options: argparse.Namespace) -> int:
     verifier = Verifier(config, steps=options.steps, dataset=dataset)
     layouts = verifier.layouts(options.ranks or mesh_shape(config).world_size) if many else [verifier.own_layout()]
     console.line(_opening(config, verifier, layouts, many))
+    for note in _notes(config, options.overrides):
+        console.line(f"note     {note}")
     failure = _reference_failure(verifier)
     if failure:
         console.line(f"failed   on one rank: {failure}", style="red")
@@ -135,6 +138,16 @@ def _opening(config: TrainConfig, verifier: Verifier, layouts: Sequence[TrainCon
             "note     layouts are compared with one rank, which is this layout; try parallel.tp=2, or --all --ranks 4"
         )
     return "\n".join(lines)
+
+
+def _notes(config: TrainConfig, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield what the comparison leaves out."""
+    if config.compile:
+        yield "compile=true is not compared: verify runs the layouts without compilation"
+    if config.device == "cuda":
+        yield "device=cuda is not compared: verify runs the layouts on the CPU"
+    if note := unused_note("verify", overrides):
+        yield note
 
 
 def _print_verdict(console: Console, verdict: Verdict, width: int | None) -> None:

@@ -184,7 +184,10 @@ class ObservedWork:
 
 
 class _Annotations:
-    """Named ranges in a profile: the actions of a rank, the start of its operations, and its waits for them."""
+    """Named ranges in a profile: the actions of a rank, the start of its operations, and its waits for them.
+
+    All operations of a kind on an axis have the same name, so that a viewer can sum their times.
+    """
 
     def __init__(self, observer: RankObserver) -> None:
         self._act, self._start = observer.on_action, observer.on_operation
@@ -205,12 +208,12 @@ class _Annotations:
         self, axis: str, op: str, ranks: tuple[int, ...], shape: tuple[int, ...], payload_bytes: int | None
     ) -> Operation:
         operation = self._start(axis, op, ranks, shape, payload_bytes)
-        with record_function(f"start {operation}"):
+        with record_function(f"start {axis} {op}"):
             return operation
 
     def begin_wait(self, operation: Operation | None, since: float | None = None) -> None:
         self._begin(operation, since)
-        self._wait = _opened(f"wait for {operation}")
+        self._wait = _opened("wait" if operation is None else f"wait for {operation.axis} {operation.op}")
 
     def end_wait(self) -> None:
         _close(self._wait)

@@ -18,6 +18,7 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
+from megastack.config.choices import Device
 from megastack.config.fields import RENAMED, REQUIRED, hints, keys, without_null
 from megastack.config.schema import ScheduleOptions, TrainConfig
 from megastack.config.suggestions import suggest
@@ -102,7 +103,7 @@ class Conversion:
 
     def _list(self, item: Any, value: object, key: str) -> Any:
         if not isinstance(value, list | tuple):
-            return self._wrong(key, value, "must be a list", (f"[{value}]",) if not isinstance(value, Mapping) else ())
+            return self._wrong(key, value, "must be a list", _as_list(item, value))
         items = [self.value(item, each, f"{key}[{at}]") for at, each in enumerate(value)]
         return INVALID if any(each is INVALID for each in items) else items
 
@@ -110,7 +111,8 @@ class Conversion:
         for choice in kind:
             if value == choice.value or isinstance(value, kind):
                 return kind(value)
-        return self._wrong(key, value, "must be one of the choices", (*kind, None) if nullable else tuple(kind))
+        rule = CHOICE_RULES.get(kind, "must be one of the choices")
+        return self._wrong(key, value, rule, (*kind, None) if nullable else tuple(kind))
 
     def _scalar(self, kind: type, value: object, key: str, nullable: bool) -> Any:
         read, rule = SCALARS[kind]
@@ -138,6 +140,18 @@ class Conversion:
     def _wrong(self, key: str, value: object, rule: str, legal: tuple[object, ...] = ()) -> InvalidValue:
         self.errors.append(Violation(key, value, rule, legal))
         return INVALID
+
+
+def _as_list(item: Any, value: object) -> tuple[object, ...]:
+    """Return the list that was probably meant by a value that is not one; empty if its items would be invalid."""
+    if value is None:
+        return ([],)
+    if isinstance(value, Mapping):
+        return ()
+    parts = value.split(",") if isinstance(value, str) and item is not str else [value]
+    trial = Conversion()
+    items = [trial.value(item, part, "") for part in parts]
+    return () if trial.errors else (items,)
 
 
 def _collect_options(cls: type, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -186,6 +200,11 @@ def _text(value: object) -> str | None:
         return str(value)
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
+
+CHOICE_RULES: Mapping[type[StrEnum], str] = {
+    Device: "must be a kind of device; the environment variable CUDA_VISIBLE_DEVICES selects GPUs by number"
+}
+"""The rules of choices that need an explanation."""
 
 SCALARS: Mapping[type, tuple[Callable[[object], object], str]] = {
     int: (_integer, "must be a whole number"),

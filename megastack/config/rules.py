@@ -55,13 +55,14 @@ def violations(
     invalid = {violation.key.partition("[")[0] for violation in found}
     config = replace_values(config, {key: INVALID for key in ORDER if key in invalid})
     degrees = Degrees(config, world_size)
-    found += _collect(
+    unavailable = {violation.key: violation for violation in not_available(config)}
+    others = _collect(
         [
-            partial(not_available, config),
             *(partial(rule, config, degrees) for rule in LAYOUT_RULES),
             *(partial(rule, config) for rule in (*VALUE_RULES, *PHASE_RULES)),
         ]
     )
+    found += [*unavailable.values(), *(violation for violation in others if violation.key not in unavailable)]
     return sorted(found, key=lambda violation: ORDER.get(violation.key.partition("[")[0], len(ORDER)))
 
 

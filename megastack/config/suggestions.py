@@ -6,7 +6,7 @@ A suggestion is only printed, never applied.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from megastack.config.fields import keys
@@ -160,6 +160,16 @@ def known_keys() -> tuple[str, ...]:
     return tuple(key.name for key in keys(TrainConfig))
 
 
+@cache
+def _value_keys() -> frozenset[str]:
+    """The dotted keys that hold a value, and so have no keys below them."""
+    return frozenset(key.name for key in keys(TrainConfig) if not key.is_section)
+
+
+def _prefixes(path: Sequence[str]) -> Iterator[str]:
+    return (".".join(path[:end]) for end in range(1, len(path)))
+
+
 def suggest(key: str, known: Sequence[str] | None = None) -> str | None:
     """Return the existing key that an unknown key most likely refers to, or None.
 
@@ -168,6 +178,8 @@ def suggest(key: str, known: Sequence[str] | None = None) -> str | None:
         known: the keys to choose from; None for every key, including the names of other systems.
     """
     path = key.replace("-", "_").lower().strip("_").split(".")
+    if known is None and (value := next((name for name in _prefixes(path) if name in _value_keys()), None)):
+        return value
     if len(path) > 1 and path[-1] in SWITCHES and path[-2] in OTHER_SYSTEMS:
         path.pop()
     last = path[-1]

@@ -53,9 +53,10 @@ class Sampling:
             errors.append(f"top_k={self.top_k}: must be at least 1; use 1 or more, or leave it out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             errors.append(f"top_p={self.top_p}: must be above 0 and at most 1; use for example 0.9, or leave it out")
-        for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
-            if value is not None and self.temperature == 0:
-                errors.append(f"{name}={value}: temperature=0 takes the most probable token alone; use temperature=1")
+        limits = [f"{name}={x}" for name, x in (("top_k", self.top_k), ("top_p", self.top_p)) if x is not None]
+        if not errors and limits and self.temperature == 0:
+            rule = "temperature=0 takes the most probable token alone; use temperature=1"
+            errors.append(f"{', '.join(limits)}: {rule}")
         if errors:
             raise ConfigError("\n".join(errors))
 

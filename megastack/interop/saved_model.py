@@ -39,6 +39,7 @@ WEIGHTS_ONLY = {
     "checkpoint.load_weights": "null",
     "resume": "null",
     "launch.elastic": "false",
+    "launch.numa_binding": "none",
 }
 """Overrides for commands that only use the weights; ``tp``, ``pp`` and the layers of each stage come from the run."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megastack.checkpoint.folder import damage_explained
 from megastack.checkpoint.reader import CheckpointReader
 from megastack.checkpoint.state import DTYPE_NAMES, DTYPES, WEIGHT_PREFIX, StateItem
 from megastack.checkpoint.tensor_files import BoxRead, read_boxes
@@ -30,7 +31,8 @@ class StoredWeights:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._reader = CheckpointReader(path)
-        self._reader.verify()
+        with damage_explained(self.path):
+            self._reader.verify()
         self.trainer = self._reader.trainer
 
     @property

@@ -261,7 +261,7 @@ def _end(world: _World, assignment: Assignment, folder: RunFolder) -> RunResult:
     for the reports of the others combines them.
 
     Raises:
-        ConfigError: the ranks rejected the configuration before they trained.
+        ConfigError: the ranks rejected the configuration.
     """
     rank, shape, timeout_s = world.rank, assignment.shape, assignment.config.launch.timeout_s
     own = next(record for record in read_failures(folder.failures) if record.rank == rank)

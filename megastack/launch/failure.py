@@ -25,6 +25,7 @@ from megastack.errors import (
 from megastack.mesh.shape import MeshShape, describe_coordinates
 from megastack.observe.console import Console
 from megastack.observe.failure import FailureRecord, silent_ranks
+from megastack.observe.files import CannotWriteError
 from megastack.observe.folder import RunFolder
 from megastack.observe.status import update_status
 from megastack.observe.watchdog import TIMEOUT_FRACTION, MissingRank, RankState, find_missing_ranks
@@ -43,6 +44,16 @@ def is_user_error(error: BaseException) -> bool:
     return isinstance(error, USER_ERRORS) and not isinstance(error, LayerError)
 
 
+def rejects_configuration(error: BaseException, *, before_training: bool) -> bool:
+    """Whether an error of a rank rejects the configuration: a :class:`ConfigError` at any time, others only before."""
+    return is_user_error(error) and (before_training or isinstance(error, ConfigError))
+
+
+def explains_itself(error: BaseException) -> bool:
+    """Whether the message of an error is enough without its traceback."""
+    return is_user_error(error) or isinstance(error, CannotWriteError)
+
+
 def is_about_other_ranks(error: BaseException, rank: int) -> bool:
     """Whether an error is about other ranks, which raise it as well."""
     return isinstance(error, MegastackError) and bool(error.ranks) and rank not in error.ranks
@@ -58,7 +69,7 @@ class Failure:
         reason: the error, or how the rank ended.
         text: the text to print.
         step: completed optimizer steps.
-        rejected: whether the error was raised before training and the user can fix it.
+        rejected: whether the configuration is rejected.
     """
 
     rank: int
@@ -145,7 +156,7 @@ def end_failed_run(
         pid: the process to name in the status; None keeps the current one.
 
     Raises:
-        ConfigError: the ranks rejected the configuration before they trained.
+        ConfigError: the ranks rejected the configuration.
     """
     if may_write:
         record: dict[str, Any] = {"step": failure.step, "reason": failure.reason, "rank": failure.rank}

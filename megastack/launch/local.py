@@ -215,7 +215,7 @@ def _end(assignment: Assignment, exits: ObservedExits, sent: Sequence[FailureRec
     """End a run in which a rank failed.
 
     Raises:
-        ConfigError: the ranks rejected the configuration before they trained.
+        ConfigError: the ranks rejected the configuration.
     """
     folder, timeout_s = RunFolder(assignment.folder), assignment.config.launch.timeout_s
     records = by_cause([*read_failures(folder.failures), *sent])

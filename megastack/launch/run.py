@@ -41,7 +41,8 @@ def train(config: TrainConfig, *, hooks: Hooks | None = None) -> RunResult:
         How the run ended; a failed or diverged run does not raise.
 
     Raises:
-        ConfigError: the configuration, its data, its resume path or its run folder cannot be used; nothing was trained.
+        ConfigError: the configuration, its data, its resume path or its run folder cannot be used. Nothing was trained,
+            except if a rank rejects the configuration later: a block that cannot be compiled is found in its first use.
     """
     config, mistyped = coerce(config)
     return train_partial(config, (), hooks, unread=mistyped)

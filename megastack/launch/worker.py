@@ -28,7 +28,7 @@ from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset
 from megastack.errors import MegastackError, counted
 from megastack.launch.environment import choose_threads, is_worker
-from megastack.launch.failure import is_about_other_ranks, is_user_error
+from megastack.launch.failure import explains_itself, is_about_other_ranks, rejects_configuration
 from megastack.launch.supervision import Supervision, join_mesh, prepare_environment, release_device
 from megastack.mesh.device import keep_freed_memory
 from megastack.mesh.environment import RankEnvironment, read_environment
@@ -263,7 +263,8 @@ def _report_of(
         step=step,
         action=action,
         echo=is_peer_failure(error) or is_about_other_ranks(error, rank),
-        refused=before_training and is_user_error(error),
+        refused=rejects_configuration(error, before_training=before_training),
+        explained=explains_itself(error),
     )
 
 

@@ -34,8 +34,9 @@ class FailureRecord:
         trace: the traceback.
         message: the message without the class.
         echo: whether it is a secondary failure, which only reports that another rank is gone.
-        refused: whether the run was rejected because of a user error before training.
+        refused: whether the configuration is rejected.
         blames: other ranks that the error is about.
+        explained: whether the error explains itself, so that its traceback is not printed.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class FailureRecord:
     echo: bool = False
     refused: bool = False
     blames: Sequence[int] = ()
+    explained: bool = False
 
     @classmethod
     def of(
@@ -61,6 +63,7 @@ class FailureRecord:
         action: str,
         echo: bool = False,
         refused: bool = False,
+        explained: bool = False,
     ) -> FailureRecord:
         """Create the report of ``error``, with the current time."""
         return cls(
@@ -75,6 +78,7 @@ class FailureRecord:
             echo=echo,
             refused=refused,
             blames=[other for other in getattr(error, "ranks", ()) if other != rank],
+            explained=explained,
         )
 
     @classmethod
@@ -106,8 +110,11 @@ class FailureRecord:
         return f"[rank {self.rank} | {self.coordinates}] failed in {self.action}: {self.error}"
 
     def describe(self) -> str:
-        """Return the traceback and then the summary, so that the last lines name the rank, the action and the error."""
-        return f"{self.trace.rstrip()}\n{self.summary()}"
+        """Return the traceback and then the summary, so that the last lines name the rank, the action and the error.
+
+        The traceback of an error that explains itself is only in the file of the report.
+        """
+        return self.summary() if self.explained else f"{self.trace.rstrip()}\n{self.summary()}"
 
 
 def read_failures(folder: Path) -> list[FailureRecord]:

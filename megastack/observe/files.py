@@ -94,6 +94,10 @@ def record_of(text: bytes) -> dict[str, Any] | None:
         return None
 
 
-def cannot_write(path: Path, error: OSError) -> OSError:
+class CannotWriteError(OSError):
+    """A file cannot be written, for example on a full disk."""
+
+
+def cannot_write(path: Path, error: OSError) -> CannotWriteError:
     """Return ``error`` with the name of the file, which write errors lack."""
-    return OSError(error.errno, f"cannot write: {error.strerror}", str(path))
+    return CannotWriteError(error.errno, f"cannot write: {error.strerror}", str(path))

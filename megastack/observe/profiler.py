@@ -6,15 +6,22 @@ torch, the ranges of pipeline actions and collectives from the mesh (:func:`mega
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
-from collections.abc import Callable, Collection, Iterator
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megastack.torch_private import dump_cuda_memory
 
+KINETO_QUIET = ("KINETO_LOG_LEVEL", "6")
+"""Environment variable that keeps the profiler's library from printing the start and end of each profile."""
 LOGGER = logging.getLogger("megastack")
 
 
@@ -25,6 +32,7 @@ class StepProfiler:
         steps: the 1-based steps to profile.
         trace: returns the path of the trace of a step on this rank.
         device: the device of the rank.
+        name: the name of the rank in its traces.
         annotated: a context manager in which actions and collectives appear as named ranges.
     """
 
@@ -33,9 +41,11 @@ class StepProfiler:
         steps: Collection[int],
         trace: Callable[[int], Path],
         device: torch.device,
+        name: str,
         annotated: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._steps, self._trace, self._device, self._annotated = frozenset(steps), trace, device, annotated
+        self._name = name
 
     def around(self, step: int) -> AbstractContextManager[None]:
         """A context manager that profiles the 1-based ``step`` if it is selected, and writes its trace."""
@@ -46,6 +56,8 @@ class StepProfiler:
         from torch.profiler import ProfilerActivity, profile, record_function
 
         on_gpu = self._device.type == "cuda"
+        if not on_gpu:  # on a GPU, this would also hide errors of CUPTI
+            os.environ.setdefault(*KINETO_QUIET)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=activities, record_shapes=True) as profiled:
             with self._annotated(), record_function(f"step {step}"):
@@ -54,8 +66,21 @@ class StepProfiler:
                 torch.cuda.synchronize(self._device)
         path = self._trace(step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        profiled.export_chrome_trace(str(path))
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            raw = Path(folder) / "trace.json"
+            profiled.export_chrome_trace(str(raw))
+            trace = json.loads(raw.read_text(encoding="utf-8", errors="replace"))
+        _name_processes(trace["traceEvents"], self._name)
+        with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
+            json.dump(trace, file)
         LOGGER.info("wrote the profile of step %d to %s", step, path)
+
+
+def _name_processes(events: Iterable[dict[str, Any]], name: str) -> None:
+    """Replace the names of the process and its devices, which is ``python`` for all."""
+    for event in events:
+        if event.get("ph") == "M" and event.get("name") == "process_name" and isinstance(event.get("pid"), int):
+            event["args"]["name"] = name
 
 
 def write_memory_snapshot(path: Path) -> bool:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from glob import glob
 from pathlib import Path
 
 from megastack.checkpoint.folder import Resume
 from megastack.config.choices import Device
 from megastack.config.convert import replace_values, value_of
+from megastack.config.rules import violations
 from megastack.config.schema import TrainConfig
 from megastack.data.dataset import Dataset, DatasetSpec
 from megastack.data.indexed import bin_path, idx_path
@@ -53,7 +55,7 @@ def inspect(config: TrainConfig, errors: ErrorCollector, shape: MeshShape | None
     model = check_model(config, errors, shape)
     dataset = check_data(config, errors)
     resume, weights = check_start(config, errors, model, dataset)
-    errors.check(lambda: _check_device(config), "device")
+    errors.check(lambda: _check_device(config, shape), "device")
     errors.check(lambda: _check_tensorboard(config), "observe.tensorboard")
     check_folder(config, errors, resume)
     errors.require_none()
@@ -69,10 +71,27 @@ def with_device(config: TrainConfig) -> TrainConfig:
     return replace_values(config, {"device": Device.cuda if count_gpus() else Device.cpu})
 
 
-def _check_device(config: TrainConfig) -> None:
+def _check_device(config: TrainConfig, shape: MeshShape | None) -> None:
+    """Check that the device exists, and the rules that depend on the device that ``device=auto`` selects."""
     if config.device == "cuda" and count_gpus() == 0:
         rule = "this machine has no GPU that torch can use"
         raise ConfigError.of([Violation("device", config.device, rule, ("auto", "cpu"))])
+    if config.device == "auto" and (found := _errors_of_selected_device(config, shape)):
+        raise ConfigError.of(found)
+
+
+def _errors_of_selected_device(config: TrainConfig, shape: MeshShape | None) -> list[Violation]:
+    selected, ranks = with_device(config), None if shape is None else shape.world_size
+    known = violations(config, ranks)
+    return [
+        replace(
+            found,
+            rule=f"{found.rule} (device=auto selects {selected.device.value} on this machine)",
+            legal=tuple(each for each in found.legal if each != "device=cuda"),
+        )
+        for found in violations(selected, ranks)
+        if found not in known
+    ]
 
 
 def _check_tensorboard(config: TrainConfig) -> None:

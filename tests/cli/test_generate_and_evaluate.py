@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 
 from megastack.cli.main import main
+from megastack.cli.unused import UNUSED, unused_keys
+from megastack.config.fields import keys
+from megastack.config.schema import TrainConfig
 from megastack.interop.transfer import import_model
 from tests.data.token_cases import write_by_hand
 from tests.interop.hub_folders import CONFIGS, write
@@ -50,8 +54,10 @@ def test_generation_from_a_run_is_the_same_on_other_layouts(run: Path, tmp_path:
 
 def test_a_single_text_is_shown_as_it_grows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(run.rglob("*"))
-    found = record_of("generate", run, "--prompt", "2 times 2", "--max-new-tokens", "5", "parallel.pp=1")
+    more = ["parallel.pp=1", "compile=true", "optim.lr=1"]
+    found = record_of("generate", run, "--prompt", "2 times 2", "--max-new-tokens", "5", *more)
     out = capsys.readouterr().out
+    assert "note      generate does not use compile, optim.lr\n" in out
     assert "2 times 2" + found["texts"][0]["text"] + "\n" in out
     assert "one rank, fp64, greedy" in out and str(run / "checkpoints") in out
     assert sorted(run.rglob("*")) == before
@@ -137,6 +143,32 @@ def test_all_errors_make_one_report(run: Path, tmp_path: Path, verb: str, capsys
     own = ("temperature=-1", "--prompts nowhere.txt") if verb == "generate" else ("data.paths=gone.jsonl",)
     assert all(any(line.startswith(start) for line in report) for start in (*starts, *own)), report
     assert all(line.startswith((*starts, *own)) for line in report), report
+
+
+def test_damaged_weights_are_named_with_the_newest_usable_checkpoint(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged, usable = (tmp_path / "checkpoints" / f"step_{step:08d}" for step in (3, 2))
+    for path in (damaged, usable):
+        shutil.copytree(run / "checkpoints" / "step_00000003", path)
+    shutil.copy(run / "config.yaml", tmp_path)
+    file = damaged / "rank_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    export = ["export", str(tmp_path), "--out", str(tmp_path / "out")]
+    for command in (
+        ["generate", str(tmp_path), "--prompt", "a", "parallel.pp=1"],
+        ["evaluate", str(tmp_path), "parallel.dp=2"],
+        export,
+    ):
+        assert main(command) == 78
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{damaged}: no usable checkpoint ({file}: ") and line.endswith(f"; use {usable}")
+
+
+@pytest.mark.parametrize("verb", UNUSED)
+def test_keys_that_a_verb_does_not_use_exist(verb: str) -> None:
+    assert set(UNUSED[verb]) <= {key.name for key in keys(TrainConfig)}
+    assert unused_keys(verb, ["observe.dump_steps=[1]", "+model.layers=3", "data=builtin"]) == ["observe.dump_steps"]
 
 
 def test_a_folder_without_a_checkpoint_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

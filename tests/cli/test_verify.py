@@ -28,12 +28,18 @@ def test_equal_is_0_and_prints_tolerance_and_precision(
     small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "verdict.json"
-    code = main([*small, OWN % "GainMLP", "parallel.tp=2", "precision=fp32", "--json", str(file)])
+    others = ["compile=true", "device=cuda", "observe.dump_steps=[1]"]
+    code = main([*small, OWN % "GainMLP", "parallel.tp=2", "precision=fp32", *others, "--json", str(file)])
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "fp64 (the configuration says fp32)" in printed
     assert "tp2, sequence parallel, against one rank" in printed
     assert "equal" in printed.splitlines()[-1]
+    assert [line for line in printed.splitlines() if line.startswith("note")] == [
+        "note     compile=true is not compared: verify runs the layouts without compilation",
+        "note     device=cuda is not compared: verify runs the layouts on the CPU",
+        "note     verify does not use observe.dump_steps",
+    ]
     record = json.loads(file.read_text())
     assert record["equal"] is True
     assert record["layouts"][0]["worst"]["sgd"]["gradient"] < 1e-12

@@ -18,7 +18,7 @@ LAYOUTS: list[InvalidCase] = [
         "parallel.dp=null: pp·cp·tp = 4 must divide the world of 6 ranks; "
         "use a world that is a multiple of 4 or other degrees",
     ),
-    ({"parallel.ep": 3, "parallel.dp": 4}, None, "parallel.ep=3: must divide dp·cp = 4; use 1, 2 or 4"),
+    ({"parallel.ep": 3, "parallel.dp": 4}, None, "parallel.ep=3: not available yet; use 1"),
     ({"cluster.nodes": 3}, 4, "cluster.nodes=3: must divide the world of 4 ranks; use 1, 2 or 4"),
     (
         {"cluster.nodes": 2, "cluster.ranks_per_node": 4},

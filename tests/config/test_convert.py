@@ -81,6 +81,17 @@ def test_convertible_values(kind: Any, given: Any, converted: Any) -> None:
         (Norm, "rmsnorm", "key=rmsnorm: must be one of the choices; use rms or layer"),
         (Norm | None, 3, "key=3: must be one of the choices; use rms, layer or null"),
         (list[int], 3, "key=3: must be a list; use [3]"),
+        (list[int], None, "key=null: must be a list; use []"),
+        (list[int], "2,4", "key=2,4: must be a list; use [2, 4]"),
+        (list[int], "2:4", "key=2:4: must be a list"),
+        (list[str], "a,b", "key=a,b: must be a list; use [a,b]"),
+        (list[OptimGroupOptions], "mlp", "key=mlp: must be a list"),
+        (
+            Device,
+            "cuda:1",
+            "key=cuda:1: must be a kind of device; the environment variable CUDA_VISIBLE_DEVICES selects GPUs by "
+            "number; use auto, cpu or cuda",
+        ),
         (list[int], [1, "x"], "key[1]=x: must be a whole number"),
         (list[int], {"a": 1}, "key={a: 1}: must be a list"),
         (OptimGroupOptions, 3, "key=3: must be a section of keys; use key.pattern, key.lr_scale or key.weight_decay"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megastack.config.convert import INVALID, replace_values, to_plain
 from megastack.config.data_schema import BlendSource, DataPhaseOptions
 from megastack.config.fields import keys, without_null
-from megastack.config.layout_rules import LAYOUT_RULES, Degrees
+from megastack.config.layout_rules import LAYOUT_RULES, Degrees, degrees_fit_world
 from megastack.config.phases import PHASE_RULES
 from megastack.config.rules import WORKS, not_available, out_of_range, violations
 from megastack.config.schema import OptimGroupOptions, RopeOptions, TrainConfig
@@ -106,6 +106,13 @@ def test_a_feature_that_is_not_available_is_an_error(key: str) -> None:
     found = violations(replace_values(a_config(), {key: _another_value(key)}))
     [error] = [violation for violation in found if violation.rule == "not available yet"]
     assert (error.key, error.legal) == (key, WORKS[key])
+
+
+def test_a_value_that_is_not_available_is_one_error() -> None:
+    config = replace_values(a_config(), {"parallel.ep": 3, "parallel.dp": 4, "batch.global_size": 4})
+    assert [str(found) for found in violations(config)] == ["parallel.ep=3: not available yet; use 1"]
+    [later] = degrees_fit_world(config, Degrees(config, None))
+    assert str(later) == "parallel.ep=3: must divide dp·cp = 4; use 1, 2 or 4"
 
 
 def test_defaults_are_available() -> None:

@@ -41,6 +41,8 @@ from megastack.config.suggestions import OTHER_SYSTEMS, known_keys, suggest
         ("bf16.enabled", "precision.compute"),
         ("pipeline.stages", "parallel.pp"),
         ("data_stages", "data.phases"),
+        ("compile.mode", "compile"),
+        ("parallel.tp.size", "parallel.tp"),
     ],
 )
 def test_the_suggested_key(written: str, meant: str) -> None:

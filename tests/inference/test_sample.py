@@ -149,6 +149,8 @@ def test_a_temperature_so_large_that_probabilities_are_equal_keeps_the_order() -
         ({"temperature": 1.0, "top_k": 0}, "top_k=0"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
         ({"top_k": 3}, "top_k=3: temperature=0"),
+        ({"top_k": 3, "top_p": 0.5}, "^top_k=3, top_p=0.5: temperature=0 [^\n]*$"),
+        ({"top_k": 0, "top_p": 2.0}, "^top_k=0: must be [^\n]*\ntop_p=2.0: must be [^\n]*$"),
     ],
 )
 def test_values_out_of_range_are_rejected(values: dict[str, float], message: str) -> None:

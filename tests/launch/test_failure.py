@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from megastack.comm.flight_recorder import Operation
-from megastack.launch.failure import ObservedExits, find_failure
+from megastack.errors import CheckpointError, ConfigError, LayerError
+from megastack.launch.failure import ObservedExits, explains_itself, failure_of, find_failure, rejects_configuration
 from megastack.mesh.shape import MeshShape
 from megastack.observe.failure import FailureRecord
+from megastack.observe.files import cannot_write
 from megastack.observe.watchdog import RankState
+from tests.tiny_runs import status, train
 
 SHAPE = MeshShape(pp=3)
 WAIT = Operation("pp", "all_reduce", 4, (5,), (0, 1, 2))
@@ -133,3 +139,41 @@ def test_a_rank_that_others_found_lost_is_described_by_its_exit_if_that_is_known
         assert find_failure([lost], [], ObservedExits(0, codes), SHAPE, 10).reason == reason
     killed = ObservedExits(0, {0: 1, 1: -signal.SIGKILL}, stragglers=[1])
     assert find_failure([lost], [], killed, SHAPE, 10).reason == lost.message
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        (ConfigError("a"), 1),
+        (CheckpointError("a"), 1),
+        (cannot_write(Path("x"), OSError(27, "File too large")), 1),
+        (LayerError("a"), 3),
+        (ValueError("a"), 3),
+    ],
+)
+def test_an_error_that_explains_itself_is_printed_without_its_traceback(error: Exception, lines: int) -> None:
+    coordinates, explained = SHAPE.coordinates(1), explains_itself(error)
+    found = FailureRecord.of(error, 1, coordinates, step=2, action="training step 3", explained=explained)
+    printed = failure_of(replace(found, trace=f"Traceback:\n{error}")).text.splitlines()
+    assert len(printed) == lines
+    assert printed[-1].startswith("[rank 1 | pp1 dp0 tp0] failed in training step 3: ")
+
+
+def test_a_configuration_error_rejects_the_configuration_at_any_time() -> None:
+    assert rejects_configuration(ConfigError("a"), before_training=False)
+    assert rejects_configuration(CheckpointError("a"), before_training=True)
+    for error in (CheckpointError("a"), LayerError("a"), ValueError("a")):
+        assert not rejects_configuration(error, before_training=False)
+
+
+@pytest.mark.full
+def test_a_layer_that_cannot_be_compiled_is_one_line_and_rejected(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megastack.models.compile.BACKEND", "eager")
+    layer = "model.mlp={_target_: tests.models.test_compile.BranchingMLP}"
+    assert train(tmp_path, "compile=true", layer, "run.steps=1") == 78
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("compile=true: blocks.0.mlp, a tests.models.test_compile.BranchingMLP, cannot be compiled")
+    assert status(tmp_path / "run")["exit_code"] == 78
+    assert "Traceback" in next((tmp_path / "run" / "failures").glob("rank_*.json")).read_text()

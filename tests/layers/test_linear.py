@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megastack.errors import PlacementError
-from megastack.layers import linear_ops
+from megastack.layers import linear_ops, weight_products
 from megastack.layers.attention import ParallelAttention
 from megastack.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megastack.layers.mlp import ParallelMLP
@@ -187,9 +187,10 @@ def backward_order(sequence_parallel: bool) -> list[str]:
     mesh = Mesh.from_environment(MeshShape(tp=2))
     events: list[str] = []
     patch = pytest.MonkeyPatch()
-    for name in ("start_all_reduce_", "start_reduce_scatter", "start_all_gather"):
-        watched = _watched(getattr(linear_ops, name), name.removeprefix("start_").rstrip("_"), events)
-        patch.setattr(linear_ops, name, watched)
+    starts = {"start_all_reduce_": linear_ops, "start_reduce_scatter": linear_ops, "start_all_gather": weight_products}
+    for name, module in starts.items():
+        watched = _watched(getattr(module, name), name.removeprefix("start_").rstrip("_"), events)
+        patch.setattr(module, name, watched)
     try:
         layer = ColumnParallelLinear(D, 8, mesh, sequence_parallel=sequence_parallel)
         out = layer(torch.randn(B, S // 2 if sequence_parallel else S, D, requires_grad=True))

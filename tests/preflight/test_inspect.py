@@ -336,6 +336,18 @@ def test_a_missing_device_and_missing_weights(tmp_path, rejected, monkeypatch):
         assert not (tmp_path / "run").exists()
 
 
+def test_rules_about_the_device_that_auto_selects(rejected, monkeypatch, tmp_path):
+    monkeypatch.setattr("megastack.preflight.inspect.count_gpus", lambda: 0)
+    assert rejected("device=auto", "launch.numa_binding=node") == [
+        "launch.numa_binding=node: needs ranks on GPUs (device=auto selects cpu on this machine); use none"
+    ]
+    monkeypatch.setattr("megastack.preflight.inspect.count_gpus", lambda: 2)
+    monkeypatch.setattr("megastack.config.layout_rules.batching_error", lambda *sizes, **options: "F0 before F1")
+    [line] = rejected("device=auto")
+    assert line.startswith("schedule.name=1f1b: lists messages in an order that can deadlock on GPUs (F0 before F1)")
+    assert "(device=auto selects cuda on this machine)" in line
+
+
 def test_more_ranks_than_this_machine_can_run(rejected, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     [line] = rejected("parallel.dp=129", "batch.global_size=129")
