@@ -258,10 +258,14 @@ def backend_of(device: torch.device) -> Backend:
     return _GLOO if device.type == "cpu" else _NCCL
 
 
+def may_share_memory(device: torch.device) -> bool:
+    """Whether ranks on such a device may communicate through shared memory."""
+    return isinstance(backend_of(device), Gloo)
+
+
 def transport_of(group: AxisGroup, device: torch.device) -> Backend:
     """The backend for tensors on a device that are communicated within a group."""
-    backend = backend_of(device)
-    return _SHARED if backend is _GLOO and group.shared is not None else backend
+    return _SHARED if group.shared is not None and may_share_memory(device) else backend_of(device)
 
 
 @contextmanager

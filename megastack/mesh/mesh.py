@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from megastack.comm.backend import backend_of
+from megastack.comm.backend import backend_of, may_share_memory
 from megastack.comm.flight_recorder import FlightRecorder
 from megastack.comm.group import AxisGroup
 from megastack.comm.observer import NO_OBSERVER, Observer, RankObserver
@@ -78,15 +78,18 @@ class Mesh:
         self._groups: dict[tuple[object, ...], AxisGroup] = {}
         self._cpu_transport = cpu_transport
         self.transport = backend_of(device).process_groups
+        self._process_groups: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
         self._shared: dict[tuple[Axis, ...], SharedGroup | None] = {}
-        if device_mesh is not None and self._shares_memory:
-            self._share_memory()
         self.backward_channels: dist.ProcessGroup | None = None
         if device_mesh is not None:
-            for axes in FUSED_AXES:
-                self[axes]
+            for axes in grouped_axes(shape):
+                self._process_group(axes)
             if shape.pp > 1:
                 self.backward_channels = self._new_group((Axis.PP,))
+            if self._shares_memory:  # the last step: a rank that ends soon must not end while others still connect
+                self._share_memory()
+            for fused in FUSED_AXES:
+                self[fused]
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> Mesh:
@@ -211,21 +214,29 @@ class Mesh:
         if not axes:
             return AxisGroup.single(label, self.observer, self.rank)
         assert self.device_mesh is not None, f"{self.shape}: a mesh without process groups has no group along {label}"
-        group: dist.ProcessGroup | None
-        if len(axes) == 1:
-            group = self.device_mesh.get_group(axes[0].value)
-        elif len(axes) == self.device_mesh.ndim:
-            group = dist.group.WORLD
-        else:
-            group = self._new_group(axes)
-        assert group is not None
+        group = self._process_group(axes)
         members = tuple(dist.get_process_group_ranks(group))
         place, shared = members.index(self.rank), self._shared.get(axes)
         return AxisGroup(place, len(members), members, group, label, self.observer, shared)
 
+    def _process_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
+        """Torch's group along axes of more than one rank, created if there is none."""
+        assert self.device_mesh is not None
+        if axes not in self._process_groups:
+            group: dist.ProcessGroup | None
+            if len(axes) == 1:
+                group = self.device_mesh.get_group(axes[0].value)
+            elif len(axes) == self.device_mesh.ndim:
+                group = dist.group.WORLD
+            else:
+                group = self._new_group(axes)
+            assert group is not None
+            self._process_groups[axes] = group
+        return self._process_groups[axes]
+
     @property
     def _shares_memory(self) -> bool:
-        return self.device.type == "cpu" and self._cpu_transport != "gloo" and absent_peers() is None
+        return self._cpu_transport != "gloo" and may_share_memory(self.device) and absent_peers() is None
 
     def _share_memory(self) -> None:
         """Set up shared memory for the groups that the mesh creates."""
@@ -238,7 +249,7 @@ class Mesh:
     ) -> tuple[list[SharedGroup | None], str]:
         """The groups of ``plans`` in shared memory, and a description; called by all ranks of a process group."""
         assert group is not None
-        members = AxisGroup(ranks.index(self.rank), len(ranks), ranks, group, "shared_memory", self.observer)
+        members = AxisGroup(ranks.index(self.rank), len(ranks), ranks, group, "shared_memory")
         return share_memory(plans, self.rank, members, self._cpu_transport, timeout_of(group).total_seconds())
 
     def _new_group(self, axes: tuple[Axis, ...]) -> dist.ProcessGroup:
