@@ -294,7 +294,9 @@ class RecomputeOptions:
 class CheckpointOptions:
     """Saving and loading checkpoints."""
 
-    every: int | None = option(None, "Steps between checkpoints, the last included; null for none.", least=1)
+    every: int | None = option(
+        None, "Steps between checkpoints; null for none. `checkpoint.at_end` adds one at the end.", least=1
+    )
     at_end: bool = option(True, "Save a checkpoint when the run ends.")
     asynchronous: bool = option(False, "Write checkpoints while the next steps run.")
     keep_last: int | None = option(None, "Number of newest usable checkpoints to keep; null for all.", least=1)

@@ -10,7 +10,7 @@ create the mesh. Only the members of a group call :meth:`Mesh.subgroup`, whateve
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -37,6 +37,8 @@ from megastack.torch_private import group_names, set_timeout, timeout_of
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = distributed_c10d.default_pg_timeout.total_seconds()
+
+_PLACES: Mapping[object, int] = {axis: place for place, axis in enumerate(DENSE_AXES)}
 
 
 class Mesh:
@@ -76,6 +78,7 @@ class Mesh:
         self.coordinates = shape.coordinates(rank)
         self._timeout = timeout
         self._groups: dict[tuple[object, ...], AxisGroup] = {}
+        self._along: list[AxisGroup | None] = [None for _ in DENSE_AXES]
         self._cpu_transport = cpu_transport
         self.transport = backend_of(device).process_groups
         self._process_groups: dict[tuple[Axis, ...], dist.ProcessGroup] = {}
@@ -156,8 +159,11 @@ class Mesh:
         return self[DENSE_AXES]
 
     def __getitem__(self, axes: Axis | tuple[Axis, ...]) -> AxisGroup:
-        known = self._groups.get((axes,))
-        if known is not None:  # layers look it up at every call
+        # Layers look up single axes at every call. Compiled code depends on the length of a container that it reads,
+        # so these groups are in a list that does not grow.
+        place = _PLACES.get(axes)
+        known = self._groups.get((axes,)) if place is None else self._along[place]
+        if known is not None:
             return known
         named = (axes,) if isinstance(axes, str) else axes
         requested = tuple(axis for axis in DENSE_AXES if axis in named)
@@ -168,6 +174,8 @@ class Mesh:
         if key not in self._groups:
             self._groups[key] = self._axis_group(real, _label(requested, real))
         self._groups[(axes,)] = self._groups[key]
+        if place is not None:
+            self._along[place] = self._groups[key]
         return self._groups[key]
 
     def groups(self, without: Collection[AxisGroup] = ()) -> list[AxisGroup]:

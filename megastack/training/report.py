@@ -99,6 +99,8 @@ class Recorder:
             self.event(step, "start", ranks=self.devices)
         else:
             self.event(step, "resume", ranks=self.devices, path=str(self.last_checkpoint))
+        if self.compile_cache is not None:
+            self.console.line("note      compiling the blocks; the first step takes longer")
         self._running(step)
 
     def step(self, step: int) -> None:

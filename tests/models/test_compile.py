@@ -165,3 +165,23 @@ def test_bf16_weights_with_fp32_gradients_train_compiled() -> None:
     assert eager[1] == traced[1] == {torch.float32}
     assert eager[0][0] == traced[0][0]
     assert eager[0][1] == pytest.approx(traced[0][1], rel=1e-3) and eager[0][1] != eager[0][0]
+
+
+def losses_and_compilations(config: TrainConfig, steps: int) -> tuple[list[float], int]:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    with patch.object(compiled, "BACKEND", counter):
+        training = build_training(config, Mesh.from_environment(mesh_shape(config), device="cpu"))
+        return [float(training.step(step).loss or torch.nan) for step in range(steps)], counter.frame_count
+
+
+@pytest.mark.full
+def test_steps_without_a_wait_between_them_share_one_compilation(tmp_path: Path) -> None:
+    """Nothing reads the weights between the steps, so the blocks of a step are called with ZeRO's gathers pending."""
+    layout = ["precision=fp32", "parallel.dp=2", "parallel.zero.stage=1", "model.dropout=0.1", "run.steps=3"]
+    config = composed(overrides(tmp_path), layout)
+    runs = [replace_values(config, {"compile": on}) for on in (False, True)]
+    eager, found = (run_ranks(losses_and_compilations, 2, run, 3, timeout=600) for run in runs)
+    assert [count for _, count in eager] == [0, 0] and [count for _, count in found] == [1, 1]
+    assert found[0][0] == pytest.approx(eager[0][0], rel=1e-5)
