@@ -300,4 +300,14 @@ VALUES: list[InvalidCase] = [
         None,
         "launch.numa_binding=node: needs ranks on GPUs; use none or device=cuda",
     ),
+    (
+        {"device": "cuda", "launch.cpu_transport": "shared_memory"},
+        None,
+        "launch.cpu_transport=shared_memory: needs ranks on the CPU; use auto or device=cpu",
+    ),
+    (
+        {"device": "cpu", "launch.cpu_transport": "shared_memory", "cluster.nodes": 2},
+        None,
+        "launch.cpu_transport=shared_memory: needs one host, not cluster.nodes=2; use auto or gloo",
+    ),
 ]
