@@ -172,7 +172,7 @@ class _Parameters:
     returned: list[bool]
 
     def gradients(self, weight_rows: list[Tensor], bias_rows: list[Tensor], source: ProductInput) -> list[Tensor]:
-        """Accumulate or defer gradients, and return those that autograd accumulates."""
+        """Accumulate or defer gradients, and return the rest, which autograd accumulates."""
         products: list[WeightGradient] = [
             WeightProduct(rows, source, weight.shape) for rows, weight in zip(weight_rows, self.weights, strict=True)
         ]

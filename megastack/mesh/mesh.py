@@ -130,7 +130,9 @@ class Mesh:
             RankEnvironmentError: the variables are invalid, or rank 0 cannot be reached at the given address.
         """
         target, observer = pick_device(device), observer or RankObserver()
-        backend = backend_of(target)
+        transport, backend = requested_transport(cpu_transport), backend_of(target)
+        if cpu_transport == "shared_memory" and not may_share_memory(target):
+            raise MeshError(f"cpu_transport={cpu_transport}: the ranks compute on {target}; use auto")
         observer.use_device(backend.events)
         limit = None if timeout_s is None else timedelta(seconds=timeout_s + backend.timeout_margin_s)
         if not dist.is_initialized():
@@ -140,7 +142,6 @@ class Mesh:
             _open_world(shape, launched, target, timeout_s)
         _require_size(shape, dist.get_world_size())
         grid = _device_mesh(shape, target, limit)
-        transport = requested_transport(cpu_transport)
         return cls(shape, dist.get_rank(), target, grid, timeout=limit, observer=observer, cpu_transport=transport)
 
     @property

@@ -1,4 +1,4 @@
-"""The predicted activations are those that a rank holds with either choice of kernels."""
+"""A rank holds the predicted activations, with either choice of kernels."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SLOW = set(LAYOUTS) - {"interleaved"}
 
 
 def communicators(config: TrainConfig, mesh: Mesh, double: nccl_double.Double) -> list[tuple[set[Any], set[Any], int]]:
-    """For each rank: the communicators that it creates before a step, those that the step uses, and counted calls."""
+    """For each rank: the communicators created before a step, the communicators of the step, and the counted calls."""
     training = build_training(config, mesh, read_dataset(config))
     double.used.clear()
     mesh.ledger.reset()

@@ -163,7 +163,7 @@ def test_a_block_runs_few_kernels(p: float, forward: dict[str, int], backward: d
 
 
 def nodes_of(x: Tensor) -> Counter[str]:
-    """The nodes of the graph that computed a tensor, without those that accumulate into ``.grad``."""
+    """The nodes of the graph that computed a tensor, without the ``AccumulateGrad`` nodes."""
     seen, left = set(), [x.grad_fn]
     while left:
         node = left.pop()

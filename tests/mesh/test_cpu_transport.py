@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megastack.comm.backend import Nccl, backend_choice
 from megastack.comm.collectives import all_reduce
 from megastack.comm.shared_memory import semaphores
 from megastack.config.convert import replace_values
 from megastack.config.layout_rules import mesh_shape
 from megastack.config.schema import TrainConfig
+from megastack.errors import MeshError
 from megastack.mesh.mesh import Mesh
 from megastack.mesh.shape import Axis, MeshShape
 from megastack.testing.compare import TOLERANCES, Trace, differences
@@ -101,6 +103,18 @@ def test_the_variable_replaces_auto(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_variable(value: str) -> str:
     with patch.dict(os.environ, {"MEGASTACK_CPU_TRANSPORT": value}):
         return Mesh.from_environment(MeshShape(tp=2), device="cpu").transport
+
+
+def on_a_gpu() -> None:
+    with backend_choice(Nccl()):
+        Mesh.from_environment(MeshShape(tp=2), device="cpu", cpu_transport="shared_memory")
+
+
+def test_ranks_on_gpus_cannot_share_memory() -> None:
+    with pytest.raises(RankFailure, match="cpu_transport=shared_memory: the ranks compute on cpu; use auto"):
+        run_ranks(on_a_gpu, 2)
+    with pytest.raises(MeshError, match="cpu_transport=rdma: must be one of auto, shared_memory, gloo"):
+        Mesh.from_environment(MeshShape(), device="cpu", cpu_transport="rdma")
 
 
 def of_a_subgroup() -> bool:

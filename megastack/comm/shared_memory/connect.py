@@ -1,8 +1,8 @@
-"""The start of communication through shared memory: each rank reserves memory, and maps that of its peers.
+"""The start of communication through shared memory: each rank reserves memory and maps the memory of its peers.
 
 :func:`connect` is called once for the groups of a mesh, by all its ranks. Each rank reserves memory with one ring per
-group, which all other members read, and for pipelines one ring per peer. The ranks exchange where the memory is, map
-that of their peers, and agree for each group whether all members could.
+group, which all other members read, and for pipelines one ring per peer. The ranks exchange where their memory is, map
+it, and agree for each group whether all members could.
 """
 
 from __future__ import annotations

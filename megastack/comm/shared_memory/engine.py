@@ -1,8 +1,9 @@
-"""Progress of a rank's operations: there is no background work, so a rank that waits advances all of them.
+"""Progress of a rank's operations: a rank that waits for one of them advances all that are outstanding.
 
-Every wait sleeps on the one semaphore of its process, which each other process posts when it wrote a piece or read one.
-A thread helps where a rank does something else while an operation is outstanding, such as a barrier of gloo or a long
-computation: it sleeps most of the time, and lives only as long as there are outstanding operations.
+Every wait sleeps on the one semaphore of its process. Another process posts it after writing a piece or reading some.
+A thread advances the operations where a rank does something else while they are outstanding, such as a barrier of gloo
+or a long computation. It starts with the first operation that is not complete at once, lasts as long as the process,
+and otherwise looks four times a second whether there is work for it.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Writer:
         return [reader for reader, credited in enumerate(self._credited) if credited == min(self._credited)]
 
     def _oldest(self, needed: int) -> int:
-        """How many bytes every reader has credited; asks for credit only if there is no room otherwise."""
+        """The number of bytes that every reader has credited; collects credit only if the ring is full otherwise."""
         oldest = min(self._credited)
         if self._written + needed - oldest <= self._layout.capacity:
             return oldest
